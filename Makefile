@@ -1,0 +1,45 @@
+# Verbs: setup, train, test, check, bench. Each sets up .venv first if it is not there.
+SHELL := /bin/bash
+VENV  := .venv
+PY    := $(VENV)/bin/python
+EXTRA ?= dev
+ARGS  ?=
+
+.PHONY: setup train test test-slow check bench clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make setup   create .venv and install qkvflow with exactly pinned dependencies (EXTRA=dev,cuda12 for a GPU)"
+	@echo "make train   train the quickstart: a small continuous-depth language model, on this machine, in minutes"
+	@echo "make test    all tests but the slow ones (make test-slow: those)"
+	@echo "make check   what to run before a commit: ruff, codespell, pyright, fast tests"
+	@echo "make bench   benchmarks, JSON and a table"
+
+setup: $(VENV)/.installed
+
+# constraints.txt is the one place with exact versions.
+$(VENV)/.installed: pyproject.toml constraints.txt
+	@python=""; for p in python3.12 python3.11 python3; do \
+	  if command -v $$p >/dev/null && $$p -c 'import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' 2>/dev/null; \
+	  then python=$$p; break; fi; done; \
+	if [ -z "$$python" ]; then echo "qkvflow needs Python 3.11 or 3.12 with the venv module: install one and run make again." >&2; exit 1; fi; \
+	echo "Setting up $(VENV) with $$($$python --version) (a few minutes, once)"; \
+	test -x $(PY) || $$python -m venv $(VENV)
+	@$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[$(EXTRA)]"
+	@touch $@
+
+train: setup
+	@$(PY) -m qkvflow.train_lm --config_path configs/quickstart.yaml $(ARGS)
+
+test: setup
+	@$(PY) -m pytest tests -m "not slow" $(ARGS)
+
+test-slow: setup
+	@$(PY) -m pytest tests -m slow $(ARGS)
+
+check: setup
+	@$(VENV)/bin/ruff format --check . && $(VENV)/bin/ruff check . && $(VENV)/bin/codespell && $(VENV)/bin/pyright
+	@$(PY) -m pytest tests -m "not slow and not program" $(ARGS)
+
+bench: setup
+	@$(PY) -m experiments.bench $(ARGS)
