@@ -1,0 +1,30 @@
+"""The names of all axes: one vocabulary for shapes, docstrings and sharding.
+
+| axis | meaning |
+|---|---|
+| `batch` | independent sequences |
+| `position`, `key_position` | place in the sequence; attention renames it for keys, since one name is one axis |
+| `vocab` | tokens of the vocabulary |
+| `embed` | the state x(t), width d |
+| `heads`, `head_size`, `qkv` | attention heads, their width, and the stack of query, key and value |
+| `mlp` | hidden units of the feed-forward block |
+| `layers` | points of layer-time, or layers of an ordinary stack (the axis of `haliax.nn.Stacked`) |
+| `steps` | steps of the solver |
+| `sinusoid` | features of time [t, sin, cos], size 2S+1 |
+| `time_hidden`, `time_embed` | hidden and output units of a time network, both of size T |
+"""
+
+BATCH = "batch"
+POSITION = "position"
+KEY_POSITION = "key_position"
+VOCAB = "vocab"
+EMBED = "embed"
+HEADS = "heads"
+HEAD_SIZE = "head_size"
+QKV = "qkv"
+MLP = "mlp"
+LAYERS = "layers"
+STEPS = "steps"
+SINUSOID = "sinusoid"
+TIME_HIDDEN = "time_hidden"
+TIME_EMBED = "time_embed"

@@ -1,0 +1,62 @@
+"""YAML `block:` the choices for B(x; W), each of which builds an ordinary block and says what stands around it."""
+
+import abc
+from dataclasses import dataclass
+
+import draccus
+from haliax import Axis
+
+from qkvflow.errors import UserError
+
+
+@dataclass(frozen=True)
+class BlockConfig(draccus.ChoiceRegistry, abc.ABC):
+    """What B is. The block knows no time and no solver; its arrays are plain NamedArrays."""
+
+    embed_pdrop: float = 0.0
+
+    @abc.abstractmethod
+    def init(self, Embed: Axis, *, key):
+        """Draw an ordinary block: a module called as block(x, mask, key=...)."""
+
+    @abc.abstractmethod
+    def norm(self, Embed: Axis):
+        """A fresh norm of the block's kind, also used before the head."""
+
+    @abc.abstractmethod
+    def check(self, Embed: Axis) -> None:
+        """Raise UserError if the block does not fit a state of this width."""
+
+    @property
+    @abc.abstractmethod
+    def learned_positions(self) -> bool:
+        """Whether positions are embedded by a table (GPT-2)."""
+
+    @property
+    @abc.abstractmethod
+    def tie_word_embeddings(self) -> bool:
+        """Whether the head is the token embedding."""
+
+    @abc.abstractmethod
+    def flops_per_token(self, hidden_dim: int, context_length: int) -> float:
+        """Forward floating point operations of one evaluation of B for one token."""
+
+
+def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise UserError(f"{name}: {value!r} is not known. Choices: {', '.join(choices)}.")
+
+
+def check_probability(name: str, value: float) -> None:
+    if not 0.0 <= value < 1.0:
+        raise UserError(f"{name} must be a probability in [0, 1), got {value}.")
+
+
+def check_heads(hidden_dim: int, num_heads: int) -> None:
+    if num_heads < 1 or hidden_dim % num_heads != 0:
+        divisors = [n for n in range(1, hidden_dim + 1) if hidden_dim % n == 0]
+        near = min(divisors, key=lambda n: abs(n - num_heads))
+        raise UserError(
+            f"hidden_dim ({hidden_dim}) must be divisible by block.num_heads ({num_heads}), because each head takes an"
+            f" equal share of the width. The nearest number of heads that divides it is {near}."
+        )

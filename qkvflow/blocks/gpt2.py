@@ -1,0 +1,119 @@
+"""The GPT-2 block as a vector field B(x; W), in two forms.
+
+    parallel (the paper):      B(x) = attn(ln1(x)) + mlp(ln2(x))
+    sequential (GPT-2 itself): B(x) = a + mlp(ln2(x + a)),  a = attn(ln1(x)),  so that x + B(x) is the GPT-2 layer
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import equinox as eqx
+import haliax.nn as hnn
+from haliax import Axis, NamedArray
+from haliax.jax_utils import maybe_rng_split
+from levanter.layers.attention import AttentionBackend, AttentionMask
+from levanter.utils.activation import ActivationFunctionEnum
+
+from qkvflow.axes import HEAD_SIZE, HEADS, MLP
+from qkvflow.blocks.attention import Gpt2Attention
+from qkvflow.blocks.config import BlockConfig, check_choice, check_heads, check_probability
+from qkvflow.errors import UserError
+
+FORMS = ("parallel", "sequential")
+
+
+class Gpt2Mlp(eqx.Module):
+    """c_proj(activation(c_fc(x))): {embed} -> {mlp} -> {embed}."""
+
+    c_fc: hnn.Linear
+    c_proj: hnn.Linear
+    activation: Callable = eqx.field(static=True)
+
+    @staticmethod
+    def init(Embed: Axis, Mlp: Axis, activation: Callable, *, key, use_bias: bool = True) -> "Gpt2Mlp":
+        k_fc, k_proj = maybe_rng_split(key, 2)
+        c_fc = hnn.Linear.init(Embed, Mlp, key=k_fc, use_bias=use_bias, out_first=False)
+        c_proj = hnn.Linear.init(Mlp, Embed, key=k_proj, use_bias=use_bias, out_first=False)
+        return Gpt2Mlp(c_fc, c_proj, activation)
+
+    def __call__(self, x: NamedArray) -> NamedArray:
+        return self.c_proj(self.activation(self.c_fc(x)))
+
+
+class Gpt2Block(eqx.Module):
+    """B(x; W): {..., position, embed} -> {..., position, embed}. Adds nothing to x: the solver does."""
+
+    attn_ln: hnn.LayerNorm
+    attn: Gpt2Attention
+    mlp_ln: hnn.LayerNorm
+    mlp: Gpt2Mlp
+    resid_dropout: hnn.Dropout
+    form: str = eqx.field(static=True)
+
+    def __call__(self, x: NamedArray, mask: AttentionMask | NamedArray | None, *, key=None) -> NamedArray:
+        k_attn, k_attn_out, k_mlp_out = maybe_rng_split(key, 3)
+        attn = self.resid_dropout(self.attn(self.attn_ln(x), mask, key=k_attn), key=k_attn_out)
+        mlp = self.mlp(self.mlp_ln(x if self.form == "parallel" else x + attn))
+        return attn + self.resid_dropout(mlp, key=k_mlp_out)
+
+
+@BlockConfig.register_subclass("gpt2")
+@dataclass(frozen=True)
+class Gpt2BlockConfig(BlockConfig):
+    """LayerNorm, fused attention, MLP of `mlp_scale` times the width; learned positions and a tied head around it."""
+
+    num_heads: int = 12
+    form: str = "parallel"
+    mlp_scale: int = 4
+    activation: ActivationFunctionEnum = ActivationFunctionEnum.gelu_new
+    use_bias: bool = True
+    embed_pdrop: float = 0.0
+    resid_pdrop: float = 0.0
+    attn_pdrop: float = 0.0
+    layer_norm_epsilon: float = 1e-5
+    attn_backend: AttentionBackend | None = None
+    flash_attention_block_size: int | None = None
+
+    def __post_init__(self):
+        check_choice("form", self.form, FORMS)
+        if self.mlp_scale < 1:
+            raise UserError(f"mlp_scale must be at least 1, got {self.mlp_scale}.")
+        if self.activation is ActivationFunctionEnum.xielu:
+            raise UserError("activation: xielu has parameters of its own, which this block does not hold.")
+        for name in ("embed_pdrop", "resid_pdrop", "attn_pdrop"):
+            check_probability(name, getattr(self, name))
+
+    def check(self, Embed: Axis) -> None:
+        check_heads(Embed.size, self.num_heads)
+
+    def init(self, Embed: Axis, *, key) -> Gpt2Block:
+        k_attn, k_mlp = maybe_rng_split(key, 2)
+        Heads, HeadSize = Axis(HEADS, self.num_heads), Axis(HEAD_SIZE, Embed.size // self.num_heads)
+        attn = Gpt2Attention.init(
+            Embed,
+            Heads,
+            HeadSize,
+            key=k_attn,
+            use_bias=self.use_bias,
+            dropout=self.attn_pdrop,
+            backend=self.attn_backend,
+            flash_block_size=self.flash_attention_block_size,
+        )
+        Mlp = Axis(MLP, self.mlp_scale * Embed.size)
+        mlp = Gpt2Mlp.init(Embed, Mlp, self.activation.to_fn(), key=k_mlp, use_bias=self.use_bias)
+        return Gpt2Block(self.norm(Embed), attn, self.norm(Embed), mlp, hnn.Dropout(self.resid_pdrop), self.form)
+
+    def norm(self, Embed: Axis) -> hnn.LayerNorm:
+        return hnn.LayerNorm.init(Embed, eps=self.layer_norm_epsilon, use_bias=self.use_bias)
+
+    @property
+    def learned_positions(self) -> bool:
+        return True
+
+    @property
+    def tie_word_embeddings(self) -> bool:
+        return True
+
+    def flops_per_token(self, hidden_dim: int, context_length: int) -> float:
+        """Forward FLOPs of one evaluation of B: projections 2*12 d^2 (mlp_scale 4), attention 2*2*n*d."""
+        return 2 * hidden_dim**2 * (4 + 2 * self.mlp_scale) + 4 * context_length * hidden_dim

@@ -1,0 +1,10 @@
+"""How do we travel from t = 0 to t = 1? Solvers, grids and integration; knows nothing of weights or blocks."""
+
+from qkvflow.depth.config import DepthConfig as DepthConfig
+from qkvflow.depth.fixed import integrate as integrate
+from qkvflow.depth.plan import Plan as Plan
+from qkvflow.depth.solvers import RK4 as RK4
+from qkvflow.depth.solvers import SOLVERS as SOLVERS
+from qkvflow.depth.solvers import Tableau as Tableau
+from qkvflow.depth.solvers import solver_by_name as solver_by_name
+from qkvflow.depth.solvers import tableau as tableau

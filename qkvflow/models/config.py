@@ -1,0 +1,78 @@
+"""YAML `model: {type: neuralode}`: a point of weights x block x depth, registered as a Levanter `LmConfig`."""
+
+import dataclasses
+from dataclasses import dataclass, field
+
+from haliax import Axis
+from levanter.models.lm_model import LmConfig
+
+from qkvflow.axes import EMBED
+from qkvflow.blocks import BlockConfig, Gpt2BlockConfig
+from qkvflow.depth import DepthConfig, Plan
+from qkvflow.errors import UserError
+from qkvflow.weights import GeneratedConfig, PerLayerConfig, WeightsConfig
+
+
+@LmConfig.register_subclass("neuralode")
+@dataclass(frozen=True)
+class NeuralOdeConfig(LmConfig):
+    """x(0) = embed(tokens);  dx/dt = B(x; W(t)), t in [0, 1];  logits = head(norm(x(1))).
+
+    prelude_layers, coda_layers: ordinary layers (per-layer weights, x + B(x), sequential form) before and after the
+        flow.
+    gradient_checkpointing: of the ordinary layers; the flow has `depth.adjoint`.
+    """
+
+    max_seq_len: int = 1024
+    hidden_dim: int = 768
+    prelude_layers: int = 0
+    coda_layers: int = 0
+    block: BlockConfig = field(default_factory=Gpt2BlockConfig)
+    weights: WeightsConfig = field(default_factory=GeneratedConfig)
+    depth: DepthConfig = field(default_factory=DepthConfig)
+    gradient_checkpointing: bool = True
+
+    def __post_init__(self):
+        for name, least in (("max_seq_len", 1), ("hidden_dim", 1), ("prelude_layers", 0), ("coda_layers", 0)):
+            if getattr(self, name) < least:
+                raise UserError(f"{name} must be at least {least}, got {getattr(self, name)}.")
+        self.block.check(self.Embed)
+
+    @property
+    def Embed(self) -> Axis:
+        return Axis(EMBED, self.hidden_dim)
+
+    @property
+    def model_type(self):
+        from qkvflow.models.neuralode import NeuralOdeLMHeadModel
+
+        return NeuralOdeLMHeadModel
+
+    @property
+    def plan(self) -> Plan:
+        """Where and how the flow is evaluated in layer-time."""
+        return self.depth.plan(self.weights.evaluate)
+
+    def ordinary_plan(self, layers: int) -> Plan:
+        """The plan of `layers` ordinary residual layers."""
+        adjoint = "checkpoint" if self.gradient_checkpointing else "direct"
+        depth = DepthConfig(solver="euler", steps=layers, step_size="residual", adjoint=adjoint)
+        return depth.plan(PerLayerConfig().evaluate)
+
+    @property
+    def ordinary_block(self) -> BlockConfig:
+        """The block of the prelude and coda."""
+        return dataclasses.replace(self.block, form="sequential")
+
+    def at_depth(self, steps: int) -> "NeuralOdeConfig":
+        """The configuration of this model discretised at `steps` steps: per-layer weights on that grid."""
+        if steps < 1:
+            raise UserError(f"steps must be at least 1, got {steps}.")
+        depth = dataclasses.replace(self.depth, steps=steps, evaluate="auto")
+        return dataclasses.replace(self, weights=PerLayerConfig(), depth=depth)
+
+    def flops_per_token(self, vocab_size: int, context_length: int) -> float:
+        """Forward FLOPs per token: block evaluations and head. Generating W(t) costs extra, once per batch."""
+        evaluations = self.plan.evaluations + self.prelude_layers + self.coda_layers
+        block = self.block.flops_per_token(self.hidden_dim, context_length)
+        return evaluations * block + 2 * self.hidden_dim * vocab_size

@@ -1,0 +1,44 @@
+"""Token embeddings, and learned positions where the block wants them: x(0) = embed(tokens)."""
+
+import equinox as eqx
+import haliax as hax
+import haliax.nn as hnn
+import jax
+import jax.numpy as jnp
+from haliax import Axis, NamedArray
+from haliax.jax_utils import maybe_rng_split
+
+from qkvflow.axes import POSITION
+from qkvflow.models.config import NeuralOdeConfig
+from qkvflow.weights.scales import POSITION_EMBEDDING, TOKEN_EMBEDDING
+
+
+class Embeddings(eqx.Module):
+    """token_embeddings {vocab, embed}, position_embeddings {position, embed} or None, then dropout."""
+
+    token_embeddings: hnn.Embedding
+    position_embeddings: hnn.Embedding | None
+    dropout: hnn.Dropout
+
+    @staticmethod
+    def init(Vocab: Axis, config: NeuralOdeConfig, *, key) -> "Embeddings":
+        k_token, k_position = jax.random.split(key)
+        tokens = _embedding(Vocab, config.Embed, TOKEN_EMBEDDING, key=k_token)
+        positions = None
+        if config.block.learned_positions:
+            positions = _embedding(config.max_Pos, config.Embed, POSITION_EMBEDDING, key=k_position)
+        return Embeddings(tokens, positions, hnn.Dropout(config.block.embed_pdrop))
+
+    def __call__(self, tokens: NamedArray, *, pos_ids: NamedArray | None = None, key=None) -> NamedArray:
+        """{..., position} -> {..., position, embed}. `pos_ids` defaults to 0, 1, 2, ..."""
+        (k_drop,) = maybe_rng_split(key, 1)
+        x = self.token_embeddings(tokens)
+        if self.position_embeddings is not None:
+            if pos_ids is None:
+                pos_ids = hax.arange(tokens.resolve_axis(POSITION), dtype=jnp.int32)
+            x = x + self.position_embeddings.embed(pos_ids)
+        return self.dropout(x, key=k_drop)
+
+
+def _embedding(Index: Axis, Embed: Axis, std: float, *, key) -> hnn.Embedding:
+    return hnn.Embedding(hax.random.normal(key, (Index, Embed)) * std, Index, Embed)

@@ -1,0 +1,165 @@
+"""The language model around the flow: embed, prelude, flow, coda, norm, head."""
+
+import dataclasses
+
+import equinox as eqx
+import haliax as hax
+import haliax.nn as hnn
+import jax
+from haliax import Axis, NamedArray
+from haliax.jax_utils import maybe_rng_split
+from haliax.nn.scan import Stacked
+from jaxtyping import PRNGKeyArray
+from levanter.layers.attention import AttentionMask
+from levanter.models.lm_model import LmHeadModel
+
+from qkvflow.axes import EMBED
+from qkvflow.models.config import NeuralOdeConfig
+from qkvflow.models.embeddings import Embeddings
+from qkvflow.models.flow import Flow
+from qkvflow.weights import PerLayerConfig
+
+
+class NeuralOdeTransformer(eqx.Module):
+    """prelude (ordinary layers), flow, coda (ordinary layers), norm: {..., position, embed} -> the same axes."""
+
+    prelude: Flow | None
+    flow: Flow
+    coda: Flow | None
+    norm: hnn.LayerNorm | hnn.RmsNorm
+
+    @staticmethod
+    def init(config: NeuralOdeConfig, *, key) -> "NeuralOdeTransformer":
+        k_prelude, k_flow, k_coda = jax.random.split(key, 3)
+
+        def ordinary(layers: int, key) -> Flow | None:
+            if layers == 0:
+                return None
+            plan = config.ordinary_plan(layers)
+            return Flow(_build(config, ordinary=True, times=plan.times, key=key), plan)
+
+        plan = config.plan
+        return NeuralOdeTransformer(
+            ordinary(config.prelude_layers, k_prelude),
+            Flow(_build(config, ordinary=False, times=plan.times, key=k_flow), plan),
+            ordinary(config.coda_layers, k_coda),
+            config.block.norm(config.Embed),
+        )
+
+    def __call__(self, x: NamedArray, mask, *, key=None, trajectory: bool = False):
+        k_prelude, k_flow, k_coda = maybe_rng_split(key, 3)
+        if self.prelude is not None:
+            x = self.prelude(x, mask, key=k_prelude)
+        x = self.flow(x, mask, key=k_flow, trajectory=trajectory)
+        if trajectory:
+            return x[1]
+        if self.coda is not None:
+            x = self.coda(x, mask, key=k_coda)
+        return self.norm(x)
+
+    @property
+    def blocks(self) -> Stacked:
+        """The ordinary blocks of a discretised flow."""
+        return self.flow.blocks
+
+
+class NeuralOdeLMHeadModel(LmHeadModel[NeuralOdeConfig]):
+    """A continuous-depth language model; a Levanter `LmHeadModel`."""
+
+    embeddings: Embeddings
+    transformer: NeuralOdeTransformer
+    lm_head: hnn.Linear | None
+    _config: NeuralOdeConfig = eqx.field(static=True)
+
+    @classmethod
+    def init(cls, Vocab: Axis, config: NeuralOdeConfig, *, key: PRNGKeyArray) -> "NeuralOdeLMHeadModel":
+        k_embed, k_transformer, k_head = jax.random.split(key, 3)
+        head = None
+        if not config.block.tie_word_embeddings:
+            head = hnn.Linear.init(config.Embed, Vocab, key=k_head, use_bias=False, out_first=False)
+        return cls(
+            Embeddings.init(Vocab, config, key=k_embed), NeuralOdeTransformer.init(config, key=k_transformer), head, config
+        )
+
+    @property
+    def config(self) -> NeuralOdeConfig:
+        return self._config
+
+    @property
+    def Vocab(self) -> Axis:
+        return self.embeddings.token_embeddings.Vocab
+
+    def __call__(
+        self,
+        input_ids: NamedArray,
+        attn_mask: AttentionMask | NamedArray | None = None,
+        *,
+        key=None,
+        pos_ids: NamedArray | None = None,
+    ) -> NamedArray:
+        """Logits {..., position, vocab} of the next token, from tokens {..., position}.
+
+        attn_mask: causal if not given. Differs from Levanter, where None lets every token see the future.
+        key: needed in training mode if the model has dropout.
+        """
+        x = self.activations(input_ids, attn_mask, key=key, pos_ids=pos_ids)
+        return hax.dot(x, self.get_lm_head(), axis=EMBED)
+
+    def activations(
+        self,
+        input_ids: NamedArray,
+        attn_mask: AttentionMask | NamedArray | None = None,
+        *,
+        key=None,
+        pos_ids: NamedArray | None = None,
+    ) -> NamedArray:
+        """norm(x(1)): {..., position, embed}."""
+        return self._run(input_ids, attn_mask, key=key, pos_ids=pos_ids)
+
+    def trajectory(
+        self,
+        input_ids: NamedArray,
+        attn_mask: AttentionMask | NamedArray | None = None,
+        *,
+        key=None,
+        pos_ids: NamedArray | None = None,
+    ) -> NamedArray:
+        """The states of the flow after each of its steps: {layers, ..., position, embed}; the last is x(1)."""
+        return self._run(input_ids, attn_mask, key=key, pos_ids=pos_ids, trajectory=True)
+
+    def discretise(self, steps: int | None = None) -> "NeuralOdeLMHeadModel":
+        """The ordinary model with the same weights at the times of a grid of `steps` steps (default: as trained).
+
+        Its flow is a stack of `steps` ordinary blocks (`haliax.nn.Stacked`; methods with several stages have one block
+        for each distinct stage time), trainable on its own: at the trained number of steps the same function.
+        """
+        config = self.config.at_depth(self.config.depth.steps if steps is None else steps)
+        flow = self.transformer.flow.discretise(config.plan)
+        return dataclasses.replace(
+            self, transformer=dataclasses.replace(self.transformer, flow=flow), _config=config
+        )
+
+    def get_lm_head(self) -> NamedArray:
+        return self.embeddings.token_embeddings.weight if self.lm_head is None else self.lm_head.weight
+
+    def resize_vocab(self, new_size: int, key: PRNGKeyArray | None = None) -> "NeuralOdeLMHeadModel":
+        k_embed, k_head = maybe_rng_split(key, 2)
+        tokens = self.embeddings.token_embeddings.resize_embeddings(new_size, key=k_embed)
+        head = self.lm_head
+        if head is not None:
+            weight = hax.tree_util.resize_axis(head.weight, self.Vocab.resize(new_size), key=k_head)
+            head = dataclasses.replace(head, weight=weight, Out=self.Vocab.resize(new_size))
+        embeddings = dataclasses.replace(self.embeddings, token_embeddings=tokens)
+        return dataclasses.replace(self, embeddings=embeddings, lm_head=head)
+
+    def _run(self, input_ids, attn_mask, *, key, pos_ids, trajectory: bool = False) -> NamedArray:
+        k_embed, k_transformer = maybe_rng_split(key, 2)
+        mask = AttentionMask.causal() if attn_mask is None else attn_mask
+        x = self.embeddings(input_ids, pos_ids=pos_ids, key=k_embed)
+        return self.transformer(x, mask, key=k_transformer, trajectory=trajectory)
+
+
+def _build(config: NeuralOdeConfig, *, ordinary: bool, times: tuple[float, ...], key):
+    block = config.ordinary_block if ordinary else config.block
+    weights = PerLayerConfig() if ordinary else config.weights
+    return weights.build(lambda *, key: block.init(config.Embed, key=key), times, key=key)

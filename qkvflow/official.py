@@ -1,0 +1,181 @@
+"""Read and write parameters of the official implementation (SDML-KU/qkvflow, Tong et al., ICLR 2025) by its names.
+
+Official names are tree paths such as `transformer.block.attn.c_attn.f_W.weight`. Per generated module:
+
+| official            | here (below the generated module) | axes                             |
+|---------------------|-----------------------------------|----------------------------------|
+| lin1.weight, .bias  | net.lin1                          | {sinusoid, time_hidden}          |
+| lin2.weight, .bias  | net.lin2                          | {time_hidden, time_embed}        |
+| f_W.weight          | leaves.weight.projection          | {time_embed, axes of W}          |
+| f_W.bias            | leaves.weight.base                | {axes of W}                      |
+| f_b                 | leaves.bias.projection            | {time_embed, axes of b}          |
+| f_weight, f_bias    | leaves.weight/.bias.projection    | {embed, time_embed}, transposed  |
+"""
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import equinox as eqx
+import haliax as hax
+import jax
+import numpy as np
+from haliax import Axis, NamedArray
+
+from qkvflow.axes import TIME_EMBED, VOCAB
+from qkvflow.blocks import Gpt2BlockConfig
+from qkvflow.depth import DepthConfig
+from qkvflow.errors import UserError
+from qkvflow.models import NeuralOdeConfig, NeuralOdeLMHeadModel
+from qkvflow.weights import Generated, GeneratedConfig
+
+_BLOCK = "transformer.block."
+
+
+def load_gpt2(arrays: Mapping[str, np.ndarray], num_heads: int, steps: int, **block_options) -> NeuralOdeLMHeadModel:
+    """The official `neuralode` model (GPT-2 block, parallel form, Euler at right end points) with these parameters.
+
+    arrays: official name -> array, in the official order of axes.
+    block_options: further fields of `Gpt2BlockConfig` (dropout, ...).
+    Raises UserError for missing or unknown names and for shapes that do not fit together.
+    """
+    vocab, embed = _shape(arrays, "embeddings.token_embeddings", 2)
+    positions, _ = _shape(arrays, "embeddings.position_embeddings", 2)
+    mlp = _shape(arrays, _BLOCK + "mlp.c_fc.f_W.bias", 2)[1]
+    block = Gpt2BlockConfig(num_heads=num_heads, form="parallel", mlp_scale=mlp // embed, **block_options)
+    return _load(arrays, block, vocab, embed, positions, steps)
+
+
+def to_arrays(model: NeuralOdeLMHeadModel) -> dict[str, np.ndarray]:
+    """The inverse of `load_gpt2`; also takes a gradient with the model's structure, so gradients compare by name."""
+    return {name: np.asarray(_to_official_order(name, get(model)).array) for name, get in _accessors(model).items()}
+
+
+def read_checkpoint(path: str | os.PathLike) -> dict[str, np.ndarray]:
+    """Arrays of a checkpoint directory that the official code wrote with its Levanter (one zarr folder per array).
+
+    Reads the model only (folders below `model/`, if there is one), by tensorstore. Names are official names.
+    """
+    import tensorstore as ts
+
+    root = Path(path)
+    if not root.is_dir():
+        raise UserError(f"{root} is not a directory. Give the folder of one checkpoint, such as .../step-10000.")
+    root = root / "model" if (root / "model").is_dir() else root
+    arrays = {}
+    for meta in sorted(root.rglob(".zarray")):
+        spec = {"driver": "zarr", "kvstore": {"driver": "file", "path": str(meta.parent)}}
+        parts = [p for p in meta.parent.relative_to(root).parts if p != "array"]
+        arrays[".".join(parts)] = np.asarray(ts.open(spec, open=True, read=True).result().read().result())
+    if not arrays:
+        raise UserError(
+            f"{root} holds no arrays in the layout of the official code (folders with a .zarray file). Checkpoints of"
+            " qkvflow itself are read with qkvflow.runs.load_run."
+        )
+    return arrays
+
+
+def _load(arrays, block, vocab: int, embed: int, positions: int, steps: int) -> NeuralOdeLMHeadModel:
+    sinusoid, time_embed_dim = _shape(arrays, _first_time_network(arrays), 2)
+    config = NeuralOdeConfig(
+        max_seq_len=positions,
+        hidden_dim=embed,
+        block=block,
+        weights=GeneratedConfig(time_embed_dim=time_embed_dim, sinusoidal_dim=(sinusoid - 1) // 2, init="official"),
+        depth=DepthConfig(solver="euler", steps=steps, endpoint="right"),
+    )
+    build: Callable = lambda: config.build(Axis(VOCAB, vocab), key=jax.random.PRNGKey(0))  # noqa: E731
+    model = eqx.filter_eval_shape(build)
+    accessors = _accessors(model)
+    _check_names(arrays, accessors)
+    for name, get in accessors.items():
+        model = eqx.tree_at(get, model, _from_official_order(name, arrays[name], get(model)), is_leaf=_is_named)
+    return model
+
+
+def _accessors(model: NeuralOdeLMHeadModel) -> dict[str, Callable]:
+    """Official name -> function that finds the array in a model (or in a gradient of its structure)."""
+    found: dict[str, Callable] = {"embeddings.token_embeddings": lambda m: m.embeddings.token_embeddings.weight}
+    if model.embeddings.position_embeddings is not None:
+        found["embeddings.position_embeddings"] = lambda m: m.embeddings.position_embeddings.weight
+    for part in ("weight", "bias"):
+        if getattr(model.transformer.norm, part) is not None:
+            found[f"transformer.ln_f.{part}"] = lambda m, part=part: getattr(m.transformer.norm, part)
+    for path, unit in _units(model.transformer.flow.weights).items():
+        find = lambda m, path=path: _follow(m.transformer.flow.weights, path)  # noqa: E731
+        for lin in ("lin1", "lin2"):
+            for part in ("weight", "bias"):
+                found[f"{_BLOCK}{path}.{lin}.{part}"] = lambda m, f=find, n=lin, p=part: getattr(getattr(f(m).net, n), p)
+        is_norm = isinstance(unit.leaves, hax.nn.normalization.LayerNormBase)
+        if is_norm:
+            found[f"{_BLOCK}{path}.f_weight"] = lambda m, f=find: f(m).leaves.weight.projection
+        else:
+            found[f"{_BLOCK}{path}.f_W.weight"] = lambda m, f=find: f(m).leaves.weight.projection
+            found[f"{_BLOCK}{path}.f_W.bias"] = lambda m, f=find: f(m).leaves.weight.base
+        if unit.leaves.bias is not None:
+            found[f"{_BLOCK}{path}.{'f_bias' if is_norm else 'f_b'}"] = lambda m, f=find: f(m).leaves.bias.projection
+    return found
+
+
+def _units(block) -> dict[str, Generated]:
+    is_unit = lambda x: isinstance(x, Generated)  # noqa: E731
+    leaves = jax.tree_util.tree_leaves_with_path(block, is_leaf=is_unit)
+    return {".".join(k.name for k in path): unit for path, unit in leaves if is_unit(unit)}
+
+
+def _follow(tree, path: str):
+    for name in path.split("."):
+        tree = getattr(tree, name)
+    return tree
+
+
+def _official_axes(name: str, array: NamedArray) -> tuple:
+    if name.endswith((".f_weight", ".f_bias")):
+        return (*(a.name for a in array.axes if a.name != TIME_EMBED), TIME_EMBED)
+    return tuple(a.name for a in array.axes)
+
+
+def _to_official_order(name: str, array: NamedArray) -> NamedArray:
+    return array.rearrange(_official_axes(name, array))
+
+
+def _from_official_order(name: str, values: np.ndarray, template: NamedArray) -> NamedArray:
+    axes = [template.resolve_axis(a) for a in _official_axes(name, template)]
+    expected = tuple(a.size for a in axes)
+    if tuple(values.shape) != expected:
+        raise UserError(f"{name} has shape {tuple(values.shape)}, but {expected} is needed for axes {axes}.")
+    return hax.named(jax.numpy.asarray(values), axes).rearrange(template.axes)
+
+
+def _check_names(arrays: Mapping[str, np.ndarray], accessors: Mapping[str, Callable]) -> None:
+    missing, unknown = sorted(set(accessors) - set(arrays)), sorted(set(arrays) - set(accessors))
+    if missing or unknown:
+        parts = [f"{len(missing)} missing: {missing[:5]}"] if missing else []
+        parts += [f"{len(unknown)} unknown: {unknown[:5]}"] if unknown else []
+        raise UserError(
+            "These arrays are not a whole official model: " + "; ".join(parts) + ". Names look like"
+            f" '{_BLOCK}attn.c_attn.f_W.weight', without a prefix such as 'param/' or 'model.'."
+        )
+
+
+def _first_time_network(arrays: Mapping[str, np.ndarray]) -> str:
+    names = sorted(n for n in arrays if n.endswith(".lin1.weight"))
+    if not names:
+        raise UserError(
+            f"No time network found: a name such as '{_BLOCK}attn.c_attn.lin1.weight' is needed, the names given"
+            f" start with {sorted(arrays)[:3]}."
+        )
+    return names[0]
+
+
+def _shape(arrays: Mapping[str, np.ndarray], name: str, ndim: int) -> tuple[int, ...]:
+    if name not in arrays:
+        raise UserError(f"{name} is missing. The names given start with {sorted(arrays)[:3]}.")
+    shape = tuple(np.shape(arrays[name]))
+    if len(shape) != ndim:
+        raise UserError(f"{name} must have {ndim} dimensions, got shape {shape}.")
+    return shape
+
+
+def _is_named(x) -> bool:
+    return isinstance(x, NamedArray)

@@ -1,0 +1,88 @@
+"""Layer-time t in [0, 1] and its sinusoidal features, exact wherever the time is known at trace time.
+
+    phi(t) = [t, sin(1000 t w), cos(1000 t w)],   w_k = 10000^(-k/S),  k = 0..S-1        (2S+1 features)
+
+Source: `SinusoidalPosEmb` of the official code (SDML-KU/qkvflow, nn/time_embed.py).
+
+One ulp of a float32 t moves sin(1000 t) by 3e-5, and a bfloat16 t loses it altogether. So times of a grid are
+Python floats (float64); their features are computed in float64 while tracing and stored as float32 constants.
+Differs from the official code, which makes t in the compute dtype and disagrees with itself between jit and eager.
+"""
+
+import equinox as eqx
+import haliax as hax
+import jax.numpy as jnp
+import numpy as np
+from haliax import Axis, NamedArray
+from jaxtyping import Array, Int
+
+from qkvflow.axes import LAYERS, SINUSOID
+
+TIME_SCALE = 1000.0
+MAX_PERIOD = 10_000.0
+
+
+class Grid(eqx.Module):
+    """Times known at trace time: all of them along `axis`, or a single one (`axis` None, one value)."""
+
+    values: tuple[float, ...] = eqx.field(static=True)
+    axis: Axis | None = eqx.field(static=True)
+
+
+class GridPoint(eqx.Module):
+    """One time of a grid, chosen by a traced index: exact although the index is only known at run time."""
+
+    values: tuple[float, ...] = eqx.field(static=True)
+    index: Int[Array, ""]
+
+
+Time = Grid | GridPoint | NamedArray | Array | float
+
+
+def grid(values, axis: str = LAYERS) -> Grid:
+    """The times `values` (a sequence of float) along an axis called `axis`."""
+    values = tuple(float(v) for v in values)
+    return Grid(values, Axis(axis, len(values)))
+
+
+def as_time(t) -> Time:
+    """Python and NumPy numbers and sequences become exact grids; JAX arrays and NamedArrays stay traced times."""
+    if isinstance(t, (Grid, GridPoint, NamedArray)):
+        return t
+    if isinstance(t, (float, int, np.number)):
+        return Grid((float(t),), None)
+    if isinstance(t, (list, tuple, np.ndarray)):
+        return Grid((float(t),), None) if np.ndim(t) == 0 else grid(t)
+    return t
+
+
+def time_axis(t: Time) -> Axis | None:
+    """The axis along which `t` varies, or None for a single time."""
+    if isinstance(t, Grid):
+        return t.axis
+    if isinstance(t, NamedArray) and t.axes:
+        if len(t.axes) > 1:
+            raise ValueError(f"Times must have at most one axis, got {t.axes}.")
+        return t.axes[0]
+    return None
+
+
+def sinusoidal_features(t, dim: int) -> NamedArray:
+    """phi(t): NamedArray {[the axis of t,] sinusoid = 2 dim + 1}, float32 (float64 under `jax_enable_x64`)."""
+    t = as_time(t)
+    Sinusoid = Axis(SINUSOID, 2 * dim + 1)
+    if isinstance(t, (Grid, GridPoint)):
+        table = jnp.asarray(_features(np.asarray(t.values, np.float64), dim, np))
+        if isinstance(t, GridPoint):
+            return hax.named(table[t.index], (Sinusoid,))
+        return hax.named(table, (t.axis, Sinusoid)) if t.axis is not None else hax.named(table[0], (Sinusoid,))
+    array = t.array if isinstance(t, NamedArray) else jnp.asarray(t)
+    array = array.astype(jnp.promote_types(array.dtype, jnp.float32))
+    axes = t.axes if isinstance(t, NamedArray) else ()
+    return hax.named(_features(array, dim, jnp), (*axes, Sinusoid))
+
+
+def _features(t, dim: int, xp):
+    frequencies = np.exp(-np.log(MAX_PERIOD) * np.arange(dim) / dim)
+    angles = TIME_SCALE * t[..., None] * xp.asarray(frequencies, dtype=t.dtype)
+    return xp.concatenate([t[..., None], xp.sin(angles), xp.cos(angles)], axis=-1)

@@ -1,0 +1,54 @@
+"""`at(module, t)`: the one idea of qkvflow. A module whose leaves are functions of time becomes an ordinary module.
+
+A time-dependent module is an ordinary Equinox/Haliax module in which some sub-modules are `TimeDependent`.
+Evaluating it at t replaces each of them by an ordinary module with plain arrays: the result knows no time.
+Training, discretisation, generation and analysis all go through this function.
+"""
+
+import abc
+
+import equinox as eqx
+import haliax as hax
+import jax
+from haliax import NamedArray
+
+from qkvflow.time import Time, as_time, time_axis
+
+
+class TimeDependent(eqx.Module):
+    """Stands for an ordinary module W(t)."""
+
+    @abc.abstractmethod
+    def at(self, t: Time):
+        """The ordinary module at time t. If t has an axis, every array leaf carries it in front."""
+
+
+def evaluate(module, t: Time):
+    """Like `at`, but leaves that do not depend on time are left as they are, without the axis of t."""
+    t = as_time(t)
+    return jax.tree.map(lambda m: m.at(t) if _is_time_dependent(m) else m, module, is_leaf=_is_time_dependent)
+
+
+def at(module, t: Time):
+    """The ordinary module at layer-time t.
+
+    `t`: a number in [0, 1]; a sequence, a NumPy vector or a `Grid` (an axis `layers`); or a traced JAX array or
+    NamedArray with at most one axis. With an axis in t the result is the stacked module, with exactly the leaf
+    axes of `haliax.nn.Stacked`: leaves that do not depend on time are repeated along it.
+    """
+    t = as_time(t)
+    axis = time_axis(t)
+    module = evaluate(module, t)
+    if axis is None:
+        return module
+
+    def repeat(leaf):
+        if isinstance(leaf, NamedArray) and axis.name not in {a.name for a in leaf.axes}:
+            return hax.broadcast_axis(leaf, axis)
+        return leaf
+
+    return jax.tree.map(repeat, module, is_leaf=lambda x: isinstance(x, NamedArray))
+
+
+def _is_time_dependent(x) -> bool:
+    return isinstance(x, TimeDependent)

@@ -1,0 +1,129 @@
+"""`weights: generated`: every weight is produced by a time network of its own (Neural ODE Transformers).
+
+For each smallest module m with parameters (a Linear, a norm, ...) with T = `time_embed_dim`:
+
+    e(t)   = lin2(silu(lin1(phi(t))))              phi: {sinusoid} -> e: {time_embed = T}, fp32
+    W(t)   = base + e(t).P                         P: {time_embed, axes of W}
+    b(t)   = e(t).F                                no constant term
+    gain(t) = 1 + e(t).G,   norm bias = e(t).F
+
+Source: `TemporalLinear`, `TemporalLayerNorm` in the official nn/dynamic.py (Tong et al., ICLR 2025, eq. of section 3).
+"""
+
+import equinox as eqx
+import haliax as hax
+import haliax.nn as hnn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from haliax import Axis, NamedArray
+
+from qkvflow.axes import SINUSOID, TIME_EMBED, TIME_HIDDEN
+from qkvflow.time import Time, grid, sinusoidal_features
+from qkvflow.weights.base import TimeDependent
+from qkvflow.weights.scales import TIME_SHARE, GeneratedScales
+
+
+class TimeNetwork(eqx.Module):
+    """e(t) = lin2(silu(lin1(phi(t)))), computed in fp32 whatever the compute dtype."""
+
+    lin1: hnn.Linear  # sinusoid -> time_hidden
+    lin2: hnn.Linear  # time_hidden -> time_embed
+    sinusoidal_dim: int = eqx.field(static=True)
+
+    @staticmethod
+    def init(time_embed_dim: int, sinusoidal_dim: int, scales: GeneratedScales, *, key) -> "TimeNetwork":
+        k_lin1, k_lin2 = jax.random.split(key)
+        Sinusoid = Axis(SINUSOID, 2 * sinusoidal_dim + 1)
+        Hidden, Out = Axis(TIME_HIDDEN, time_embed_dim), Axis(TIME_EMBED, time_embed_dim)
+        std1 = scales.lin1 if scales.lin1 is not None else (2 / Sinusoid.size) ** 0.5
+        std2 = scales.lin2 if scales.lin2 is not None else (1 / Hidden.size) ** 0.5
+        return TimeNetwork(
+            _linear(Sinusoid, Hidden, std1, key=k_lin1), _linear(Hidden, Out, std2, key=k_lin2), sinusoidal_dim
+        )
+
+    @property
+    def Out(self) -> Axis:
+        return self.lin2.Out
+
+    def __call__(self, t: Time) -> NamedArray:
+        features = sinusoidal_features(t, self.sinusoidal_dim)
+        lin1, lin2 = (jax.tree.map(lambda p: p.astype(features.dtype), lin) for lin in (self.lin1, self.lin2))
+        return lin2(hnn.silu(lin1(features)))
+
+
+class Leaf(eqx.Module):
+    """One generated array: w(t) = constant + base + e(t).projection, in the dtype of the parameters."""
+
+    projection: NamedArray  # {time_embed, axes of w}
+    base: NamedArray | None  # {axes of w}
+    constant: float = eqx.field(static=True)
+
+    def __call__(self, e: NamedArray) -> NamedArray:
+        dtype = self.projection.dtype
+        w = hax.dot(e.astype(dtype), self.projection, axis=TIME_EMBED)
+        if self.base is not None:
+            w = w + self.base
+        return w + jnp.asarray(self.constant, dtype) if self.constant else w
+
+
+class Generated(TimeDependent):
+    """An ordinary module whose arrays are functions of time, produced from one time network."""
+
+    net: TimeNetwork
+    leaves: eqx.Module  # the ordinary module with a `Leaf` in place of each array
+
+    def at(self, t: Time):
+        e = self.net(t)
+        return jax.tree.map(lambda leaf: leaf(e), self.leaves, is_leaf=lambda x: isinstance(x, Leaf))
+
+
+def generate(module, time_embed_dim: int, sinusoidal_dim: int, scales: GeneratedScales, *, key):
+    """Replace every smallest module with parameters inside `module` by a `Generated` one.
+
+    `module` is an ordinary module; its arrays give the shapes and, for the preset `matched`, the initial values.
+    """
+    units = [m for m in jax.tree.leaves(module, is_leaf=_is_unit) if _is_unit(m)]
+    keys = iter(jax.random.split(key, len(units)))
+
+    def replace(unit):
+        return _generate_unit(unit, time_embed_dim, sinusoidal_dim, scales, key=next(keys)) if _is_unit(unit) else unit
+
+    return jax.tree.map(replace, module, is_leaf=_is_unit)
+
+
+def _generate_unit(unit, time_embed_dim: int, sinusoidal_dim: int, scales: GeneratedScales, *, key) -> Generated:
+    k_net, *k_leaves = jax.random.split(key, 1 + len(_array_fields(unit)))
+    net = TimeNetwork.init(time_embed_dim, sinusoidal_dim, scales, key=k_net)
+    leaves = unit
+    for name, k_leaf in zip(_array_fields(unit), k_leaves, strict=True):
+        leaf = _init_leaf(unit, name, net, scales, key=k_leaf)
+        leaves = eqx.tree_at(lambda m, name=name: getattr(m, name), leaves, leaf)
+    return Generated(net, leaves)
+
+
+def _init_leaf(unit, name: str, net: TimeNetwork, scales: GeneratedScales, *, key) -> Leaf:
+    ordinary: NamedArray = getattr(unit, name)
+    axes = (net.Out, *ordinary.axes)
+    if name == "bias":
+        return Leaf(hax.random.normal(key, axes) * scales.bias, None, 0.0)
+    if isinstance(unit, hnn.normalization.LayerNormBase):
+        return Leaf(hax.zeros(axes), None, 1.0)
+    if scales.projection is not None:
+        return Leaf(hax.random.normal(key, axes) * scales.projection, hax.zeros(ordinary.axes), 0.0)
+    e = net(grid(np.linspace(0.0, 1.0, 129)))
+    std = jnp.sqrt(TIME_SHARE * hax.var(ordinary).array / (hax.sum(hax.square(e), TIME_EMBED).mean().array))
+    return Leaf(hax.random.normal(key, axes) * std, ordinary * (1 - TIME_SHARE) ** 0.5, 0.0)
+
+
+def _linear(In: Axis, Out: Axis, std: float, *, key) -> hnn.Linear:
+    linear = hnn.Linear.init(In, Out, key=key, out_first=False)
+    return eqx.tree_at(lambda m: m.weight, linear, hax.random.normal(key, (In, Out)) * std)
+
+
+def _array_fields(module) -> list[str]:
+    return [name for name, value in vars(module).items() if isinstance(value, NamedArray)]
+
+
+def _is_unit(x) -> bool:
+    return isinstance(x, eqx.Module) and not isinstance(x, NamedArray) and bool(_array_fields(x))

@@ -1,0 +1,76 @@
+"""`weights: per_layer`: independent weights for each point of a time grid, i.e. an ordinary stack of layers.
+
+W(t_k) = W_k for the times t_k of the grid, and nothing is known between them. Discretisation ends here: `at` of
+generated weights on a grid, frozen.
+"""
+
+import haliax as hax
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from haliax import Axis, NamedArray
+from haliax.nn.scan import Stacked
+
+from qkvflow.axes import LAYERS
+from qkvflow.errors import UserError
+from qkvflow.time import Grid, GridPoint, Time, as_time
+from qkvflow.weights.base import TimeDependent
+
+_SAME_TIME = 1e-9  # two times of [0, 1] closer than this are the same point of a grid
+
+
+class PerLayer(TimeDependent):
+    """Ordinary weights at the times `times` (float in [0, 1]), stacked along the axis `layers`."""
+
+    blocks: Stacked  # leaves {layers, ...}
+    times: tuple[float, ...] = eqx.field(static=True)
+
+    @staticmethod
+    def stack(stacked, times: tuple[float, ...]) -> "PerLayer":
+        """From a module whose arrays carry the axis `layers`, as `at` returns it."""
+        return PerLayer(Stacked(stacked, Axis(LAYERS, len(times)), hax.ScanCheckpointPolicy._mk(True)), times)
+
+    @staticmethod
+    def init(init_block, times: tuple[float, ...], *, key) -> "PerLayer":
+        """`init_block(key=...)` makes one ordinary block; each time gets its own draw."""
+        Layers = Axis(LAYERS, len(times))
+        stacked = hax.vmap(init_block, Layers)(key=jax.random.split(key, Layers.size))
+        return PerLayer.stack(stacked, times)
+
+    def at(self, t: Time):
+        t = as_time(t)
+        if not isinstance(t, (Grid, GridPoint)):
+            raise UserError(
+                "per_layer weights exist at their own times only, so they cannot be read at a time that is known"
+                " at run time (adaptive steps, jitter). Use a fixed grid, or weights that are functions of time."
+            )
+        rows = self._rows(t.values)
+        stacked = self.blocks.stacked
+        if isinstance(t, GridPoint):
+            return _map_arrays(lambda a: a[LAYERS, jnp.asarray(rows)[t.index]], stacked)
+        if t.axis is None:
+            return _map_arrays(lambda a: a[LAYERS, int(rows[0])], stacked)
+        if rows.tolist() == list(range(self.blocks.Block.size)) and t.axis == self.blocks.Block:
+            return stacked
+        return _map_arrays(lambda a: hax.take(a.rename({LAYERS: "_from"}), "_from", hax.named(rows, t.axis)), stacked)
+
+    def _rows(self, values: tuple[float, ...]) -> np.ndarray:
+        distance = np.abs(np.asarray(values)[:, None] - np.asarray(self.times)[None, :])
+        rows = distance.argmin(axis=1)
+        missing = distance.min(axis=1) > _SAME_TIME
+        if missing.any():
+            raise UserError(
+                f"per_layer weights have no value at t = {np.asarray(values)[missing][0]:.6g}: they exist at"
+                f" {len(self.times)} times, {self.times[0]:.6g} to {self.times[-1]:.6g}. An ordinary stack has one"
+                " depth; to change depth train weights that are functions of time (generated, modulated, constant)."
+            )
+        return rows
+
+
+def _map_arrays(fn, module):
+    return jax.tree.map(
+        lambda x: fn(x) if isinstance(x, NamedArray) else x, module, is_leaf=lambda x: isinstance(x, NamedArray)
+    )
+
+

@@ -1,0 +1,58 @@
+"""Shared fixtures: small models of every kind, and settings that make silent mistakes loud."""
+
+import os
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import pytest
+
+import qkvflow  # noqa: F401
+from qkvflow.blocks import Gpt2BlockConfig
+from qkvflow.depth import DepthConfig
+from qkvflow.models import NeuralOdeConfig
+from qkvflow.weights import ConstantConfig, GeneratedConfig, PerLayerConfig
+
+jax.config.update("jax_default_matmul_precision", "highest")
+
+VOCAB = hax.Axis("vocab", 64)
+WEIGHTS = {
+    "generated": GeneratedConfig(time_embed_dim=6, sinusoidal_dim=4),
+    "constant": ConstantConfig(),
+    "per_layer": PerLayerConfig(),
+}
+
+
+def small_config(weights="generated", form="parallel", depth=None, **kwargs) -> NeuralOdeConfig:
+    """Width 16, 2 heads, sequence 12, 3 Euler steps, unless told otherwise."""
+    block = kwargs.pop("block", Gpt2BlockConfig(num_heads=2, form=form, mlp_scale=2))
+    depth = depth or DepthConfig(steps=3)
+    return NeuralOdeConfig(
+        max_seq_len=12, hidden_dim=16, block=block, weights=WEIGHTS.get(weights, weights), depth=depth, **kwargs
+    )
+
+
+def build(config, seed=0):
+    """A model with noise on every parameter, so that zeros of the initialisation hide nothing."""
+    model = config.build(VOCAB, key=jax.random.PRNGKey(seed))
+    leaves, structure = jax.tree.flatten(model)
+    keys = jax.random.split(jax.random.PRNGKey(seed + 1), len(leaves))
+    noisy = [x + 0.05 * jax.random.normal(k, x.shape) if _is_float(x) else x for x, k in zip(leaves, keys, strict=True)]
+    return jax.tree.unflatten(structure, noisy)
+
+
+def _is_float(x) -> bool:
+    return isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jnp.floating)
+
+
+@pytest.fixture
+def tokens():
+    return random_tokens()
+
+
+def random_tokens(seed=7, batch=2, length=12):
+    axes = (hax.Axis("batch", batch), hax.Axis("position", length))
+    return hax.random.randint(jax.random.PRNGKey(seed), axes, 0, VOCAB.size)
