@@ -1,0 +1,79 @@
+"""Every YAML in configs/ parses, and its model builds (shapes only: the large ones would not fit)."""
+
+from pathlib import Path
+
+import equinox as eqx
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import pytest
+import yaml
+
+from qkvflow.cli import parse
+from qkvflow.models import decay
+from qkvflow.runs.config import TrainConfig
+
+ROOT = Path(__file__).parent.parent
+FILES = sorted((ROOT / "configs").rglob("*.yaml"))
+IDS = [str(p.relative_to(ROOT / "configs")) for p in FILES]
+
+
+def config_of(path) -> TrainConfig:
+    return parse(TrainConfig, ["--config_path", str(path)])[0]
+
+
+@pytest.mark.parametrize("path", FILES, ids=IDS)
+def test_parses_and_builds(path):
+    config = config_of(path)
+    vocab = hax.Axis("vocab", 257 if config.data.tokenizer == "byte" else 50257)
+    model = eqx.filter_eval_shape(lambda: config.model.build(vocab, key=jax.random.PRNGKey(0)))
+    Batch, Pos = hax.Axis("batch", 1), config.model.max_Pos
+    tokens = eqx.filter_eval_shape(lambda: hax.zeros((Batch, Pos), dtype=jnp.int32))
+    logits = eqx.filter_eval_shape(lambda m, t: m(t, key=jax.random.PRNGKey(0)), model, tokens)
+    assert {a.name: a.size for a in logits.axes} == {"batch": 1, "position": Pos.size, "vocab": vocab.size}
+    decay.configure(config.optimizer, config.weight_decay_on).build(config.trainer.num_train_steps)
+
+
+def parameters(name):
+    config = config_of(ROOT / "configs" / name)
+    vocab = hax.Axis("vocab", 257 if config.data.tokenizer == "byte" else 50257)
+    model = eqx.filter_eval_shape(lambda: config.model.build(vocab, key=jax.random.PRNGKey(0)))
+    return sum(x.size for x in jax.tree.leaves(eqx.filter(model, lambda x: hasattr(x, "size"))))
+
+
+def generated_gpt2(d, T, S, vocab, positions):
+    """By hand: P(Linear in -> out) = (2S+1)T + T + T^2 + T + (T+1) in out + T out; a norm has 2 d T after its net."""
+    net = (2 * S + 1) * T + T + T * T + T
+    linear = sum(net + (T + 1) * i * o + T * o for i, o in ((d, 3 * d), (d, d), (d, 4 * d), (4 * d, d)))
+    return linear + 2 * (net + 2 * d * T) + 2 * d + (vocab + positions) * d
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "millions"),
+    [
+        ("wikitext103/small.yaml", (768, 20, 128, 50257, 1024), 188),
+        ("wikitext103/medium.yaml", (1024, 48, 128, 50257, 1024), 670),
+        ("openwebtext/medium.yaml", (1024, 96, 128, 50257, 1024), 1275),
+        ("openwebtext/large.yaml", (1280, 96, 128, 50257, 1024), 1975),
+        ("wikitext2/neuralode.yaml", (256, 64, 32, 257, 128), 51.6),
+    ],
+)
+def test_parameter_counts(name, shape, millions):
+    assert parameters(name) == generated_gpt2(*shape)
+    assert parameters(name) / 1e6 == pytest.approx(millions, rel=0.005)
+
+
+def test_official_count():
+    """The fork prints 51,512,960 for the official model at d = 256, T = 64, S = 32: with 512 rows of embeddings."""
+    assert parameters("wikitext2/neuralode.yaml") - (257 + 128) * 256 + 512 * 256 == 51_512_960
+
+
+@pytest.mark.parametrize(
+    "path", [p for p in FILES if p.stem.endswith("_gpt2")], ids=lambda p: p.parent.name + p.stem
+)
+def test_twins_differ_in_the_model_only(path):
+    ours, twin = (
+        yaml.safe_load(p.read_text()) for p in (path.with_name(path.name.replace("_gpt2", "")), path)
+    )
+    assert {k for k in ours if ours[k] != twin.get(k)} == {"model", "weight_decay_on"}
+    assert set(ours) == set(twin)
