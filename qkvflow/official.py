@@ -105,7 +105,9 @@ def _accessors(model: NeuralOdeLMHeadModel) -> dict[str, Callable]:
         find = lambda m, path=path: _follow(m.transformer.flow.weights, path)  # noqa: E731
         for lin in ("lin1", "lin2"):
             for part in ("weight", "bias"):
-                found[f"{_BLOCK}{path}.{lin}.{part}"] = lambda m, f=find, n=lin, p=part: getattr(getattr(f(m).net, n), p)
+                found[f"{_BLOCK}{path}.{lin}.{part}"] = lambda m, f=find, n=lin, p=part: getattr(
+                    getattr(f(m).net, n), p
+                )
         is_norm = isinstance(unit.leaves, hax.nn.normalization.LayerNormBase)
         if is_norm:
             found[f"{_BLOCK}{path}.f_weight"] = lambda m, f=find: f(m).leaves.weight.projection

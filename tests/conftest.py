@@ -31,7 +31,12 @@ def small_config(weights="generated", form="parallel", depth=None, **kwargs) -> 
     block = kwargs.pop("block", Gpt2BlockConfig(num_heads=2, form=form, mlp_scale=2))
     depth = depth or DepthConfig(steps=3)
     return NeuralOdeConfig(
-        max_seq_len=12, hidden_dim=16, block=block, weights=WEIGHTS.get(weights, weights), depth=depth, **kwargs
+        max_seq_len=12,
+        hidden_dim=16,
+        block=block,
+        weights=WEIGHTS.get(weights, weights),
+        depth=depth,
+        **kwargs,
     )
 
 

@@ -68,12 +68,8 @@ def test_official_count():
     assert parameters("wikitext2/neuralode.yaml") - (257 + 128) * 256 + 512 * 256 == 51_512_960
 
 
-@pytest.mark.parametrize(
-    "path", [p for p in FILES if p.stem.endswith("_gpt2")], ids=lambda p: p.parent.name + p.stem
-)
+@pytest.mark.parametrize("path", [p for p in FILES if p.stem.endswith("_gpt2")], ids=lambda p: p.parent.name + p.stem)
 def test_twins_differ_in_the_model_only(path):
-    ours, twin = (
-        yaml.safe_load(p.read_text()) for p in (path.with_name(path.name.replace("_gpt2", "")), path)
-    )
+    ours, twin = (yaml.safe_load(p.read_text()) for p in (path.with_name(path.name.replace("_gpt2", "")), path))
     assert {k for k in ours if ours[k] != twin.get(k)} == {"model", "weight_decay_on"}
     assert set(ours) == set(twin)

@@ -15,7 +15,17 @@ from qkvflow.depth import SOLVERS, DepthConfig, Plan, integrate, solver_by_name,
 from qkvflow.errors import UserError
 from qkvflow.time import Grid
 
-ORDER = {"euler": 1, "midpoint": 2, "heun": 2, "ralston": 2, "rk4": 4, "bosh3": 3, "tsit5": 5, "dopri5": 5, "dopri8": 8}
+ORDER = {
+    "euler": 1,
+    "midpoint": 2,
+    "heun": 2,
+    "ralston": 2,
+    "rk4": 4,
+    "bosh3": 3,
+    "tsit5": 5,
+    "dopri5": 5,
+    "dopri8": 8,
+}
 Embed = Axis("embed", 4)
 
 
@@ -95,7 +105,9 @@ def test_batched_and_in_scan_see_the_same_times(solver):
     np.testing.assert_array_equal(a.array, b.array)
 
 
-@pytest.mark.parametrize(("endpoint", "expected"), [("right", [0.25, 0.5, 0.75, 1.0]), ("left", [0.0, 0.25, 0.5, 0.75])])
+@pytest.mark.parametrize(
+    ("endpoint", "expected"), [("right", [0.25, 0.5, 0.75, 1.0]), ("left", [0.0, 0.25, 0.5, 0.75])]
+)
 def test_end_points(endpoint, expected):
     assert plan(endpoint=endpoint).times == tuple(expected)
 
@@ -186,7 +198,10 @@ def test_trajectory_ends_at_x1_and_has_every_step(tokens):
     assert [a.name for a in states.axes] == ["layers", "batch", "position", "embed"]
     x = model.embeddings(tokens)
     np.testing.assert_allclose(
-        model.transformer.flow(x, AttentionMask.causal()).array, states["layers", 4].array, rtol=1e-5, atol=1e-6
+        model.transformer.flow(x, AttentionMask.causal()).array,
+        states["layers", 4].array,
+        rtol=1e-5,
+        atol=1e-6,
     )
     coda = model.transformer.coda(states["layers", 4], AttentionMask.causal())
     np.testing.assert_allclose(model.transformer.norm(coda).array, model.activations(tokens).array, atol=1e-5)

@@ -23,7 +23,9 @@ Batch, Pos = hax.Axis("batch", 4), hax.Axis("position", 16)
 @pytest.fixture(scope="module")
 def pair():
     """Levanter's GPT-2 and ours, with the same arrays."""
-    theirs = Gpt2Config(max_seq_len=16, hidden_dim=24, num_layers=3, num_heads=3).build(Vocab, key=jax.random.PRNGKey(0))
+    theirs = Gpt2Config(max_seq_len=16, hidden_dim=24, num_layers=3, num_heads=3).build(
+        Vocab, key=jax.random.PRNGKey(0)
+    )
     config = NeuralOdeConfig(
         max_seq_len=16,
         hidden_dim=24,

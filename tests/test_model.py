@@ -147,7 +147,10 @@ def test_prelude_and_coda_are_ordinary_layers(tokens):
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
-        ({"hidden_dim": 18}, r"hidden_dim \(18\) must be divisible by block\.num_heads \(12\).* nearest .* is 9"),
+        (
+            {"hidden_dim": 18},
+            r"hidden_dim \(18\) must be divisible by block\.num_heads \(12\).* nearest .* is 9",
+        ),
         ({"hidden_dim": 0}, "hidden_dim must be at least 1"),
         ({"max_seq_len": 0}, "max_seq_len"),
         ({"prelude_layers": -1}, "prelude_layers"),
@@ -160,7 +163,11 @@ def test_bad_sizes_are_refused(kwargs, message):
 
 @pytest.mark.parametrize(
     ("kwargs", "message"),
-    [({"form": "serial"}, "parallel, sequential"), ({"mlp_scale": 0}, "mlp_scale"), ({"attn_pdrop": 1.5}, "attn_pdrop")],
+    [
+        ({"form": "serial"}, "parallel, sequential"),
+        ({"mlp_scale": 0}, "mlp_scale"),
+        ({"attn_pdrop": 1.5}, "attn_pdrop"),
+    ],
 )
 def test_bad_block_options_are_refused(kwargs, message):
     with pytest.raises(UserError, match=message):

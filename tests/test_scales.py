@@ -54,7 +54,12 @@ def test_matched_weights_have_the_ordinary_scale_at_every_time(seed):
     times = np.linspace(0, 1, 41)
     ordinary = BLOCK.init(Embed, key=jax.random.PRNGKey(9))
     generated = at(block("matched", seed), grid(times))
-    for find in (lambda b: b.attn.c_attn, lambda b: b.attn.c_proj, lambda b: b.mlp.c_fc, lambda b: b.mlp.c_proj):
+    for find in (
+        lambda b: b.attn.c_attn,
+        lambda b: b.attn.c_proj,
+        lambda b: b.mlp.c_fc,
+        lambda b: b.mlp.c_proj,
+    ):
         scale = jnp.std(find(generated).weight.array.reshape(len(times), -1), axis=1) / std(find(ordinary).weight)
         # Only the time-dependent 30 % of the variance feels the fluctuation of |e(t)|^2.
         assert float(scale.min()) > 0.9

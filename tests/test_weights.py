@@ -86,7 +86,14 @@ def test_generated_weights_follow_the_formula():
 
 def test_every_module_has_its_own_time_network():
     block = block_of("generated")
-    nets = [block.attn_ln, block.attn.c_attn, block.attn.c_proj, block.mlp_ln, block.mlp.c_fc, block.mlp.c_proj]
+    nets = [
+        block.attn_ln,
+        block.attn.c_attn,
+        block.attn.c_proj,
+        block.mlp_ln,
+        block.mlp.c_fc,
+        block.mlp.c_proj,
+    ]
     first = [np.asarray(u.net.lin1.weight.array) for u in nets]
     assert all(not np.array_equal(a, b) for i, a in enumerate(first) for b in first[:i])
 
@@ -145,7 +152,11 @@ def test_compute_dtype_does_not_touch_time():
 
 @pytest.mark.parametrize(
     ("kwargs", "message"),
-    [({"time_embed_dim": 0}, "time_embed_dim"), ({"sinusoidal_dim": -1}, "sinusoidal_dim"), ({"init": "x"}, "official")],
+    [
+        ({"time_embed_dim": 0}, "time_embed_dim"),
+        ({"sinusoidal_dim": -1}, "sinusoidal_dim"),
+        ({"init": "x"}, "official"),
+    ],
 )
 def test_bad_options_are_refused(kwargs, message):
     with pytest.raises(UserError, match=message):

@@ -1,7 +1,7 @@
 """The GPT-2 block as a vector field B(x; W), in two forms.
 
-    parallel (the paper):      B(x) = attn(ln1(x)) + mlp(ln2(x))
-    sequential (GPT-2 itself): B(x) = a + mlp(ln2(x + a)),  a = attn(ln1(x)),  so that x + B(x) is the GPT-2 layer
+parallel (the paper):      B(x) = attn(ln1(x)) + mlp(ln2(x))
+sequential (GPT-2 itself): B(x) = a + mlp(ln2(x + a)),  a = attn(ln1(x)),  so that x + B(x) is the GPT-2 layer
 """
 
 from collections.abc import Callable

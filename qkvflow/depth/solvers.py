@@ -1,6 +1,6 @@
 """Solvers by name. Each is a diffrax solver; explicit Runge-Kutta methods are stepped from their Butcher tableau.
 
-    k_i = f(t + c_i h, x + h sum_j a_ij k_j),    x' = x + h sum_i b_i k_i
+k_i = f(t + c_i h, x + h sum_j a_ij k_j),    x' = x + h sum_i b_i k_i
 """
 
 from dataclasses import dataclass
@@ -85,4 +85,8 @@ def tableau(solver: diffrax.AbstractSolver) -> Tableau:
         if i in needed:
             needed |= {j for j, weight in enumerate(a[i]) if weight != 0.0}
     keep = sorted(needed)
-    return Tableau(tuple(c[i] for i in keep), tuple(tuple(a[i][j] for j in keep if j < i) for i in keep), tuple(b[i] for i in keep))
+    return Tableau(
+        tuple(c[i] for i in keep),
+        tuple(tuple(a[i][j] for j in keep if j < i) for i in keep),
+        tuple(b[i] for i in keep),
+    )

@@ -37,5 +37,3 @@ class Flow(eqx.Module):
         if not isinstance(self.weights, PerLayer):
             raise UserError("These weights are functions of time, not a stack of blocks: call discretise(steps) first.")
         return self.weights.blocks
-
-

@@ -78,7 +78,10 @@ class NeuralOdeLMHeadModel(LmHeadModel[NeuralOdeConfig]):
         if not config.block.tie_word_embeddings:
             head = hnn.Linear.init(config.Embed, Vocab, key=k_head, use_bias=False, out_first=False)
         return cls(
-            Embeddings.init(Vocab, config, key=k_embed), NeuralOdeTransformer.init(config, key=k_transformer), head, config
+            Embeddings.init(Vocab, config, key=k_embed),
+            NeuralOdeTransformer.init(config, key=k_transformer),
+            head,
+            config,
         )
 
     @property
@@ -135,9 +138,7 @@ class NeuralOdeLMHeadModel(LmHeadModel[NeuralOdeConfig]):
         """
         config = self.config.at_depth(self.config.depth.steps if steps is None else steps)
         flow = self.transformer.flow.discretise(config.plan)
-        return dataclasses.replace(
-            self, transformer=dataclasses.replace(self.transformer, flow=flow), _config=config
-        )
+        return dataclasses.replace(self, transformer=dataclasses.replace(self.transformer, flow=flow), _config=config)
 
     def get_lm_head(self) -> NamedArray:
         return self.embeddings.token_embeddings.weight if self.lm_head is None else self.lm_head.weight

@@ -51,7 +51,7 @@ class GeneratedConfig(WeightsConfig):
 
     @property
     def evaluate(self) -> str:
-        return "in_scan"
+        return "batched"
 
 
 @WeightsConfig.register_subclass("constant")

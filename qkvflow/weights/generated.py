@@ -39,7 +39,9 @@ class TimeNetwork(eqx.Module):
         std1 = scales.lin1 if scales.lin1 is not None else (2 / Sinusoid.size) ** 0.5
         std2 = scales.lin2 if scales.lin2 is not None else (1 / Hidden.size) ** 0.5
         return TimeNetwork(
-            _linear(Sinusoid, Hidden, std1, key=k_lin1), _linear(Hidden, Out, std2, key=k_lin2), sinusoidal_dim
+            _linear(Sinusoid, Hidden, std1, key=k_lin1),
+            _linear(Hidden, Out, std2, key=k_lin2),
+            sinusoidal_dim,
         )
 
     @property

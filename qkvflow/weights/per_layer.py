@@ -4,8 +4,8 @@ W(t_k) = W_k for the times t_k of the grid, and nothing is known between them. D
 generated weights on a grid, frozen.
 """
 
-import haliax as hax
 import equinox as eqx
+import haliax as hax
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -70,7 +70,7 @@ class PerLayer(TimeDependent):
 
 def _map_arrays(fn, module):
     return jax.tree.map(
-        lambda x: fn(x) if isinstance(x, NamedArray) else x, module, is_leaf=lambda x: isinstance(x, NamedArray)
+        lambda x: fn(x) if isinstance(x, NamedArray) else x,
+        module,
+        is_leaf=lambda x: isinstance(x, NamedArray),
     )
-
-

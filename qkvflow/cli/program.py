@@ -1,0 +1,109 @@
+"""The outermost frame of every program: parse, run, say in one line what went wrong, end cleanly."""
+
+import contextlib
+import faulthandler
+import logging
+import os
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn, TypeVar
+
+from qkvflow.cli.arguments import parse
+from qkvflow.errors import UserError
+
+T = TypeVar("T")
+
+USER_ERROR, FAILURE, INTERRUPTED, TERMINATED = 2, 1, 130, 143
+
+
+def run_program(main: Callable[[T], Any], config_class: type[T], argv: Sequence[str] | None = None) -> NoReturn:
+    """Runs `main(config)` as a program and ends the process.
+
+    Exit status: 0; 2 after `error: ...` for a mistake of the user; 130 after Ctrl-C; 143 after SIGTERM; the
+    code of a `SystemExit` that `main` raises; 1 after a traceback for a fault of the program.
+
+    Levanter's data-loader threads sometimes abort the interpreter while it shuts down, after all work is
+    saved. So the process leaves by `os._exit`, after everything that has an orderly end has reached it.
+    """
+    argv = sys.argv[1:] if argv is None else list(argv)
+    faulthandler.enable(file=os.dup(2))  # a crash in a library is reported on the terminal, not in a log
+    signal.signal(signal.SIGTERM, _terminate)
+    end_process(_status(main, config_class, argv))
+
+
+def end_process(status: int) -> NoReturn:
+    """Flushes, waits for threads that still write, leaves multi-process JAX, and exits with `status`."""
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread() and not thread.daemon:
+            thread.join()
+    jax = sys.modules.get("jax")
+    if jax is not None and status == 0 and jax.distributed.is_initialized():
+        # After a failure the other processes may never reach this point, and the call would wait for them.
+        jax.distributed.shutdown()
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # the reader of a pipe may have gone
+            stream.flush()
+    os._exit(status)
+
+
+def _status(main: Callable[[T], Any], config_class: type[T], argv: Sequence[str]) -> int:
+    try:
+        if "--help" in argv or "-h" in argv:
+            sys.stdout.write(_usage(main, config_class))
+            return 0
+        config, _ = parse(config_class, argv)
+        main(config)
+        return 0
+    except UserError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return USER_ERROR
+    except KeyboardInterrupt:
+        sys.stderr.write("\nstopped by Ctrl-C\n")
+        return INTERRUPTED
+    except SystemExit as leave:
+        if leave.code is None or isinstance(leave.code, int):
+            return leave.code or 0
+        sys.stderr.write(f"{leave.code}\n")
+        return FAILURE
+    except BrokenPipeError:
+        return FAILURE
+    except BaseException:
+        traceback.print_exc()
+        return FAILURE
+
+
+def _terminate(signum: int, frame: Any) -> NoReturn:
+    raise SystemExit(128 + signum)
+
+
+def _usage(main: Callable, config_class: type) -> str:
+    from dataclasses import fields
+    from inspect import getdoc
+    from typing import get_type_hints
+
+    from qkvflow.cli.decode import describe
+
+    hints = get_type_hints(config_class)
+    keys = "\n".join(f"  --{field.name:<20} {describe(hints[field.name])}" for field in fields(config_class))  # pyright: ignore
+    about = (getdoc(sys.modules[main.__module__]) or "").strip()
+    return f"""{about}
+
+usage: python -m {_module_name(main)} --config_path FILE.yaml [--key.subkey VALUE ...]
+
+Every key of the YAML file can also be given as a flag, e.g. `--trainer.num_train_steps 100`; the flag wins.
+Values are YAML: 3, 1e-3, true, null, text, [a, b], {{a: 1}}.
+
+Top-level keys:
+{keys}
+
+The README and the files under configs/ describe the keys; a wrong key is answered with the valid ones.
+"""
+
+
+def _module_name(main: Callable) -> str:
+    spec = getattr(sys.modules.get("__main__"), "__spec__", None)
+    return spec.name if main.__module__ == "__main__" and spec is not None else main.__module__

@@ -1,0 +1,193 @@
+"""Building and loading token caches: complete or absent, one builder at a time, errors in plain words."""
+
+import contextlib
+import fcntl
+import json
+import logging
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from levanter.data import BatchProcessor
+from levanter.data.sharded_datasource import ShardedDataSource
+from levanter.data.text import HfDatasetSourceConfig, LmDatasetSourceConfigBase
+from levanter.store.cache import CacheMetadata, CacheOptions, SerialCacheWriter, TreeCache, build_cache
+
+from qkvflow.data.hub import check_dataset_reachable
+from qkvflow.data.sources import BuiltinSource, FilesSource
+from qkvflow.errors import UserError
+
+logger = logging.getLogger(__name__)
+
+_LEDGER = "shard_ledger.json"
+# Appending rewrites the open end of the store, so that few big writes are much faster than many small ones.
+_TOKENS_PER_WRITE = 1 << 23
+_CHARACTERS_PER_BATCH = 1 << 20
+_FULL_DISK_BYTES = 1 << 20
+
+
+def load_or_build(
+    folder: Path,
+    split: str,
+    source: LmDatasetSourceConfigBase,
+    processor: BatchProcessor[dict, dict],
+    options: CacheOptions,
+) -> TreeCache[dict] | None:
+    """The token cache `folder/split`, built first if it is not there; None if the source has no such split.
+
+    Differs from Levanter: a cache gets its name when it is complete, so that what a killed process left
+    behind is never read; a finished cache is read without asking the source (which may need a network); and
+    local text is tokenised in this process, whose errors name the file and line.
+
+    Errors: `UserError` if the source cannot be read or the folder cannot be written.
+    """
+    target, absent = folder / split, folder / f"{split}.absent"
+    if not (_is_finished(target) or absent.is_file()):
+        with _lock(folder, split):
+            # Another process may have built it while this one waited.
+            if not (_is_finished(target) or absent.is_file()):
+                shards = _open_source(source, split)
+                if shards is None:
+                    absent.touch()
+                else:
+                    _build(folder / f"{split}.building", target, source, shards, processor, options)
+    if absent.is_file():
+        return None
+    # Levanter would compare metadata here and only warn; the folder's name says what the tokens are of.
+    return TreeCache.load(str(target), processor.output_exemplar)
+
+
+def _build(
+    building: Path,
+    target: Path,
+    source: LmDatasetSourceConfigBase,
+    shards: ShardedDataSource[dict],
+    processor: BatchProcessor[dict, dict],
+    options: CacheOptions,
+) -> None:
+    logger.info("Tokenising into %s", target)
+    metadata = CacheMetadata(preprocessor_metadata=processor.metadata)
+    if isinstance(source, FilesSource | BuiltinSource):
+        shutil.rmtree(building, ignore_errors=True)
+        try:
+            _write_tokens(building, shards, processor, metadata)
+        except BaseException:
+            shutil.rmtree(building, ignore_errors=True)
+            raise
+    else:
+        _try_first_record(shards, processor)
+        # Finished shards of a killed build are used again; what was made of them may be torn.
+        for entry in building.iterdir() if building.is_dir() else ():
+            if not _is_shard(entry):
+                shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+        build_cache(str(building), shards, processor, options, metadata)
+        for entry in filter(_is_shard, [*building.iterdir()]):
+            shutil.rmtree(entry)  # the joined arrays hold all of it
+    shutil.rmtree(target, ignore_errors=True)
+    building.rename(target)
+
+
+def _write_tokens(
+    building: Path,
+    shards: ShardedDataSource[dict],
+    processor: BatchProcessor[dict, dict],
+    metadata: CacheMetadata,
+) -> None:
+    """Writes one store from all shards in their order, in bounded memory."""
+    with SerialCacheWriter(str(building), processor.output_exemplar, metadata) as writer:
+        rows: list[dict] = []
+        size = 0
+        for batch in _batches(shards):
+            new = list(processor(batch))
+            rows += new
+            size += sum(max(len(values) for values in row.values()) for row in new)
+            if size >= _TOKENS_PER_WRITE:
+                writer.write_batch(rows)
+                rows, size = [], 0
+        if rows:
+            writer.write_batch(rows)
+
+
+def _batches(shards: ShardedDataSource[dict]) -> Iterator[list[dict]]:
+    """Records in groups of about a million characters: enough to tokenise in parallel."""
+    batch: list[dict] = []
+    size = 0
+    for record in shards:
+        batch.append(record)
+        size += sum(len(value) for value in record.values() if isinstance(value, str)) + 1
+        if size >= _CHARACTERS_PER_BATCH or len(batch) >= 4096:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _open_source(source: LmDatasetSourceConfigBase, split: str) -> ShardedDataSource[dict] | None:
+    try:
+        if isinstance(source, HfDatasetSourceConfig):
+            check_dataset_reachable(source.id)
+        return source.get_shard_source(split)
+    except UserError:
+        raise
+    except (OSError, ValueError, RuntimeError) as error:
+        name = getattr(source, "id", None) or type(source).__name__
+        reason = next(iter(str(error).splitlines()), "") or type(error).__name__
+        raise UserError(
+            f"the {split} data of {name!r} cannot be opened: {reason}. Check its name and the network, or "
+            "give local files with `data.train` and `data.validation`."
+        ) from error
+
+
+def _try_first_record(shards: ShardedDataSource[dict], processor: BatchProcessor[dict, dict]) -> None:
+    """Differs from Levanter, whose workers report a missing key after three attempts, by a long traceback."""
+    for record in shards:
+        try:
+            processor([record])
+        except KeyError as error:
+            raise UserError(
+                f"a record of the data has no key {error}; keys found: {', '.join(map(str, record))}. Name "
+                "the key that holds the text with `format: {type: text, text_key: NAME}` in the component."
+            ) from error
+        return
+
+
+def _is_finished(cache: Path) -> bool:
+    try:
+        return bool(json.loads((cache / _LEDGER).read_text(encoding="utf-8")).get("is_finished"))
+    except (OSError, ValueError):
+        return False
+
+
+def _is_shard(entry: Path) -> bool:
+    return re.match(r"\d{5}_", entry.name) is not None and (entry / _LEDGER).is_file()
+
+
+@contextlib.contextmanager
+def _lock(folder: Path, split: str) -> Iterator[None]:
+    """Held by one process at a time, also among those of one run; the kernel frees it at their end."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = (folder / f"{split}.lock").open("w")
+    except OSError as error:
+        raise UserError(
+            f"the token cache {folder} cannot be written: {error.strerror or error}. Name a folder that can "
+            "be written with `data.cache_dir`."
+        ) from error
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError:
+            # A file system without locks: whoever finishes last replaces an equal cache.
+            logger.warning("%s has no file locks; do not start two runs on new data at once.", folder)
+        try:
+            yield
+        except UserError:
+            raise
+        except Exception as error:
+            # A full disk comes back from the store as an error of many shapes.
+            if shutil.disk_usage(folder).free < _FULL_DISK_BYTES:
+                raise UserError(
+                    f"the disk of the token cache {folder} is full; free some space or move `data.cache_dir`"
+                ) from error
+            raise

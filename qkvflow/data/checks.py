@@ -1,0 +1,84 @@
+"""Whether there is enough text to train and evaluate on, said before anything is compiled."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from levanter.data.text import ConcatDatasetComponent, DatasetComponent, LmDataConfig, TextLmDatasetFormat
+from levanter.store.cache import TreeCache
+
+from qkvflow.errors import UserError
+
+
+@dataclass(frozen=True)
+class TokenCounts:
+    """Tokens found in each component that has data of its own for the split."""
+
+    train: dict[str, int]
+    validation: dict[str, int]
+
+
+def check_enough_tokens(data: LmDataConfig, seq_len: int) -> TokenCounts:
+    """Builds or loads all token caches and counts their tokens.
+
+    Args:
+        data: what `DataConfig.resolve` returns.
+        seq_len: tokens of one training sequence.
+
+    Errors: `UserError` with the numbers if a component that is trained on, or its validation part, has less
+    than one sequence, and if `num_validation_sequences` leaves nothing to train on.
+    """
+    train = _counts(data, data.build_caches("train"), seq_len, "training")
+    # Components in `num_validation_sequences` are evaluated on a part of their training sequences instead.
+    held_out_caches = {
+        name: cache
+        for name, cache in data.build_caches("validation").items()
+        if name not in (data.num_validation_sequences or {})
+    }
+    validation = _counts(data, held_out_caches, seq_len, "validation")
+    for name, component in data.components.items():
+        names = [f"{name}/{c}" for c in component.children] if isinstance(component, ConcatDatasetComponent) else [name]
+        missing = [part for part in names if part not in train]
+        if (
+            isinstance(component, DatasetComponent | ConcatDatasetComponent)
+            and data._has_nonzero_weight(name)
+            and missing
+        ):
+            raise UserError(
+                f"component {missing[0]!r} has no training data. Give it some, or set its weight in "
+                "`train_weights` to 0 if it is for validation only."
+            )
+    for name, held_out in (data.num_validation_sequences or {}).items():
+        available = train.get(name, 0) // seq_len
+        if not 0 < held_out < available:
+            raise UserError(
+                f"num_validation_sequences takes {held_out} sequences of component {name!r}, which has "
+                f"{available} of {seq_len} tokens; take at least 1 and leave at least 1 for training"
+            )
+    return TokenCounts(train, validation)
+
+
+def _counts(data: LmDataConfig, caches: Mapping[str, TreeCache[dict]], seq_len: int, purpose: str) -> dict[str, int]:
+    counts = {}
+    for name, cache in caches.items():
+        component = _component(data, name)
+        tokens = cache.flat_field_length(component.format.token_data_key) if len(cache) else 0
+        # Packed and chat data is padded: there each document makes a sequence.
+        is_stream = isinstance(component.format, TextLmDatasetFormat) and not component.pack
+        needed = seq_len if is_stream else 1
+        if tokens < needed:
+            raise UserError(_too_short(name, purpose, tokens, needed))
+        counts[name] = tokens
+    return counts
+
+
+def _too_short(name: str, purpose: str, tokens: int, needed: int) -> str:
+    found = f"the {purpose} text of component {name!r} has {tokens} tokens, but one sequence needs {needed}"
+    more = "more text" if purpose == "training" else "more text for validation (or a bigger validation_fraction)"
+    return f"{found}. Give {more}" + (f", or set train_seq_len to at most {tokens}." if tokens > 1 else ".")
+
+
+def _component(data: LmDataConfig, name: str) -> DatasetComponent:
+    if name in data.components:
+        return data.components[name]
+    parent, child = name.split("/", 1)
+    return data.components[parent].children[child]

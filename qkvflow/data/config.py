@@ -1,0 +1,155 @@
+"""The `data:` section: Levanter's keys, and shortcuts for those who just have a file."""
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from levanter.data.text import (
+    ConcatDatasetComponent,
+    DatasetComponent,
+    DatasetComponentBase,
+    LmDataConfig,
+    TextLmDatasetFormat,
+)
+
+from qkvflow.data.fingerprint import cache_fingerprint
+from qkvflow.data.formats import DocumentFormat
+from qkvflow.data.resolved import ResolvedDataConfig
+from qkvflow.data.sources import BuiltinSource, FilesSource
+from qkvflow.data.tokenizers import resolve_tokenizer, tokenizer_fingerprint
+from qkvflow.errors import UserError
+
+
+@dataclass(frozen=True)
+class DataConfig(LmDataConfig):
+    """Levanter's `LmDataConfig` with four shortcuts and defaults that need no file and no network.
+
+    With neither `components` nor `train` the data is the English text that every Python carries.
+    """
+
+    tokenizer: str = "byte"
+    """`byte`, `tiktoken:NAME`, a local folder, or a name on the Hugging Face hub."""
+    train: str | list[str] | None = None
+    """Paths or globs of .txt, .jsonl (.gz, .zst), .json or .parquet files; replaces all `components`."""
+    validation: str | list[str] | None = None
+    """The same for validation. Without it `validation_fraction` of the training data is held out."""
+    validation_fraction: float = 0.1
+    text_key: str = "text"
+    """The key of a record of `train` and `validation` that holds the text."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.validation is not None and self.train is None:
+            raise UserError("`validation` is given without `train`; both name files. Give `train` too.")
+        if not 0.0 <= self.validation_fraction < 1.0:
+            raise UserError(f"`validation_fraction` must be at least 0 and below 1, but is {self.validation_fraction}")
+
+    def resolve(self, tokenizer_folder: Path) -> LmDataConfig:
+        """An ordinary Levanter configuration with the tokenizer in `tokenizer_folder` and safe cache folders.
+
+        The tokenizer is put into the folder if it is not there yet (`resolve_tokenizer`). Each component's
+        tokens go to `<cache_dir>/<component>-<fingerprint>`; the fingerprint covers the tokenizer's content,
+        the format, bos and eos, and the data, so that a cache never serves tokens of anything else.
+
+        Errors: `UserError` for everything that can be seen before tokenising: missing, empty or unreadable
+        files, a tokenizer that cannot be had, components without data.
+        """
+        plain = self._with_shortcuts()
+        # Levanter's name for data that is tokenised already.
+        if self.tokenizer == "passthrough":
+            tokenizer, content = "passthrough", f"passthrough {self.vocab_size}"
+        else:
+            tokenizer = str(resolve_tokenizer(self.tokenizer, tokenizer_folder))
+            content = tokenizer_fingerprint(Path(tokenizer))
+        settings = {
+            "tokenizer": content,
+            "enforce_eos": self.enforce_eos,
+            "chat_template": self.chat_template,
+        }
+        components = {
+            name: _resolve_component(name, component, self.cache_dir, settings)
+            for name, component in plain.components.items()
+        }
+        values = {field.name: getattr(plain, field.name) for field in dataclasses.fields(LmDataConfig)}
+        return ResolvedDataConfig(**(values | {"tokenizer": tokenizer, "components": components}))
+
+    def _with_shortcuts(self) -> LmDataConfig:
+        """`train` and `validation`, or the built-in text, as components."""
+        if self.train is None:
+            if self.components:
+                return self
+            return dataclasses.replace(self, components={"builtin": DatasetComponent(source=BuiltinSource())})
+        validation = _as_list(self.validation)
+        source = FilesSource(
+            train=_as_list(self.train),
+            validation=validation,
+            validation_fraction=0.0 if validation else self.validation_fraction,
+            text_key=self.text_key,
+        )
+        # These settings name components, which are all replaced.
+        return dataclasses.replace(
+            self,
+            components={"text": DatasetComponent(source=source)},
+            train_weights=None,
+            max_train_batches=_only_text(self.max_train_batches),
+            num_validation_sequences=_only_text(self.num_validation_sequences),
+        )
+
+
+def _resolve_component(
+    name: str, component: DatasetComponentBase, cache_dir: str | None, settings: dict[str, Any]
+) -> DatasetComponentBase:
+    if isinstance(component, ConcatDatasetComponent):
+        children = {
+            child_name: _resolve_component(f"{name}/{child_name}", child, cache_dir, settings)
+            for child_name, child in component.children.items()
+        }
+        return dataclasses.replace(component, children=children)
+    # Without a source, or with `flat_cache`, the component names a cache made elsewhere; it stays as it is.
+    if not isinstance(component, DatasetComponent) or component.source is None or component.flat_cache:
+        return component
+    base = component.cache_dir or cache_dir
+    if base is None:
+        raise UserError("`cache_dir` is null; name a folder for the tokens")
+    if component.source.format != TextLmDatasetFormat() or component.source.cache_dir is not None:
+        raise UserError(
+            f"component {name!r}: `format` and `cache_dir` inside `source` are not read; "
+            f"write them one level up, under `components.{name}`"
+        )
+    component = _with_text_format(name, component)
+    if isinstance(component.source, FilesSource):
+        component.source.check()
+    fingerprint = cache_fingerprint(component.source, settings | {"format": repr(component.format)})
+    return dataclasses.replace(component, cache_dir=f"{base.rstrip('/')}/{name.replace('/', '-')}-{fingerprint}")
+
+
+def _with_text_format(name: str, component: DatasetComponent) -> DatasetComponent:
+    """Local text gets the format `document`; the key of the text may stand in the source or in the format."""
+    source, format = component.source, component.format
+    if not isinstance(source, FilesSource | BuiltinSource):
+        return component
+    if not isinstance(format, TextLmDatasetFormat):
+        if isinstance(source, BuiltinSource):
+            raise UserError(f"component {name!r}: the builtin text has no other format than text")
+        return dataclasses.replace(component, source=dataclasses.replace(source, text_key=None))
+    if isinstance(source, BuiltinSource):
+        return dataclasses.replace(component, format=DocumentFormat())
+    keys = {key for key in (source.text_key, format.text_key) if key not in (None, "text")}
+    if len(keys) > 1:
+        raise UserError(
+            f"component {name!r}: the source's text_key is {source.text_key!r} and the format's "
+            f"{format.text_key!r}; give it once"
+        )
+    key = keys.pop() if keys else "text"
+    return dataclasses.replace(
+        component, source=dataclasses.replace(source, text_key=key), format=DocumentFormat(text_key=key)
+    )
+
+
+def _as_list(paths: str | list[str] | None) -> list[str]:
+    return [] if paths is None else [paths] if isinstance(paths, str) else list(paths)
+
+
+def _only_text(by_component: dict[str, int] | None) -> dict[str, int] | None:
+    return {name: value for name, value in (by_component or {}).items() if name == "text"} or None

@@ -1,0 +1,93 @@
+"""Fingerprints of data and tokenizer: the name of a token cache says exactly what it was made of."""
+
+import dataclasses
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from levanter.data.text import HfDatasetSourceConfig, LmDatasetSourceConfigBase, UrlDatasetSourceConfig
+from levanter.utils.fsspec_utils import expand_glob
+
+from qkvflow.data import builtin
+from qkvflow.data.sources import BuiltinSource, FilesSource
+from qkvflow.errors import UserError
+
+# Raise it when the same text would be written as other tokens.
+_CACHE_FORMAT = 1
+_WHOLE_CONTENT_BYTES = 256 << 20
+_PART_BYTES = 1 << 20
+
+
+def cache_fingerprint(source: LmDatasetSourceConfigBase, settings: dict[str, Any]) -> str:
+    """16 hexadecimal digits that change with the data and with every setting that makes tokens of it.
+
+    Args:
+        source: where the data comes from.
+        settings: what else decides the tokens (tokenizer content, bos and eos, format), as JSON-like data.
+    """
+    description = json.dumps([_CACHE_FORMAT, source_identity(source), settings], sort_keys=True, default=repr)
+    return hashlib.sha256(description.encode()).hexdigest()[:16]
+
+
+def source_identity(source: LmDatasetSourceConfigBase) -> Any:
+    """JSON-like data that changes when the data does.
+
+    Local files: absolute path, size, time of change and sha256 of the content (beyond 256 MB: of its first
+    and last MB). Built-in text: sha256 of the text. Hugging Face and remote files: their names.
+    """
+    if isinstance(source, FilesSource):
+        splits = [[file_identity(path) for path in source.files(split)] for split in ("train", "validation")]
+        return ["files", *splits, source.validation_fraction, source.text_key]
+    if isinstance(source, BuiltinSource):
+        texts = [[*builtin.text_of(split)] for split in ("train", "validation")]
+        return ["builtin", hashlib.sha256(json.dumps(texts).encode()).hexdigest()]
+    if isinstance(source, HfDatasetSourceConfig):
+        local = file_identities_below(Path(source.id)) if Path(source.id).is_dir() else None
+        return ["hf", source.id, source.name, source.revision, source.splits, local]
+    if isinstance(source, UrlDatasetSourceConfig):
+        return [
+            "url",
+            *[[_url_identity(url) for url in urls] for urls in (source.train_urls, source.validation_urls)],
+        ]
+    return [type(source).__name__, dataclasses.asdict(source)]
+
+
+def file_identity(path: Path) -> list[Any]:
+    """Absolute path, size, time of change in ns, sha256 of the content (of its ends if very big)."""
+    try:
+        status = path.stat()
+        return [str(path.resolve()), status.st_size, status.st_mtime_ns, _content_hash(path)]
+    except OSError as error:
+        raise UserError(
+            f"the data file {path} cannot be read: {error.strerror} (current folder: {Path.cwd()})"
+        ) from error
+
+
+def file_identities_below(folder: Path) -> list[Any]:
+    """The identities of all files in a folder, in the order of their names."""
+    return [file_identity(path) for path in sorted(folder.rglob("*")) if path.is_file()]
+
+
+def _content_hash(path: Path) -> str:
+    with path.open("rb") as file:
+        if path.stat().st_size <= _WHOLE_CONTENT_BYTES:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+        digest = hashlib.sha256(file.read(_PART_BYTES))
+        file.seek(-_PART_BYTES, os.SEEK_END)
+        digest.update(file.read(_PART_BYTES))
+        return digest.hexdigest()
+
+
+def _url_identity(pattern: str) -> list[Any]:
+    """One entry for each local file that the pattern names; a remote one stands for itself."""
+    remote = "://" in pattern and not pattern.startswith("file://")
+    if remote:
+        return [pattern]
+    urls = [*expand_glob(pattern)]
+    if not urls:
+        raise UserError(f"no file matches {pattern!r} (current folder: {Path.cwd()})")
+    if any(url.endswith(".txt") for url in urls):
+        raise UserError(f"{pattern!r}: a source of `type: url` reads no .txt; use `type: files` with `train`")
+    return [file_identity(Path(url.removeprefix("file://"))) for url in urls]

@@ -1,0 +1,68 @@
+"""How documents become tokens: `format: {type: document}`, Levanter's text format without side effects."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from levanter.data import BatchProcessor
+from levanter.data.text import LmDatasetFormatBase, TextLmDatasetFormat
+from levanter.tokenizers import MarinTokenizer
+
+from qkvflow.data.pieces import pieces
+from qkvflow.data.readers import BEGINS, ENDS
+
+
+@LmDatasetFormatBase.register_subclass("document")
+@dataclass(frozen=True)
+class DocumentFormat(TextLmDatasetFormat):
+    """Text whose tokens end with the end-of-text token itself.
+
+    Differs from Levanter's `text`, which tokenises `text + " " + eos`: no space token is added to the
+    document, and a text of any length is tokenised in bounded memory (`qkvflow.data.pieces`).
+    """
+
+    def build_preprocessor(
+        self, tokenizer: MarinTokenizer, *, enforce_eos: bool = True, enforce_bos: bool = True
+    ) -> BatchProcessor[dict, dict]:
+        return DocumentTokenizer(tokenizer, self.text_key, enforce_bos=enforce_bos, enforce_eos=enforce_eos)
+
+
+class DocumentTokenizer(BatchProcessor[dict, dict]):
+    """Records `{text_key: text}` to `{"input_ids": int32 [tokens]}`: bos (if there is one), text, eos.
+
+    A record with `document_begins` or `document_ends` false is a piece of a longer document and gets no
+    bos or eos on that side; the pieces follow each other in the token stream as the document's text does.
+    """
+
+    def __init__(self, tokenizer: MarinTokenizer, text_key: str, *, enforce_bos: bool, enforce_eos: bool):
+        self.tokenizer = tokenizer
+        self.text_key = text_key
+        self._bos = [tokenizer.bos_token_id] if enforce_bos and tokenizer.bos_token_id is not None else []
+        self._eos = [tokenizer.eos_token_id] if enforce_eos and tokenizer.eos_token_id is not None else []
+
+    def __call__(self, batch: Sequence[dict]) -> Sequence[dict]:
+        split = [list(pieces(record[self.text_key])) for record in batch]
+        encoded = iter(self.tokenizer.encode_batch([piece for parts in split for piece in parts]))
+        rows = []
+        for record, parts in zip(batch, split, strict=True):
+            ids = list(self._bos) if record.get(BEGINS, True) else []
+            for _ in parts:
+                ids.extend(next(encoded))
+            if record.get(ENDS, True):
+                ids.extend(self._eos)
+            rows.append({"input_ids": np.asarray(ids, dtype=np.int32)})
+        return rows
+
+    @property
+    def output_exemplar(self) -> dict[str, Any]:
+        return {"input_ids": np.zeros((0,), dtype=np.int32)}
+
+    @property
+    def num_cpus(self) -> int:
+        return 1
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        # The tokenizer's folder is not named: it differs from run to run while its content is the same.
+        return {"vocab_size": self.tokenizer.vocab_size, "bos": self._bos, "eos": self._eos}

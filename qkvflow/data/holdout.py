@@ -1,0 +1,77 @@
+"""Holding out the validation part of files: by document for records, the last part of a plain text."""
+
+import functools
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from qkvflow.data.readers import read_records
+from qkvflow.errors import UserError
+
+_WINDOW_BYTES = 1 << 16
+
+
+def text_boundary(path: Path, fraction: float) -> int:
+    """The byte offset in a plain text where its last part, about `fraction` of the bytes, begins.
+
+    It is the first line end at or after `(1 - fraction) * size`, or else the last one before it, or else a
+    space, or else a place between two characters: neither part is empty wherever the text has two characters.
+    """
+    size = path.stat().st_size
+    if size < 2:
+        return size
+    target = min(max(int(size * (1 - fraction)), 1), size - 1)
+    with path.open("rb") as file:
+        for mark in (b"\n", b" "):
+            # A line that ends right at the target counts.
+            for start in range(target - 1, size, _WINDOW_BYTES):
+                file.seek(start)
+                found = file.read(_WINDOW_BYTES).find(mark)
+                if found >= 0:
+                    if start + found + 1 < size:
+                        return start + found + 1
+                    break
+            for stop in range(target - 1, 0, -_WINDOW_BYTES):
+                start = max(stop - _WINDOW_BYTES, 0)
+                file.seek(start)
+                found = file.read(stop - start).rfind(mark)
+                if found >= 0:
+                    return start + found + 1
+        # Bytes 0b10xxxxxx continue a UTF-8 character, which has four at most.
+        near = [*range(target, min(target + 4, size)), *range(target - 1, max(target - 4, 0), -1)]
+        for place in near:
+            file.seek(place)
+            if file.read(1)[0] & 0xC0 != 0x80:
+                return place
+    return target
+
+
+def record_hash(record: dict[str, Any], text_key: str | None) -> int:
+    """64 bits of a record's content: equal documents fall on the same side of the split."""
+    content = record[text_key] if text_key is not None else json.dumps(record, sort_keys=True, default=str)
+    return int.from_bytes(hashlib.blake2b(content.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "big")
+
+
+def record_threshold(files: tuple[Path, ...], text_key: str | None, fraction: float) -> int:
+    """The largest `record_hash` held out, so that `fraction` of the distinct documents is, at least one.
+
+    Errors: `UserError` if there are not two distinct documents.
+    """
+    stamps = tuple((path.stat().st_size, path.stat().st_mtime_ns) for path in files)
+    return _record_threshold(files, stamps, text_key, fraction)
+
+
+@functools.lru_cache(maxsize=8)
+def _record_threshold(files: tuple[Path, ...], stamps: tuple, text_key: str | None, fraction: float) -> int:
+    hashes = (record_hash(record, text_key) for path in files for record in read_records(path, text_key))
+    distinct = np.unique(np.fromiter(hashes, dtype=np.uint64))
+    if len(distinct) < 2:
+        raise UserError(
+            f"validation_fraction needs at least two different documents, but {', '.join(map(str, files))} "
+            f"hold {len(distinct)}. Give files for validation, or set validation_fraction to 0."
+        )
+    count = min(max(round(fraction * len(distinct)), 1), len(distinct) - 1)
+    return int(distinct[count - 1])

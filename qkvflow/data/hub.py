@@ -1,0 +1,66 @@
+"""The Hugging Face hub: tokenizers from it, and a clear answer at once where it cannot be reached."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from qkvflow.errors import UserError
+
+_CONNECT_SECONDS = 5.0
+
+
+def check_dataset_reachable(name: str) -> None:
+    """Asks the hub once about the data set `name`, unless it is a local folder or the hub is switched off.
+
+    `datasets` itself asks again and again for each file, half a minute and more, before it gives up.
+
+    Errors: `UserError` if there is no way to the hub. A data set that the hub does not know is left to
+    `datasets`, which knows more kinds of names.
+    """
+    from huggingface_hub import HfApi, constants
+    from huggingface_hub.errors import HfHubHTTPError
+
+    if Path(name).exists() or constants.HF_HUB_OFFLINE:
+        return
+    try:
+        HfApi().dataset_info(name, timeout=_CONNECT_SECONDS)
+    except (HfHubHTTPError, ValueError):
+        pass
+    except OSError as error:
+        raise UserError(
+            f"the data set {name!r} cannot be fetched: the Hugging Face hub is out of reach "
+            f"({type(error).__name__}). If it is in the local cache, set HF_HUB_OFFLINE=1; otherwise give "
+            "local files with `data.train` and `data.validation`."
+        ) from error
+
+
+def download_tokenizer(name: str, files: Sequence[str]) -> Path:
+    """The local folder with the tokenizer `name` from the hub or its local cache (those of `files` it has).
+
+    Differs from Levanter, which asks its mirrors and the hub again and again (46 s) before it gives up.
+
+    Errors: `UserError` if it cannot be fetched or has no `tokenizer.json`.
+    """
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    wanted = {"allow_patterns": list(files), "etag_timeout": _CONNECT_SECONDS}
+    try:
+        try:
+            found = Path(snapshot_download(name, local_files_only=True, **wanted))
+        except LocalEntryNotFoundError:
+            found = None
+        if found is None or not (found / "tokenizer.json").is_file():
+            found = Path(snapshot_download(name, **wanted))
+    except (OSError, ValueError) as error:
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        raise UserError(
+            f"the tokenizer {name!r} is no local folder (current folder: {Path.cwd()}) and could not be "
+            f"fetched from the Hugging Face hub ({reason}). Give a local folder, `tiktoken:gpt2`, or `byte`, "
+            "which needs no network."
+        ) from error
+    if not (found / "tokenizer.json").is_file():
+        raise UserError(
+            f"the Hugging Face repository {name!r} has no tokenizer.json. Convert its tokenizer with "
+            "transformers (AutoTokenizer.from_pretrained(...).save_pretrained(folder)) and give that folder."
+        )
+    return found

@@ -1,0 +1,171 @@
+"""Reading text files record by record: .txt as one document, .jsonl, .json and .parquet as many."""
+
+import codecs
+import gzip
+import io
+import json
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from qkvflow.data.pieces import PIECE_CHARACTERS, cut
+from qkvflow.errors import UserError
+
+ENDINGS = (".txt", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".json", ".parquet")
+# Keys of a record that is one piece of a longer document.
+BEGINS, ENDS = "document_begins", "document_ends"
+_BLOCK_BYTES = 1 << 20
+
+
+def is_plain_text(path: Path) -> bool:
+    """Whether the whole file is one document."""
+    return path.name.lower().endswith(".txt")
+
+
+def read_text(path: Path, text_key: str, start: int = 0, stop: int | None = None) -> Iterator[dict[str, Any]]:
+    """One document (bytes `start` to `stop` of the file) as pieces `{text_key, BEGINS, ENDS}`, streamed.
+
+    Line ends stay as they are; a byte order mark at the start of the file is left out.
+    Errors: `UserError` with the byte offset for a file that is not UTF-8.
+    """
+    begins, pending = True, ""
+    for block in _decoded_blocks(path, start, stop):
+        pending += block
+        while len(pending) > PIECE_CHARACTERS:
+            place = cut(pending, PIECE_CHARACTERS)
+            yield {text_key: pending[:place], BEGINS: begins, ENDS: False}
+            begins, pending = False, pending[place:]
+    if pending:
+        yield {text_key: pending, BEGINS: begins, ENDS: True}
+
+
+def _decoded_blocks(path: Path, start: int, stop: int | None) -> Iterator[str]:
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    with path.open("rb") as file:
+        position = start
+        file.seek(start)
+        while True:
+            size = _BLOCK_BYTES if stop is None else min(_BLOCK_BYTES, stop - position)
+            block = file.read(size)
+            kept = len(decoder.getstate()[0])
+            try:
+                text = decoder.decode(block, final=not block)
+            except UnicodeDecodeError as error:
+                raise _not_utf8(path, position - kept + error.start, "") from error
+            yield text.removeprefix("\ufeff") if position == 0 else text
+            position += len(block)
+            if not block:
+                return
+
+
+def read_records(path: Path, text_key: str | None) -> Iterator[dict[str, Any]]:
+    """The records of a .jsonl (also .gz, .zst), .json or .parquet file.
+
+    With `text_key` each record is cut down to `{text_key: text}`; with None it comes whole.
+    Errors: `UserError` with file and line (or record) for broken content and for a record without the text.
+    """
+    for where, record in _records(path, text_key):
+        if not isinstance(record, dict):
+            raise UserError(f"{where}: a record must be an object with keys, but is {type(record).__name__}")
+        if text_key is None:
+            yield record
+            continue
+        if text_key not in record:
+            raise UserError(_no_text(where, text_key, list(record)))
+        if not isinstance(record[text_key], str):
+            kind = type(record[text_key]).__name__
+            raise UserError(f"{where}: the key {text_key!r} must hold text, but holds {kind}")
+        yield {text_key: record[text_key]}
+
+
+def _records(path: Path, text_key: str | None) -> Iterator[tuple[str, Any]]:
+    name = path.name.lower()
+    if name.endswith(".parquet"):
+        yield from _parquet_records(path, text_key)
+    elif name.endswith(".json") and _first_character(path) == "[":
+        try:
+            records = json.loads(path.read_bytes())
+        except UnicodeDecodeError as error:
+            raise _not_utf8(path, error.start, "") from error
+        except json.JSONDecodeError as error:
+            raise _broken_json(path, error.lineno, error) from error
+        yield from ((f"{path}, record {number}", record) for number, record in enumerate(records, 1))
+    else:
+        yield from _json_lines(path)
+
+
+def _json_lines(path: Path) -> Iterator[tuple[str, Any]]:
+    """Differs from Levanter's reader: blank lines are skipped and errors name the line."""
+    try:
+        with _decompressed(path) as file:
+            for number, line in enumerate(file, 1):
+                if not line.strip():
+                    continue
+                try:
+                    yield f"{path}:{number}", json.loads(line.removeprefix(codecs.BOM_UTF8))
+                except UnicodeDecodeError as error:
+                    raise _not_utf8(path, error.start, f" of line {number}") from error
+                except json.JSONDecodeError as error:
+                    raise _broken_json(path, number, error) from error
+    except (EOFError, OSError, zlib.error, _zstd_error()) as error:
+        raise UserError(f"{path} cannot be read: {error}") from error
+
+
+def _decompressed(path: Path) -> BinaryIO:
+    if path.suffix.lower() == ".gz":
+        return gzip.open(path)
+    if path.suffix.lower() == ".zst":
+        import zstandard
+
+        reader = zstandard.ZstdDecompressor().stream_reader(path.open("rb"), read_across_frames=True)
+        return io.BufferedReader(reader)
+    return path.open("rb")
+
+
+def _parquet_records(path: Path, text_key: str | None) -> Iterator[tuple[str, Any]]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        file = pq.ParquetFile(path)
+        if text_key is not None and text_key not in file.schema_arrow.names:
+            raise UserError(_no_text(str(path), text_key, file.schema_arrow.names))
+        number = 0
+        for batch in file.iter_batches(batch_size=1024, columns=None if text_key is None else [text_key]):
+            for record in batch.to_pylist():
+                number += 1
+                yield f"{path}, record {number}", record
+    except (pa.ArrowException, OSError) as error:
+        raise UserError(f"{path} is not a readable parquet file: {error}") from error
+
+
+def _first_character(path: Path) -> str:
+    with path.open("rb") as file:
+        return file.read(4096).removeprefix(codecs.BOM_UTF8).lstrip()[:1].decode("latin-1")
+
+
+def _zstd_error() -> type[Exception]:
+    try:
+        import zstandard
+    except ImportError:
+        return EOFError
+    return zstandard.ZstdError
+
+
+def _no_text(where: str, text_key: str, found: list[str]) -> str:
+    return (
+        f"{where} has no key {text_key!r}; keys found: {', '.join(map(str, found)) or 'none'}. "
+        "Name the key that holds the text with `text_key`."
+    )
+
+
+def _broken_json(path: Path, line: int, error: json.JSONDecodeError) -> UserError:
+    return UserError(f"{path}:{line}: not valid JSON ({error.msg}, column {error.colno})")
+
+
+def _not_utf8(path: Path, offset: int, of_what: str) -> UserError:
+    return UserError(
+        f"{path} is not UTF-8 text: the byte at offset {offset}{of_what} cannot be decoded. "
+        "Convert the file, for example with: iconv -f ENCODING -t UTF-8."
+    )

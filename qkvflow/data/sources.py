@@ -1,0 +1,166 @@
+"""Two kinds of `source` for Levanter's data components: `type: files` and `type: builtin`."""
+
+import glob
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from levanter.data.sharded_datasource import ShardedDataSource
+from levanter.data.text import LmDatasetSourceConfigBase
+
+from qkvflow.data import builtin
+from qkvflow.data.holdout import record_hash, record_threshold, text_boundary
+from qkvflow.data.readers import ENDINGS, is_plain_text, read_records, read_text
+from qkvflow.errors import UserError
+
+
+@LmDatasetSourceConfigBase.register_subclass("files")
+@dataclass(frozen=True)
+class FilesSource(LmDatasetSourceConfigBase):
+    """Local files: .txt (one file is one document), .jsonl (.gz, .zst), .json, .parquet (one record is one).
+
+    Without `validation`, `validation_fraction` of the training data is held out: of records, whole documents
+    chosen by a hash of their content (equal documents stay together); of each .txt, its last part, cut at a
+    line end. Train and validation are disjoint and together everything.
+    """
+
+    train: list[str] = field(default_factory=list)
+    """Paths or globs (`*`, `?`, `[...]`, `**`)."""
+    validation: list[str] = field(default_factory=list)
+    validation_fraction: float = 0.0
+    text_key: str | None = "text"
+    """The key of a record that holds its text. None: records come whole, for formats other than text."""
+
+    def __post_init__(self):
+        if not 0.0 <= self.validation_fraction < 1.0:
+            raise UserError(f"validation_fraction must be at least 0 and below 1, but is {self.validation_fraction}")
+        if self.validation and self.validation_fraction > 0:
+            raise UserError(
+                "validation files and a validation_fraction are both given; the fraction is held out of the "
+                "training files only where there are none for validation. Leave one of them out."
+            )
+
+    def check(self) -> None:
+        """Looks at every file before any work.
+
+        Errors: `UserError` for no or missing files, folders, empty files, unsupported endings, a file in both
+        splits, and a first record without the text.
+        """
+        if not self.train and not self.validation:
+            raise UserError("a source of type `files` needs files: give `train` a path or a list of paths")
+        train, validation = self.files("train"), self.files("validation")
+        for path in (*train, *validation):
+            _check_file(path)
+            readable = read_text(path, "text") if is_plain_text(path) else read_records(path, self.text_key)
+            if next(readable, None) is None:
+                raise UserError(f"the data file {path} holds no text and no records")
+        shared = {path.resolve() for path in train} & {path.resolve() for path in validation}
+        if shared:
+            raise UserError(f"{min(shared)} is given both for training and for validation; leave it out of one")
+
+    def files(self, split: str) -> list[Path]:
+        """The files given for a split, globs expanded, each once, in the given order."""
+        patterns = {"train": self.train, "validation": self.validation}.get(split)
+        if patterns is None:
+            raise ValueError(f"Unknown split {split}")
+        found = [path for pattern in patterns for path in _expand(pattern)]
+        return list({path.resolve(): path for path in reversed(found)}.values())[::-1]
+
+    def get_shard_source(self, split: str) -> ShardedDataSource[dict] | None:
+        if split == "validation" and not self.validation:
+            if not self.validation_fraction or not self.train:
+                return None
+            return FilesDataSource(self.files("train"), self.text_key, self.validation_fraction, held_out=True)
+        files = self.files(split)
+        if not files:
+            return None
+        return FilesDataSource(files, self.text_key, self.validation_fraction, held_out=False)
+
+
+class FilesDataSource(ShardedDataSource[dict]):
+    """One shard for each file: its part on one side of the split, as records."""
+
+    def __init__(self, files: list[Path], text_key: str | None, fraction: float, *, held_out: bool):
+        self.text_key = text_key
+        self.fraction = fraction
+        self.held_out = held_out
+        self._files = {f"{index:05d}_{path.name}": path for index, path in enumerate(files)}
+
+    @property
+    def shard_names(self) -> Sequence[str]:
+        return list(self._files)
+
+    def open_shard_at_row(self, shard_name: str, row: int) -> Iterator[dict[str, Any]]:
+        return islice(self._records(self._files[shard_name]), row, None)
+
+    def _records(self, path: Path) -> Iterator[dict[str, Any]]:
+        if is_plain_text(path):
+            start, stop = 0, None
+            if self.fraction:
+                boundary = text_boundary(path, self.fraction)
+                start, stop = (boundary, None) if self.held_out else (0, boundary)
+            yield from read_text(path, self.text_key or "text", start, stop)
+        elif not self.fraction:
+            yield from read_records(path, self.text_key)
+        else:
+            record_files = tuple(file for file in self._files.values() if not is_plain_text(file))
+            threshold = record_threshold(record_files, self.text_key, self.fraction)
+            for record in read_records(path, self.text_key):
+                if (record_hash(record, self.text_key) <= threshold) == self.held_out:
+                    yield record
+
+
+@LmDatasetSourceConfigBase.register_subclass("builtin")
+@dataclass(frozen=True)
+class BuiltinSource(LmDatasetSourceConfigBase):
+    """The English text that every Python carries: about 465 kB, a tenth of it for validation."""
+
+    def get_shard_source(self, split: str) -> ShardedDataSource[dict] | None:
+        return BuiltinDataSource(split)
+
+
+class BuiltinDataSource(ShardedDataSource[dict]):
+    """One shard; one record for each topic."""
+
+    def __init__(self, split: str):
+        self.split = split
+
+    @property
+    def shard_names(self) -> Sequence[str]:
+        return ["topics"]
+
+    def open_shard_at_row(self, shard_name: str, row: int) -> Iterator[dict[str, Any]]:
+        return islice(({"text": text} for text in builtin.text_of(self.split)), row, None)
+
+
+def _expand(pattern: str) -> list[Path]:
+    if "://" in pattern:
+        raise UserError(
+            f"{pattern!r} is no local path; for files on a network use a source of `type: url` with "
+            "`train_urls` and `validation_urls`, or `type: hf` for a Hugging Face data set"
+        )
+    path = Path(pattern).expanduser()
+    if path.exists() or not glob.has_magic(str(path)):
+        return [path]
+    found = [Path(name) for name in sorted(glob.glob(str(path), recursive=True)) if Path(name).is_file()]
+    if not found:
+        raise UserError(f"no file matches {pattern!r} (current folder: {Path.cwd()})")
+    return found
+
+
+def _check_file(path: Path) -> None:
+    if path.is_dir():
+        raise UserError(f"{path} is a folder; give its files, for example {str(path / '*.txt')!r}")
+    if not path.is_file():
+        raise UserError(f"the data file {path} does not exist (current folder: {Path.cwd()})")
+    if not path.name.lower().endswith(ENDINGS):
+        raise UserError(f"{path}: the ending {path.suffix!r} is not supported; supported are {', '.join(ENDINGS)}")
+    try:
+        with path.open("rb"):
+            pass
+    except OSError as error:
+        raise UserError(f"the data file {path} cannot be read: {error.strerror}") from error
+    if path.stat().st_size == 0:
+        raise UserError(f"the data file {path} is empty")

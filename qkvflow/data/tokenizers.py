@@ -1,0 +1,172 @@
+"""Tokenizers by one word: `byte`, `tiktoken:NAME`, a local folder or a Hugging Face name."""
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+from levanter.tokenizers import MarinTokenizer
+from levanter.tokenizers import load_tokenizer as load_levanter_tokenizer
+from tokenizers import Tokenizer
+
+from qkvflow.data.byte_level import END_OF_TEXT, byte_tokenizer
+from qkvflow.data.hub import download_tokenizer
+from qkvflow.errors import UserError
+
+# The files of a tokenizer in the layout of Hugging Face; the first must be there.
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+)
+# Says from which spec a folder was made, so that a run is continued without asking for the source again.
+ORIGIN_FILE = "origin.json"
+
+
+def resolve_tokenizer(spec: str, folder: Path) -> Path:
+    """Makes `folder` hold the tokenizer that `spec` names, in the layout of Hugging Face.
+
+    Args:
+        spec: `byte` (ids are the bytes, 256 ends a document), `tiktoken:gpt2` (or another name that tiktoken
+            knows; same ids), a local folder with `tokenizer.json`, or a name on the Hugging Face hub.
+        folder: where the files go. If it was already made from the same spec it is used as it is.
+
+    Returns: `folder`; `levanter.tokenizers.load_tokenizer(str(folder))` and `transformers.AutoTokenizer`
+    read it without a network.
+
+    Errors: `UserError` for an unknown name, an incomplete folder, a source that cannot be reached, and a
+    `folder` that holds another tokenizer.
+    """
+    folder = Path(folder)
+    if (folder / "tokenizer.json").is_file():
+        _refuse_other_origin(spec, folder)
+        return folder
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder, prefix=".making-") as scratch:
+            made = Path(scratch)
+            _make(spec, made)
+            (made / ORIGIN_FILE).write_text(json.dumps({"spec": spec}) + "\n", encoding="utf-8")
+            # tokenizer.json comes last: its presence says that the folder is complete.
+            for file in sorted(made.iterdir(), key=lambda file: file.name == "tokenizer.json"):
+                os.replace(file, folder / file.name)
+    except OSError as error:
+        raise UserError(f"cannot write the tokenizer to {folder}: {error.strerror or error}") from error
+    return folder
+
+
+def load_tokenizer(folder: Path) -> MarinTokenizer:
+    """Levanter's tokenizer from a local folder; never looks on a network.
+
+    Errors: `UserError` if there is no `tokenizer.json` in `folder` or it cannot be read.
+    """
+    check_folder(Path(folder))
+    try:
+        return load_levanter_tokenizer(str(folder))
+    except Exception as error:  # `tokenizers` raises plain Exception for a broken file
+        raise UserError(f"the tokenizer in {folder} cannot be read: {error}") from error
+
+
+def tokenizer_fingerprint(folder: Path) -> str:
+    """sha256 (hex) over the content of `tokenizer.json` and `tokenizer_config.json`."""
+    digest = hashlib.sha256()
+    for name in TOKENIZER_FILES[:2]:
+        file = Path(folder) / name
+        content = file.read_bytes() if file.is_file() else b""
+        digest.update(f"{name} {len(content)}\n".encode() + content)
+    return digest.hexdigest()
+
+
+def check_folder(folder: Path) -> None:
+    """Errors: `UserError` if `folder` is no folder with a `tokenizer.json`."""
+    if not folder.is_dir():
+        raise UserError(f"the tokenizer folder {folder} does not exist (current folder: {Path.cwd()})")
+    if not (folder / "tokenizer.json").is_file():
+        found = ", ".join(sorted(file.name for file in folder.iterdir())[:8]) or "nothing"
+        raise UserError(
+            f"the tokenizer folder {folder} has no tokenizer.json (it holds: {found}). Save the tokenizer "
+            "there with transformers: AutoTokenizer.from_pretrained(...).save_pretrained(folder)."
+        )
+
+
+def _make(spec: str, made: Path) -> None:
+    if spec == "byte":
+        _save(byte_tokenizer(), END_OF_TEXT, made)
+    elif spec.startswith("tiktoken:"):
+        _save_tiktoken(spec.removeprefix("tiktoken:"), made)
+    elif Path(spec).expanduser().exists() or spec.startswith(("/", "./", "../", "~")):
+        source = Path(spec).expanduser()
+        check_folder(source)
+        _copy(source, made)
+    else:
+        _copy(download_tokenizer(spec, TOKENIZER_FILES), made)
+    load_tokenizer(made)
+
+
+def _save(tokenizer: Tokenizer, end_of_text: str | None, made: Path) -> None:
+    """Writes the two files; an end-of-text token is named, but none for the begin of a text."""
+    tokenizer.save(str(made / "tokenizer.json"))
+    added = {
+        str(number): {
+            "content": token.content,
+            "lstrip": token.lstrip,
+            "normalized": token.normalized,
+            "rstrip": token.rstrip,
+            "single_word": token.single_word,
+            "special": token.special,
+        }
+        for number, token in sorted(tokenizer.get_added_tokens_decoder().items())
+    }
+    config = {
+        "added_tokens_decoder": added,
+        "clean_up_tokenization_spaces": False,
+        "eos_token": end_of_text,
+        "model_max_length": int(1e30),
+        "tokenizer_class": "PreTrainedTokenizerFast",
+    }
+    (made / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    specials = {"eos_token": end_of_text} if end_of_text else {}
+    (made / "special_tokens_map.json").write_text(json.dumps(specials, indent=2) + "\n", encoding="utf-8")
+
+
+def _save_tiktoken(name: str, made: Path) -> None:
+    import tiktoken
+
+    from qkvflow.data.tiktoken_conversion import convert
+
+    if name not in tiktoken.list_encoding_names():
+        raise UserError(f"tiktoken knows no encoding {name!r}; it knows: {', '.join(tiktoken.list_encoding_names())}")
+    try:
+        encoding = tiktoken.get_encoding(name)
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"the tiktoken file of {name!r} is not on this machine and could not be fetched "
+            f"({type(error).__name__}). Set the environment variable TIKTOKEN_CACHE_DIR to a folder that "
+            "holds it, or use a local tokenizer folder, or `tokenizer: byte`, which needs no file."
+        ) from error
+    _save(convert(encoding), END_OF_TEXT if END_OF_TEXT in encoding._special_tokens else None, made)
+
+
+def _copy(source: Path, made: Path) -> None:
+    for name in TOKENIZER_FILES:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, made / name)
+
+
+def _refuse_other_origin(spec: str, folder: Path) -> None:
+    origin = folder / ORIGIN_FILE
+    found = json.loads(origin.read_text(encoding="utf-8"))["spec"] if origin.is_file() else None
+    source = Path(spec).expanduser()
+    if (source / "tokenizer.json").is_file():
+        same = source.resolve() == folder.resolve() or tokenizer_fingerprint(source) == tokenizer_fingerprint(folder)
+    else:
+        same = found == spec
+    if not same:
+        raise UserError(
+            f"{folder} already holds another tokenizer (made from {found!r}, now {spec!r} is asked for, or "
+            "its files have changed since). A run keeps its tokenizer: start a new run for another one."
+        )

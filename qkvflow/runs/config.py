@@ -1,0 +1,59 @@
+"""The configuration of a training run: what a YAML file gives and a run's `config.yaml` holds."""
+
+from dataclasses import dataclass, field
+
+from levanter.callbacks.watch import WatchConfig
+from levanter.models.lm_model import LmConfig
+from levanter.optim import AdamConfig, OptimizerConfig
+from levanter.tracker import TrackerConfig
+from levanter.trainer import TrainerConfig
+
+from qkvflow.data import DataConfig
+
+
+@dataclass
+class RunTrainerConfig(TrainerConfig):
+    """Levanter's `TrainerConfig` with other defaults.
+
+    Differs from Levanter: its defaults ask for a W&B key and for an accelerator, and compile or trace the
+    training step several times for logs.
+
+    tracker: added to metrics.jsonl and TensorBoard, which a run always writes.
+    require_accelerator: true refuses to train on a CPU.
+    watch: norms of gradients and parameters; `interval: 0` switches them off.
+    """
+
+    tracker: TrackerConfig | tuple[TrackerConfig, ...] = ()
+    require_accelerator: bool | None = False
+    watch: WatchConfig = field(default_factory=lambda: WatchConfig(interval=0))
+    log_jaxprs: bool = False
+    log_xla_hlo: bool = False
+
+
+@dataclass
+class TrainConfig:
+    """
+    model: `type: neuralode`, or Levanter's own `gpt2`, `llama`, ...
+    data: text and tokenizer.
+    trainer: Levanter's trainer: steps, batch size, precision, mesh, checkpoints. `trainer.id` names the run.
+    optimizer: Levanter's optimizers, `type: adam` by default.
+    weight_decay_on: which parameters decay, by name (see `qkvflow.models.decay`).
+    run_dir: the run's files go to `<run_dir>/<trainer.id>`.
+    train_seq_len: tokens per training sequence; the model's `max_seq_len` if not given.
+    vocab_size: size of the model's vocabulary; by default the tokenizer's, rounded up for the mesh.
+    z_loss_weight: weight of the square of the log normaliser, added to the loss.
+    accept_changes: continue a run although keys that matter differ from its `config.yaml`; it is recorded.
+    config_path: the YAML file that the configuration came from.
+    """
+
+    model: LmConfig
+    data: DataConfig = field(default_factory=DataConfig)
+    trainer: RunTrainerConfig = field(default_factory=RunTrainerConfig)
+    optimizer: OptimizerConfig = field(default_factory=AdamConfig)
+    weight_decay_on: str = "matrices"
+    run_dir: str = "runs"
+    train_seq_len: int | None = None
+    vocab_size: int | None = None
+    z_loss_weight: float = 0.0
+    accept_changes: bool = False
+    config_path: str | None = None

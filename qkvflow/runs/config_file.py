@@ -1,0 +1,116 @@
+"""A run's `config.yaml`: configuration objects as plain YAML, and the keys in which two of them differ."""
+
+import dataclasses
+import enum
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import draccus
+import yaml
+
+from qkvflow.cli.arguments import read_yaml
+from qkvflow.cli.decode import choice_name, decode
+from qkvflow.errors import UserError
+
+T = TypeVar("T")
+
+# Keys (with everything below them) that cannot change a run's numbers, apart from rounding: where it
+# computes, how often it looks at itself, and where it writes. They may differ when a run is continued.
+FREE_KEYS = (
+    "accept_changes",
+    "config_path",
+    "run_dir",
+    "data.auto_build_caches",
+    "data.cache_dir",
+    "data.cache_options",
+    "trainer.checkpointer",
+    "trainer.crash_on_inf",
+    "trainer.crash_on_nan",
+    "trainer.distributed",
+    "trainer.jax_compilation_cache_dir",
+    "trainer.load_checkpoint",
+    "trainer.log_dir",
+    "trainer.log_jaxprs",
+    "trainer.log_xla_hlo",
+    "trainer.max_eval_batches",
+    "trainer.mesh",
+    "trainer.per_device_eval_parallelism",
+    "trainer.per_device_parallelism",
+    "trainer.profiler",
+    "trainer.require_accelerator",
+    "trainer.shutdown_at_exit",
+    "trainer.steps_per_eval",
+    "trainer.tracker",
+    "trainer.use_explicit_mesh_axes",
+    "trainer.wandb",
+    "trainer.watch",
+)
+
+
+def encode(value: Any) -> Any:
+    """A configuration as dictionaries, lists and scalars, every default filled in; `decode` reads it.
+
+    Differs from Levanter, which uses `draccus.encode`: that loses the `type` of some nested choices and
+    leaves enumerations and checkpoint policies as objects.
+    """
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    if isinstance(value, enum.Enum):
+        return value.value
+    if isinstance(value, Mapping):
+        return {str(key): encode(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | set):
+        return [encode(item) for item in value]
+    if draccus.encode.dispatch(type(value)) is not None:  # precision policies, time spans, paths, ...
+        plain = draccus.encode(value)
+        if isinstance(plain, str | int | float):
+            return plain
+    if dataclasses.is_dataclass(value):
+        choice = choice_name(type(value))
+        fields = {f.name: encode(getattr(value, f.name)) for f in dataclasses.fields(value) if f.init}
+        return fields if choice is None else {"type": choice, **fields}
+    raise TypeError(f"{value!r} of {type(value)} has no plain form; register it with draccus.encode")
+
+
+def write_config(path: Path, config: Any) -> None:
+    """Writes `config` as YAML, by renaming, so that a reader never sees half a file."""
+    text = yaml.safe_dump(encode(config), sort_keys=False, allow_unicode=True)
+    fresh = path.with_suffix(".tmp")
+    fresh.write_text(text, encoding="utf-8")
+    os.replace(fresh, path)
+
+
+def read_config(path: Path, config_class: type[T]) -> T:
+    """Reads what `write_config` wrote. Keys that only a program's own subclass of the class has are left out.
+
+    Errors: `UserError` if the file cannot be read or does not fit the class.
+    """
+    known = {field.name for field in dataclasses.fields(config_class)}  # pyright: ignore
+    raw = {key: value for key, value in read_yaml(path).items() if key in known}
+    try:
+        return decode(config_class, raw)
+    except UserError as error:
+        raise UserError(f"{path} was written by another version or changed by hand: {error}") from None
+
+
+def differences(stored: Any, given: Any) -> dict[str, tuple[Any, Any]]:
+    """The dotted keys that differ and matter for the numbers, each with its (stored, given) value."""
+    old, new = _flatten(encode(stored)), _flatten(encode(given))
+    keys = sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key))
+    return {key: (old.get(key), new.get(key)) for key in keys if not _is_free(key)}
+
+
+def _is_free(key: str) -> bool:
+    return any(key == free or key.startswith(free + ".") for free in FREE_KEYS)
+
+
+def _flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat = {}
+    for key, value in tree.items():
+        if isinstance(value, dict) and value:
+            flat.update(_flatten(value, f"{prefix}{key}."))
+        else:
+            flat[prefix + key] = value
+    return flat

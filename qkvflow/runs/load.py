@@ -1,0 +1,147 @@
+"""Reads a run back: its configuration, its model at a checkpoint, its tokenizer."""
+
+import contextlib
+import dataclasses
+import difflib
+import logging
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import equinox as eqx
+import jax
+from haliax import Axis
+from levanter.checkpoint import load_checkpoint
+from levanter.models.lm_model import LmHeadModel
+from levanter.tokenizers import MarinTokenizer, load_tokenizer
+from levanter.trainer import TrainerConfig
+from levanter.utils.tree_utils import inference_mode
+
+from qkvflow.errors import UserError
+from qkvflow.runs.checkpoints import checkpoint_steps
+from qkvflow.runs.config import TrainConfig
+from qkvflow.runs.config_file import read_config
+from qkvflow.runs.directory import RunDirectory
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run that was read back; `config, model, tokenizer = run` unpacks the first three.
+
+    config: the configuration it was trained with.
+    model: the model in inference mode (no dropout).
+    tokenizer: Levanter's wrapper of the run's own tokenizer.
+    step: the model is as it was after this step (the first step is 0).
+    path: the run directory.
+    """
+
+    config: TrainConfig
+    model: LmHeadModel
+    tokenizer: MarinTokenizer
+    step: int
+    path: Path
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter((self.config, self.model, self.tokenizer))
+
+
+def load_run(path: str | os.PathLike, checkpoint_step: int | None = None) -> Run:
+    """Reads a run directory.
+
+    Args:
+        path: the run directory, `runs/<id>`.
+        checkpoint_step: N of the checkpoint `step-N`; the newest if not given.
+
+    Errors: `UserError` if there is no such run, no checkpoint, or no checkpoint of that step.
+    """
+    directory = find_run(path)
+    config = read_config(directory.config, TrainConfig)
+    step = _choose_step(directory, checkpoint_step)
+    tokenizer = load_tokenizer(str(directory.tokenizer))
+    vocab = Axis("vocab", config.vocab_size or len(tokenizer))
+    model_config = with_local_tokenizer(config.model, directory.tokenizer)
+
+    def build(key: jax.Array) -> LmHeadModel:
+        return config.trainer.mp.cast_to_param(model_config.build(vocab, key=key))
+
+    # The mesh of all devices, whatever mesh the run was trained on; every device holds the whole model.
+    mesh = TrainerConfig().device_mesh
+    with jax.set_mesh(mesh):
+        shape = eqx.filter_eval_shape(build, jax.random.PRNGKey(0))
+        checkpoint = directory.checkpoints / f"step-{step}"
+        try:
+            with _without_warnings(
+                "levanter.tensorstore_serialization"
+            ):  # of parts that are None, as they should
+                model = load_checkpoint(shape, str(checkpoint), subpath="model", axis_mapping={}, mesh=mesh)
+        except (ValueError, FileNotFoundError) as error:
+            raise unreadable_checkpoint(checkpoint, error) from error
+    return Run(config, inference_mode(model, True), tokenizer, step, directory.path)
+
+
+def find_run(path: str | os.PathLike) -> RunDirectory:
+    """The run directory at `path`, or a `UserError` that says what is there instead."""
+    directory = RunDirectory(Path(path).expanduser())
+    if directory.config.is_file():
+        return directory
+    if directory.path.is_dir():
+        inside = sorted(str(found.parent) for found in directory.path.glob("*/config.yaml"))
+        listing = f"; runs in it: {', '.join(inside)}" if inside else ""
+        raise UserError(f"{path} is not a run directory: it has no config.yaml{listing}")
+    runs = sorted(str(found.parent) for found in directory.path.parent.glob("*/config.yaml"))
+    near = difflib.get_close_matches(str(directory.path), runs, n=3) or runs[:8]
+    listing = (
+        f"runs in {directory.path.parent}: {', '.join(near)}"
+        if near
+        else f"{directory.path.parent} has no runs"
+    )
+    raise UserError(f"there is no run {path}; {listing}")
+
+
+def with_local_tokenizer(model_config: Any, tokenizer: Path) -> Any:
+    """The model's configuration with its `tokenizer` field, if it has one, set to a local folder.
+
+    Levanter's own models name a tokenizer of the Hugging Face hub there, and ask the network for it.
+    """
+    if any(field.name == "tokenizer" for field in dataclasses.fields(model_config)):
+        return dataclasses.replace(model_config, tokenizer=str(tokenizer))
+    return model_config
+
+
+def unreadable_checkpoint(checkpoint: Path, error: Exception) -> UserError:
+    """What to tell the user when Levanter cannot load a complete checkpoint."""
+    reason = next(iter(str(error).strip().splitlines()), type(error).__name__)[:300]
+    return UserError(
+        f"the checkpoint {checkpoint} cannot be loaded: {reason}. If model or optimizer changed, it has "
+        "another shape: start a new run with --trainer.id NAME. If it is damaged, delete this folder: the "
+        "run then continues from the checkpoint before it"
+    )
+
+
+@contextlib.contextmanager
+def _without_warnings(name: str) -> Iterator[None]:
+    logger = logging.getLogger(name)
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def _choose_step(directory: RunDirectory, wanted: int | None) -> int:
+    steps = checkpoint_steps(directory.checkpoints)
+    if not steps:
+        raise UserError(
+            f"the run {directory.path} has no checkpoint yet; it writes one when it ends or is stopped"
+        )
+    if wanted is None:
+        return steps[-1]
+    if wanted not in steps:
+        raise UserError(
+            f"the run {directory.path} has no checkpoint of step {wanted}; there are: "
+            + ", ".join(map(str, steps))
+        )
+    return wanted

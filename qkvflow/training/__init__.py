@@ -1,0 +1,1 @@
+"""What the training programs share: checks before work, the loop over steps, validation, stopping."""

@@ -1,0 +1,124 @@
+"""Settings that cannot work, refused before any work: Levanter would fail late or obscurely."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from haliax import Axis
+from levanter.checkpoint import is_checkpoint_path
+from levanter.models.lm_model import LmConfig
+from levanter.schedule import distinct_values
+from levanter.trainer import TrainerConfig
+
+from qkvflow.errors import UserError
+from qkvflow.runs.config import TrainConfig
+
+
+def check_config(config: TrainConfig) -> None:
+    """Checks that need no devices and no data."""
+    trainer, model = config.trainer, config.model
+    if trainer.num_train_steps < 1:
+        raise UserError(f"`trainer.num_train_steps` must be at least 1, but is {trainer.num_train_steps}")
+    if trainer.steps_per_eval < 1:
+        raise UserError(f"`trainer.steps_per_eval` must be at least 1, but is {trainer.steps_per_eval}")
+    if trainer.max_eval_batches is not None and trainer.max_eval_batches < 1:
+        raise UserError(f"`trainer.max_eval_batches` must be at least 1 or null, but is {trainer.max_eval_batches}")
+    for mapping in ("shared_mapping", "compute_mapping"):
+        if "vocab" in getattr(trainer.mesh, mapping):
+            raise UserError(
+                f"`trainer.mesh.{mapping}` maps `vocab`: the loss would be silently wrong, because Levanter "
+                "does not add up its normaliser over the parts of the vocabulary. To spread the embedding "
+                "over devices, map `vocab` in `trainer.mesh.param_mapping`"
+            )
+    if model.max_seq_len < 1:
+        raise UserError(f"`model.max_seq_len` must be at least 1, but is {model.max_seq_len}")
+    length = config.train_seq_len
+    if length is not None and not 1 < length <= model.max_seq_len:
+        raise UserError(
+            f"`train_seq_len` is {length}, but must be at least 2 and at most `model.max_seq_len`, "
+            f"which is {model.max_seq_len}"
+        )
+    _check_levanter_paths(trainer)
+
+
+def check_devices(trainer: TrainerConfig) -> None:
+    """Checks the batch sizes against the device mesh and fills in what follows from it (in place).
+
+    Must come after `jax.distributed` is initialised, since it asks for the devices.
+    """
+    if trainer.require_accelerator and jax.default_backend() == "cpu":
+        raise UserError("`trainer.require_accelerator` is true, but JAX found no GPU or TPU")
+    try:
+        data_axis = trainer.data_axis_size
+    except ValueError as error:
+        raise UserError(f"`trainer.mesh` does not fit the {jax.device_count()} devices: {error}") from None
+    for size in [] if trainer.train_batch_size == -1 else distinct_values(trainer.train_batch_size):
+        if size < 1 or size % data_axis:
+            raise UserError(
+                f"`trainer.train_batch_size` is {size}, but must be a positive multiple of {data_axis}, the "
+                f"number of devices that the batch is divided over ({jax.device_count()} devices in all)"
+            )
+    for name in ("per_device_parallelism", "per_device_eval_parallelism"):
+        value = getattr(trainer, name)
+        if value != -1 and value < 1:
+            raise UserError(f"`trainer.{name}` must be at least 1, or -1 for all examples at once, but is {value}")
+    try:
+        # Differs from Levanter: `trainer.initialize()` does this too, but also starts its own terminal log.
+        trainer._validate_and_set_defaults()
+    except ValueError as error:
+        raise UserError(f"trainer: {error}") from None
+
+
+def model_shape(model: LmConfig, vocab: Axis) -> eqx.Module:
+    """The model's shapes without its arrays; a `UserError` if the configuration cannot be built."""
+    try:
+        return eqx.filter_eval_shape(lambda key: model.build(vocab, key=key), jax.random.PRNGKey(0))
+    except (ValueError, AssertionError) as error:
+        reason = next(iter(str(error).strip().splitlines()), "")
+        raise UserError(f"the model cannot be built from `model`: {reason or _assertion_line(error)}") from error
+
+
+def tree_bytes(tree: object) -> int:
+    """Size of all arrays (or shapes of arrays) in a tree."""
+    leaves = [leaf for leaf in jax.tree.leaves(tree) if hasattr(leaf, "dtype")]
+    return sum(int(np.prod(leaf.shape)) * jnp.dtype(leaf.dtype).itemsize for leaf in leaves if _is_plain(leaf.dtype))
+
+
+def _is_plain(dtype: object) -> bool:
+    return not jnp.issubdtype(dtype, jax.dtypes.extended)  # typed random keys have no size in bytes
+
+
+def _check_levanter_paths(trainer: TrainerConfig) -> None:
+    """Refuses keys that would put a run's files outside its directory, where nothing would find them."""
+    default = type(trainer.checkpointer)()
+    for name in ("base_path", "temporary_base_path"):
+        if getattr(trainer.checkpointer, name) != getattr(default, name):
+            raise UserError(
+                f"`trainer.checkpointer.{name}` cannot be set: checkpoints belong to the run directory, "
+                "whose place is set by --run_dir DIR and --trainer.id NAME"
+            )
+    if trainer.load_checkpoint_path is not None:
+        raise UserError(
+            "`trainer.load_checkpoint_path` cannot be set: a run continues from its own newest checkpoint. "
+            "To begin from another run's state, use `trainer.initialize_from`"
+        )
+    if trainer.initialize_from is not None and not is_checkpoint_path(trainer.initialize_from):
+        raise UserError(
+            f"`trainer.initialize_from` is {trainer.initialize_from}, where no checkpoint is; give a run's "
+            "folder `checkpoints`, or one `step-N` in it"
+        )
+    if trainer.load_checkpoint is False:
+        raise UserError(
+            "`trainer.load_checkpoint: false` would overwrite the run's checkpoints. For a new run, use "
+            "--trainer.id NAME"
+        )
+    if trainer.shutdown_at_exit is not False:
+        raise UserError("`trainer.shutdown_at_exit` is not supported: shut the machine down after the program")
+
+
+def _assertion_line(error: BaseException) -> str:
+    """Where a bare `assert` failed, as its source line."""
+    import traceback
+
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"it breaks the rule `{(frame.line or '').removeprefix('assert ')}`"

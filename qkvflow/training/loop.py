@@ -1,0 +1,143 @@
+"""The loop over training steps: logging, validation, checkpoints, stopping. The step itself is Levanter's."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import levanter.callbacks
+from levanter.callbacks import StepInfo, log_performance_stats, log_step_info
+from levanter.trainer import Trainer
+from levanter.trainer_state import TrainerState
+
+from qkvflow.errors import UserError
+from qkvflow.progress import Progress
+from qkvflow.runs.checkpoints import checkpoint_steps
+from qkvflow.runs.directory import RunDirectory
+from qkvflow.tracking import RunTracker
+from qkvflow.training.stopping import StopRequest
+from qkvflow.training.validation import Validation
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How training ended.
+
+    step: the last step that was made.
+    loss: its training loss.
+    validation_loss: after the last step; None without validation text, or if stopped before the end.
+    exit_status: 0, or that of the signal that stopped it.
+    """
+
+    step: int
+    loss: float
+    validation_loss: float | None
+    exit_status: int
+
+
+def train(
+    trainer: Trainer,
+    state: TrainerState,
+    batches: Iterable,
+    *,
+    validation: Validation,
+    tracker: RunTracker,
+    directory: RunDirectory,
+    progress: Progress,
+    tokens_per_example: int,
+    flops_per_example: float | None,
+    unigram: float | None,
+) -> Outcome:
+    """Trains from `state` to `trainer.config.num_train_steps`.
+
+    Differs from Levanter's `Trainer.train`: every step is logged (Levanter leaves out the first two), and
+    a step's metrics are on disk before the checkpoint of that step begins, so that none is lost when the
+    process is killed and the run continued.
+
+    Errors: `UserError` when the loss is not finite or the data ends.
+    """
+    config = trainer.config
+    total, done = config.num_train_steps, int(state.step)
+    log_loss = log_step_info(total)
+    log_speed = log_performance_stats(tokens_per_example, config.batch_schedule, flops_per_example)
+    checkpointer = config.checkpointer.create(trainer.run_id)
+    _add_hooks(trainer)
+    steps = trainer.training_steps(state, batches)
+    del state  # its arrays are given away in the first step
+
+    def next_step() -> StepInfo:
+        try:
+            return next(steps)
+        except StopIteration:
+            raise UserError(f"the training data ended after step {done - 1}, before {total} steps were made") from None
+        except RuntimeError as error:
+            raise _not_finite(error, done, directory) or error from None
+
+    validation_loss = None
+    with StopRequest() as stop:
+        with progress.phase("Compiling the training step"):
+            info = next_step()
+        progress.start(done, total)
+        is_first = True
+        try:
+            while True:
+                done = info.next_step
+                log_loss(info)
+                log_speed(info)
+                tokens = tokens_per_example * config.batch_schedule.batch_size_at_step(info.step)
+                # The first step of a process is mostly compilation; its speed says nothing.
+                progress.step(done, info.loss, None if is_first else tokens / info.step_duration)
+                is_first, is_last = False, done == total
+                # Differs from Levanter: counted in steps made, as the bar counts them, so that the last
+                # validation is one of the regular ones if `steps_per_eval` divides `num_train_steps`.
+                if validation.is_possible and (is_last or done % config.steps_per_eval == 0):
+                    progress.busy("validating")
+                    validation_loss = validation(info)
+                    progress.validation(done, validation_loss, unigram)
+                tracker.flush()
+                is_stopped = stop.signal is not None and not is_last
+                if is_stopped:
+                    checkpointer.save_checkpoint(
+                        info.state.saveable_state, info.step, f"step-{info.step}", is_temporary=True
+                    )
+                else:
+                    checkpointer.on_step(tree=info.state.saveable_state, step=info.step, force=is_last)
+                if is_last or is_stopped:
+                    break
+                info = next_step()
+        finally:
+            progress.close()
+        checkpointer.wait_until_finished()
+    return Outcome(info.step, info.loss, validation_loss if is_last else None, stop.exit_status if is_stopped else 0)
+
+
+def _add_hooks(trainer: Trainer) -> None:
+    """Levanter's optional hooks; what its other default hooks do (bar, log, checkpoints) is in the loop."""
+    config = trainer.config
+    if config.watch.is_enabled:
+        trainer.add_hook(config.watch.build(), every=config.watch.interval)
+    profiler = config.profiler
+    count = profiler.resolve_num_profile_steps(num_train_steps=config.num_train_steps)
+    if profiler.is_enabled and count > 0:
+        trainer.add_hook(
+            levanter.callbacks.profile(
+                str(config.log_dir / trainer.run_id / "profiler"),
+                profiler.start_step,
+                count,
+                profiler.perfetto_link,
+                profiler_options=profiler.build_jax_profile_options(),
+            ),
+            every=1,
+        )
+
+
+def _not_finite(error: RuntimeError, step: int, directory: RunDirectory) -> UserError | None:
+    """Levanter's error for a loss that is NaN or infinite, in words that help; None for other errors."""
+    what = {"Loss is NaN": "not a number (NaN)", "Loss is Inf": "infinite"}.get(str(error))
+    if what is None:
+        return None
+    saved = checkpoint_steps(directory.checkpoints)
+    kept = f"the last checkpoint is step-{saved[-1]}" if saved else "there is no checkpoint yet"
+    return UserError(
+        f"the training loss is {what} at step {step}; {kept}. Usual remedies: a smaller "
+        "`optimizer.learning_rate`, more `optimizer.warmup`, `optimizer.max_grad_norm: 1.0`, or "
+        "`trainer.mp: f32`"
+    )

@@ -1,0 +1,272 @@
+"""Laws of the command line: what is read, and that every mistake is answered by one message that helps."""
+
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Literal
+
+import draccus
+import jmp
+import pytest
+import yaml
+
+from qkvflow.cli import decode, parse
+from qkvflow.errors import UserError
+from qkvflow.runs.config import RunTrainerConfig, TrainConfig
+from qkvflow.runs.config_file import encode
+
+GPT2 = {"type": "gpt2", "hidden_dim": 32, "num_heads": 2, "num_layers": 2, "max_seq_len": 16}
+
+
+@dataclass(frozen=True)
+class Inner:
+    size: int = 3
+    names: list[str] = field(default_factory=list)
+    mode: Literal["fast", "slow"] = "fast"
+    rate: float | int | None = None
+
+    def __post_init__(self):
+        if self.size < 0:
+            raise UserError("size must not be negative")
+
+
+@dataclass
+class Outer:
+    needed: int
+    inner: Inner = field(default_factory=Inner)
+    table: dict[str, Inner] = field(default_factory=dict)
+    either: bool | Inner = False
+    path: Path = Path("x")
+    wait: timedelta = timedelta(minutes=1)
+    text: str = ""
+    config_path: str | None = None
+
+
+def _file(folder: Path, content: str) -> str:
+    path = folder / "some.yaml"
+    path.write_text(content)
+    return str(path)
+
+
+def test_flags_override_the_file_at_any_depth(tmp_path):
+    path = _file(tmp_path, "needed: 1\ninner: {size: 4, names: [a]}\n")
+    flags = [
+        "--inner.size",
+        "5",
+        "--inner.rate=1e-3",
+        "--table.k.size",
+        "-0",
+        "--text",
+        "a: b: c",
+        "--wait",
+        "2h",
+    ]
+    config, raw = parse(Outer, ["--config_path", path, *flags])
+    assert config == Outer(
+        1,
+        Inner(5, ["a"], rate=1e-3),
+        {"k": Inner(0)},
+        wait=timedelta(hours=2),
+        text="a: b: c",
+        config_path=path,
+    )
+    assert raw["inner"] == {"size": 5, "names": ["a"], "rate": "1e-3"}
+
+
+@pytest.mark.parametrize("value", ["[a, b]", "['a', 'b']"])
+def test_flags_take_lists(value):
+    assert parse(Outer, ["--needed", "1", "--inner.names", value])[0].inner.names == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("raw", "words"),
+    [
+        ({"needed": 1, "iner": {}}, ["`iner`", "did you mean `inner`", "table"]),
+        ({"needed": 1, "inner": {"siz": 1}}, ["`inner.siz`", "did you mean `inner.size`", "names"]),
+        ({"needed": 1, "table": {"k": {"x": 1}}}, ["`table.k.x`", "size"]),
+        ({"needed": 1, "either": {"x": 1}}, ["`either.x`", "size"]),
+        ({"needed": "x"}, ["`needed`", "an integer", "'x'"]),
+        ({"needed": 1.5}, ["`needed`", "an integer", "1.5"]),
+        ({"needed": True}, ["`needed`", "an integer", "True"]),
+        ({"needed": None}, ["`needed`", "empty"]),
+        ({"needed": 1, "inner": {"names": "abc"}}, ["`inner.names`", "a list", "'abc'"]),
+        ({"needed": 1, "inner": {"names": [[]]}}, ["`inner.names[0]`", "text"]),
+        ({"needed": 1, "inner": {"rate": "fast"}}, ["`inner.rate`", "a number or an integer", "'fast'"]),
+        ({"needed": 1, "inner": {"mode": "slwo"}}, ["`inner.mode`", "did you mean `slow`", "fast, slow"]),
+        ({"needed": 1, "inner": {"size": -1}}, ["`inner`", "size must not be negative"]),
+        ({"needed": 1, "inner": 7}, ["`inner`", "a mapping", "7"]),
+        ({"needed": 1, "wait": "soon"}, ["`wait`", "a time span", "'soon'"]),
+        ({}, ["`needed`", "missing", "--config_path"]),
+    ],
+)
+def test_a_wrong_value_is_named_with_its_key_and_the_possibilities(raw, words):
+    with pytest.raises(UserError) as error:
+        decode(Outer, raw)
+    assert not [word for word in words if word not in str(error.value)], str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--model.type", "gpt3"], ["`model.type`", "did you mean `gpt2`", "llama", "neuralode"]),
+        (["--model.hiden_dim", "3"], ["`model.hiden_dim`", "`model.hidden_dim`", "num_layers"]),
+        (["--trainer.num_train_step", "3"], ["`trainer.num_train_steps`"]),
+        (["--trainer.mp", "f7"], ["`trainer.mp`", "a precision"]),
+        (["--optimizer.type", "adm"], ["`optimizer.type`", "did you mean `adam`", "lion"]),
+        (["--trainer.tracker", "[{type: wanb}]"], ["`trainer.tracker[0].type`", "wandb"]),
+    ],
+)
+def test_wrong_keys_of_a_training_configuration(flags, words):
+    with pytest.raises(UserError) as error:
+        parse(TrainConfig, ["--model", str(GPT2), *flags])
+    assert not [word for word in words if word not in str(error.value)], str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--needed"], ["--needed needs a value"]),
+        (["--needed", "--text", "x"], ["--needed needs a value"]),
+        (["needed", "3"], ["`needed`", "--key value"]),
+        (["--config_path", "a.yaml", "--config_path", "b.yaml"], ["twice"]),
+        (["--needed", "1", "--needed.x", "1"], ["`needed`", "no keys below"]),
+        (["--inner..x", "1"], ["not a key"]),
+        (["--inner", "{a: "], ["--inner", "not a valid YAML value"]),
+    ],
+)
+def test_malformed_command_lines(argv, words):
+    with pytest.raises(UserError) as error:
+        parse(Outer, argv)
+    assert not [word for word in words if word not in str(error.value)], str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("a: 1\n b: 2\n", ["line 2, column 3"]),
+        ("a: 1\nb: 2\na: 3\n", ["`a` stands twice", "line 3"]),
+        ("- a\n", ["key: value", "list"]),
+        ("!!python/object/apply:os.system ['true']\n", ["not valid YAML"]),
+    ],
+)
+def test_bad_yaml_names_the_place(tmp_path, content, words):
+    with pytest.raises(UserError) as error:
+        parse(Outer, ["--config_path", _file(tmp_path, content)])
+    assert not [word for word in words if word not in str(error.value)], str(error.value)
+
+
+def test_a_missing_file_lists_near_names(tmp_path):
+    _file(tmp_path, "")
+    with pytest.raises(UserError, match=r"some\.yaml"):
+        parse(Outer, ["--config_path", str(tmp_path / "soem.yaml")])
+    with pytest.raises(UserError, match="is a directory"):
+        parse(Outer, ["--config_path", str(tmp_path)])
+
+
+@pytest.mark.parametrize("model", [GPT2, {**GPT2, "type": "llama", "num_kv_heads": 1}, {"type": "neuralode"}])
+def test_encoding_and_decoding_are_inverse(model):
+    trainer = {
+        "mp": "p=f32,c=bf16",
+        "checkpointer": {"save_interval": "90s", "keep": [{"every": 5}]},
+        "log_dir": "somewhere",
+        "tracker": [{"type": "noop"}, {"type": "wandb", "mode": "offline"}],
+        "train_batch_size": [{"start": 0, "value": 4}, {"start": 10, "value": 8}],
+        "mesh": {"axes": {"data": -1}, "param_mapping": {"vocab": ["data", "model"]}},
+    }
+    config = decode(TrainConfig, {"model": model, "trainer": trainer, "optimizer": {"type": "lion"}})
+    assert config.trainer.mp == jmp.get_policy("p=f32,c=bf16")
+    assert decode(TrainConfig, yaml.safe_load(yaml.safe_dump(encode(config)))) == config
+
+
+def test_decoding_agrees_with_draccus():
+    raw = {
+        "num_train_steps": 7,
+        "mp": "bf16",
+        "mesh": {"axes": {"data": 2}},
+        "watch": {"watch_targets": ["grads"]},
+    }
+    ours, theirs = decode(RunTrainerConfig, raw), draccus.decode(RunTrainerConfig, raw)
+    for field_ in dataclasses.fields(RunTrainerConfig):
+        assert getattr(ours, field_.name) == getattr(theirs, field_.name)
+
+
+PROGRAM = """
+import sys, threading, time
+from dataclasses import dataclass
+from qkvflow.cli.program import run_program
+from qkvflow.errors import UserError
+
+@dataclass
+class Config:
+    what: str = "end"
+
+def main(config):
+    if config.what == "end":
+        threading.Thread(target=lambda: (time.sleep(0.2), print("written late"))).start()
+    elif config.what == "user":
+        raise UserError("a clear message")
+    elif config.what == "fault":
+        raise RuntimeError("a fault")
+    elif config.what == "exit":
+        raise SystemExit(5)
+    elif config.what == "wait":
+        print("ready", flush=True)
+        time.sleep(60)
+
+run_program(main, Config)
+"""
+
+
+def _program(*flags: str) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, "-c", PROGRAM, *flags], capture_output=True, text=True, timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("what", "status", "stdout", "stderr"),
+    [
+        ("end", 0, "written late\n", ""),
+        ("user", 2, "", "error: a clear message\n"),
+        ("exit", 5, "", ""),
+    ],
+)
+def test_programs_end_with_a_status_and_one_message(what, status, stdout, stderr):
+    done = _program("--what", what)
+    assert (done.returncode, done.stdout, done.stderr) == (status, stdout, stderr)
+
+
+def test_a_fault_keeps_its_traceback():
+    done = _program("--what", "fault")
+    assert done.returncode == 1
+    assert "Traceback" in done.stderr
+    assert "RuntimeError: a fault" in done.stderr
+
+
+def test_help_names_the_keys():
+    done = _program("--help")
+    assert done.returncode == 0
+    assert "--what" in done.stdout
+    assert "--config_path" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("number", "status", "stderr"),
+    [(signal.SIGINT, 130, "\nstopped by Ctrl-C\n"), (signal.SIGTERM, 143, "")],
+)
+def test_signals_end_a_program_with_the_status_that_shells_expect(number, status, stderr):
+    process = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, "--what", "wait"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(number)
+    assert process.communicate(timeout=30)[1] == stderr
+    assert process.returncode == status

@@ -1,0 +1,404 @@
+"""Data: sources, splits, token caches, checks and the unigram baseline."""
+
+import gzip
+import json
+import os
+from itertools import pairwise
+from pathlib import Path
+
+import haliax as hax
+import jax
+import numpy as np
+import pytest
+from levanter.data.text import (
+    ConcatDatasetComponent,
+    DatasetComponent,
+    LmDataConfig,
+    SupervisedLmDatasetFormat,
+    TextLmDatasetFormat,
+    UrlDatasetSourceConfig,
+)
+from levanter.schedule import BatchSchedule
+
+from qkvflow.data import BuiltinSource, DataConfig, FilesSource, builtin, check_enough_tokens
+from qkvflow.data import cache as cache_module
+from qkvflow.data.holdout import text_boundary
+from qkvflow.data.pieces import pieces
+from qkvflow.data.readers import read_text
+from qkvflow.data.statistics import token_byte_lengths, token_counts, unigram_entropy
+from qkvflow.errors import UserError
+
+EOS = 256
+
+
+@pytest.fixture(autouse=True)
+def own_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def write_jsonl(name, texts, key="text"):
+    lines = "".join(json.dumps({key: text, "n": n}) + "\n" for n, text in enumerate(texts))
+    path = Path(name)
+    path.write_bytes(gzip.compress(lines.encode()) if name.endswith(".gz") else lines.encode())
+    return name
+
+
+def resolve(**settings):
+    return DataConfig(**settings).resolve(Path("tokenizer"))
+
+
+def tokens(data, split, name="text"):
+    cache = data.build_caches(split)[name]
+    return (
+        cache.jagged_array_tree()["input_ids"].data[0 : cache.flat_field_length("input_ids")].read().result().tolist()
+    )
+
+
+def documents(source, split):
+    shards = source.get_shard_source(split)
+    return [] if shards is None else [record["text"] for record in shards]
+
+
+# Text in pieces
+
+
+@pytest.mark.parametrize("limit", [1, 7, 50])
+def test_pieces_join_to_the_text(limit):
+    text = "one two\n\nthree" * 9 + "x" * 120 + " " * 60 + "é e\u0301 end.\n" * 5
+    parts = list(pieces(text, limit))
+    assert "".join(parts) == text
+    assert all(0 < len(part) <= limit for part in parts)
+    # An ordinary cut stands between a letter or digit and white space.
+    words = list(pieces("some words. and, more words\n" * 20, 50))
+    assert all(left[-1].isalnum() and right[0] in " \n" for left, right in pairwise(words))
+
+
+def test_pieces_of_a_long_document_give_the_ids_of_the_whole(monkeypatch):
+    text = ("Words, and more words.\n\n  Ünïcödé — 你好 123 \r\n" * 9000)[:200_000]
+    Path("long.txt").write_text(text, encoding="utf-8", newline="")
+    records = list(read_text(Path("long.txt"), "text"))
+    assert len(records) > 2
+    assert "".join(record["text"] for record in records) == text
+    data = resolve(train="long.txt", validation_fraction=0.0)
+    assert tokens(data, "train") == [*text.encode(), EOS]
+    write_jsonl("long.jsonl", [text])
+    assert tokens(resolve(train="long.jsonl", validation_fraction=0.0), "train") == [*text.encode(), EOS]
+
+
+# Splits
+
+
+@pytest.mark.parametrize("fraction", [0.1, 0.5, 0.001, 0.999])
+def test_text_split_covers_everything_and_ends_at_a_line(fraction):
+    text = "".join(f"line {n} with some words é\n" for n in range(500))
+    Path("a.txt").write_text(text, encoding="utf-8")
+    source = FilesSource(train=["a.txt"], validation_fraction=fraction)
+    train, validation = documents(source, "train"), documents(source, "validation")
+    assert "".join(train) + "".join(validation) == text
+    assert train[-1].endswith("\n")
+    assert validation
+    assert abs(len("".join(validation)) / len(text) - fraction) < 0.005
+
+
+@pytest.mark.parametrize("text", ["no line ends but spaces in it", "é" * 40, "ab", "a\nb", "one line and an end\n"])
+def test_text_boundary_leaves_no_part_empty(text):
+    Path("a.txt").write_text(text, encoding="utf-8")
+    for fraction in (0.01, 0.3, 0.5, 0.99):
+        boundary = text_boundary(Path("a.txt"), fraction)
+        raw = text.encode()
+        assert 0 < boundary < len(raw)
+        assert raw[:boundary].decode() + raw[boundary:].decode() == text
+
+
+def test_record_split_is_disjoint_complete_and_keeps_copies_together():
+    texts = [f"document {n % 80}" for n in range(100)]
+    write_jsonl("a.jsonl", texts[:50])
+    write_jsonl("b.jsonl.gz", texts[50:])
+    source = FilesSource(train=["a.jsonl", "b.jsonl.gz"], validation_fraction=0.1)
+    train, validation = documents(source, "train"), documents(source, "validation")
+    assert sorted(train + validation) == sorted(texts)
+    assert not set(train) & set(validation)
+    assert len(set(validation)) == 8
+    assert validation == documents(source, "validation")
+
+
+def test_record_split_of_few_documents():
+    write_jsonl("two.jsonl", ["one", "two"])
+    source = FilesSource(train=["two.jsonl"], validation_fraction=0.01)
+    assert len(documents(source, "train")) == len(documents(source, "validation")) == 1
+    write_jsonl("same.jsonl", ["same", "same"])
+    with pytest.raises(UserError, match="at least two different documents"):
+        documents(FilesSource(train=["same.jsonl"], validation_fraction=0.1), "train")
+
+
+def test_all_kinds_of_files_give_the_same_documents():
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+    import zstandard
+
+    texts = ["first é", "second\nline", "third"]
+    plain = Path(write_jsonl("a.jsonl", texts)).read_bytes()
+    write_jsonl("a.jsonl.gz", texts)
+    Path("a.jsonl.zst").write_bytes(zstandard.compress(plain))
+    Path("list.json").write_text(json.dumps([{"text": text} for text in texts]))
+    Path("lines.json").write_bytes(plain.replace(b"\n", b"\n\n"))
+    pq.write_table(pa.table({"text": texts, "n": [1, 2, 3]}), "a.parquet")
+    for name in ("a.jsonl", "a.jsonl.gz", "a.jsonl.zst", "list.json", "lines.json", "a.parquet"):
+        source = FilesSource(train=[name])
+        source.check()
+        assert documents(source, "train") == texts, name
+        assert documents(source, "validation") == []
+    assert documents(FilesSource(train=["a.jsonl*"]), "train") == texts * 3
+    assert documents(FilesSource(train=["a.jsonl", "./a.jsonl"]), "train") == texts
+
+
+def test_builtin_text_is_split_without_leaks():
+    by_name = builtin.topics()
+    train, validation = documents(BuiltinSource(), "train"), documents(BuiltinSource(), "validation")
+    assert sorted(train + validation) == sorted(by_name.values())
+    fraction = sum(map(len, validation)) / sum(map(len, by_name.values()))
+    assert 0.08 < fraction < 0.12
+    assert len(validation) >= 10
+
+    def sequences(texts):
+        words = [text.split() for text in texts]
+        return {tuple(w[i : i + 8]) for w in words for i in range(len(w) - 7)}
+
+    seen, held_out = sequences(train), sequences(validation)
+    assert len(seen & held_out) < 0.01 * len(held_out)
+
+
+# Configuration
+
+
+def test_default_is_the_builtin_text_in_bytes():
+    data = resolve()
+    assert type(data).__mro__[1] is LmDataConfig
+    counts = check_enough_tokens(data, 128)
+    assert list(counts.train) == list(counts.validation) == ["builtin"]
+    text = list(builtin.text_of("validation"))
+    assert tokens(data, "validation", "builtin") == [i for t in text for i in [*t.encode(), EOS]]
+
+
+def test_shortcuts_replace_the_components():
+    Path("my.txt").write_text("a b\n" * 100)
+    other = {"big": DatasetComponent(source=BuiltinSource())}
+    data = resolve(components=other, train_weights={"big": 2.0}, num_validation_sequences={"big": 3}, train="my.txt")
+    assert list(data.components) == ["text"]
+    assert data.train_weights == {"text": 1.0}
+    assert data.num_validation_sequences is None
+    assert len(tokens(data, "train")) + len(tokens(data, "validation")) == 402
+    Path("val.txt").write_text("c d\n" * 5)
+    data = resolve(train=["my.txt"], validation="val.txt")
+    assert (len(tokens(data, "train")), len(tokens(data, "validation"))) == (401, 21)
+
+
+def test_the_text_key_may_stand_in_source_or_format():
+    write_jsonl("a.jsonl", ["first", "second"], key="body")
+    expected = [*b"first", EOS, *b"second", EOS]
+    source = FilesSource(train=["a.jsonl"])
+    for component in (
+        DatasetComponent(source=FilesSource(train=["a.jsonl"], text_key="body")),
+        DatasetComponent(source=source, format=TextLmDatasetFormat(text_key="body")),
+    ):
+        assert tokens(resolve(components={"c": component}), "train", "c") == expected
+    assert tokens(resolve(train="a.jsonl", text_key="body", validation_fraction=0), "train") == expected
+    both = DatasetComponent(
+        source=FilesSource(train=["a.jsonl"], text_key="n"), format=TextLmDatasetFormat(text_key="body")
+    )
+    with pytest.raises(UserError, match="give it once"):
+        resolve(components={"c": both})
+    inside = DatasetComponent(source=FilesSource(train=["a.jsonl"], format=TextLmDatasetFormat(text_key="body")))
+    with pytest.raises(UserError, match="one level up"):
+        resolve(components={"c": inside})
+
+
+def test_other_formats_get_whole_records():
+    Path("a.jsonl").write_text('{"input": "one", "target": "two"}\n' * 3)
+    component = DatasetComponent(source=FilesSource(train=["a.jsonl"]), format=SupervisedLmDatasetFormat())
+    assert tokens(resolve(components={"c": component}), "train", "c") == [*b"onetwo ", EOS] * 3
+
+
+def test_levanter_trains_and_evaluates_on_it():
+    Pos = hax.Axis("position", 64)
+    components = {
+        "one": DatasetComponent(source=BuiltinSource()),
+        "both": ConcatDatasetComponent(children={"x": DatasetComponent(source=BuiltinSource())}),
+    }
+    data = resolve(components=components, train_weights={"one": 1.0, "both": 1.0})
+    assert set(check_enough_tokens(data, 64).train) == {"one", "both/x"}
+    train_set = data.train_set(Pos, BatchSchedule(4), key=jax.random.PRNGKey(0)).as_sync_dataset()
+    assert train_set[0].tokens.array.shape == (64,)
+    assert len(data.tagged_eval_sets(Pos)) == 2
+
+
+# Caches
+
+
+def test_cache_folder_changes_with_data_tokenizer_and_settings():
+    Path("a.txt").write_text("some text\n" * 50)
+    folder = lambda **settings: resolve(**({"train": "a.txt"} | settings)).components["text"].cache_dir  # noqa: E731
+    first = folder()
+    assert first == folder()
+    seen = {first, folder(enforce_eos=False), folder(validation_fraction=0.2)}
+    other = {"text": DatasetComponent(source=FilesSource(train=["a.txt"]), format=SupervisedLmDatasetFormat())}
+    seen.add(folder(train=None, components=other))
+    stamp = os.stat("a.txt")
+    Path("a.txt").write_text("same size\n" * 50)
+    os.utime("a.txt", ns=(stamp.st_atime_ns, stamp.st_mtime_ns))
+    seen.add(folder())
+    config = Path("tokenizer/tokenizer_config.json")
+    config.write_text(config.read_text().replace('"eos_token"', '"bos_token": "<|endoftext|>", "eos_token"'))
+    seen.add(folder())
+    assert len(seen) == 6
+
+
+def test_finished_cache_is_not_built_again(monkeypatch):
+    Path("a.txt").write_text("some text\n" * 50)
+    expected = tokens(resolve(train="a.txt"), "train")
+    monkeypatch.setattr(cache_module, "_build", None)
+    assert tokens(resolve(train="a.txt"), "train") == expected
+
+
+@pytest.mark.parametrize("kind", ["files", "url"])
+def test_what_a_killed_build_left_is_never_read(kind):
+    write_jsonl("a.jsonl", ["first", "second"])
+    if kind == "files":
+        source, end = FilesSource(train=["a.jsonl"]), [EOS]
+    else:
+        source, end = UrlDatasetSourceConfig(train_urls=["a.jsonl"]), [32, EOS]
+    data = resolve(components={"c": DatasetComponent(source=source)})
+    folder = Path(data.components["c"].cache_dir)
+    for torn in (folder / "train", folder / "train.building", folder / "train.building" / "00000_a_jsonl"):
+        (torn / "input_ids" / "data").mkdir(parents=True)
+        (torn / "input_ids" / "data" / "zarr.json").write_text("{torn")
+        (torn / "shard_ledger.json").write_text('{"is_finished": tr' if torn.name == "train" else '{"is_fin')
+    if kind == "url":  # Levanter itself replaces a torn shard only if its ledger is not there
+        (folder / "train.building" / "00000_a_jsonl" / "shard_ledger.json").unlink()
+    assert tokens(data, "train", "c") == [*b"first", *end, *b"second", *end]
+    assert sorted(entry.name for entry in folder.iterdir()) == ["train", "train.lock"]
+
+
+def test_failed_build_leaves_nothing_and_names_the_line():
+    Path("a.jsonl").write_text('{"text": "fine"}\n{"text": "broken\n')
+    data = resolve(train="a.jsonl", validation_fraction=0)
+    for _ in range(2):
+        with pytest.raises(UserError, match=r"a\.jsonl:2: not valid JSON"):
+            data.build_caches("train")
+    assert [entry.name for entry in Path(data.components["text"].cache_dir).iterdir()] == ["train.lock"]
+
+
+def test_cache_that_cannot_be_written():
+    Path("file").write_text("not a folder")
+    with pytest.raises(UserError, match="cannot be written"):
+        resolve(cache_dir="file").build_caches("train")
+
+
+# Mistakes
+
+
+def bad_files():
+    Path("empty.txt").touch()
+    Path("folder").mkdir()
+    Path("a.doc").write_text("x")
+    Path("a.txt").write_text("fine\n")
+    Path("latin.txt").write_bytes(b"abc\xe9\n")
+    Path("blank.jsonl").write_text("\n\n")
+    Path("a.gz").write_text("x")
+    Path("broken.jsonl.gz").write_text("not compressed")
+    Path("number.jsonl").write_text('{"text": 3}\n')
+    Path("array.jsonl").write_text("[1]\n")
+    Path("broken.parquet").write_text("not parquet")
+    write_jsonl("body.jsonl", ["x"], key="body")
+
+
+@pytest.mark.parametrize(
+    ("train", "message"),
+    [
+        ("missing.txt", r"missing\.txt does not exist \(current folder: "),
+        ("*.csv", r"no file matches '\*\.csv'"),
+        ("empty.txt", "is empty"),
+        ("folder", "is a folder; give its files"),
+        ("a.doc", r"'\.doc' is not supported; supported are \.txt"),
+        ("a.gz", "is not supported"),
+        ("latin.txt", "not UTF-8 text: the byte at offset 3"),
+        ("blank.jsonl", "no text and no records"),
+        ("broken.jsonl.gz", "cannot be read"),
+        ("number.jsonl", r"number\.jsonl:1: the key 'text' must hold text, but holds int"),
+        ("array.jsonl", "must be an object"),
+        ("broken.parquet", "not a readable parquet file"),
+        ("body.jsonl", r"body\.jsonl:1 has no key 'text'; keys found: body, n"),
+        ("https://host/a.txt", "no local path"),
+        ([], "needs files"),
+    ],
+)
+def test_file_mistakes_are_named_before_any_work(train, message):
+    bad_files()
+    with pytest.raises(UserError, match=message):
+        resolve(train=train)
+    assert not Path("cache").exists()
+
+
+def test_other_mistakes_are_named():
+    Path("a.txt").write_text("fine\n")
+    with pytest.raises(UserError, match="both for training and for validation"):
+        resolve(train="a.txt", validation="./a.txt")
+    with pytest.raises(UserError, match="without `train`"):
+        DataConfig(validation="a.txt")
+    with pytest.raises(UserError, match="at least 0 and below 1"):
+        DataConfig(validation_fraction=1.5)
+    with pytest.raises(UserError, match="both given"):
+        FilesSource(train=["a.txt"], validation=["b.txt"], validation_fraction=0.1)
+    url = {"c": DatasetComponent(source=UrlDatasetSourceConfig(train_urls=["a.txt"]))}
+    with pytest.raises(UserError, match="use `type: files`"):
+        resolve(components=url)
+
+
+def test_too_little_text():
+    Path("a.txt").write_text("word\n" * 100)
+    data = resolve(train="a.txt")
+    counts = check_enough_tokens(data, 51)
+    assert (counts.train["text"], counts.validation["text"]) == (451, 51)
+    with pytest.raises(UserError, match=r"validation text of component 'text' has 51 tokens.*needs 52"):
+        check_enough_tokens(data, 52)
+    with pytest.raises(UserError, match=r"training text .* 451 tokens.*needs 452.*at most 451"):
+        check_enough_tokens(data, 452)
+    only_validation = {"v": DatasetComponent(source=FilesSource(validation=["a.txt"]))}
+    with pytest.raises(UserError, match="'v' has no training data"):
+        check_enough_tokens(resolve(components=only_validation), 8)
+    zero = {"v": 0.0, "b": 1.0}
+    mixed = only_validation | {"b": DatasetComponent(source=BuiltinSource())}
+    assert set(check_enough_tokens(resolve(components=mixed, train_weights=zero), 8).validation) == {"v", "b"}
+    held_out = resolve(train="a.txt", num_validation_sequences={"text": 8})
+    check_enough_tokens(held_out, 50)
+    with pytest.raises(UserError, match="8 sequences of component 'text', which has 5"):
+        check_enough_tokens(held_out, 81)
+
+
+# Unigram baseline
+
+
+def test_unigram_entropy_against_its_definition():
+    train, validation = np.array([7, 0, 1, 0]), np.array([2, 1, 1, 0])
+    probability = (train + 1) / (8 + 4)
+    found = unigram_entropy(train, validation, byte_lengths=np.array([1, 3, 1, 0]))
+    nats = -(2 * np.log(probability[0]) + np.log(probability[1]) + np.log(probability[2])) / 4
+    assert found.nats_per_token == pytest.approx(nats)
+    assert found.entropy_per_token == pytest.approx(1.5 * np.log(2))
+    assert found.nats_per_byte == pytest.approx(nats * 4 / 6)
+    assert unigram_entropy(train, validation).nats_per_byte is None
+    with pytest.raises(UserError):
+        unigram_entropy(train, np.zeros(4, dtype=np.int64))
+
+
+def test_token_counts_and_byte_lengths():
+    Path("a.txt").write_text("aab é\n", encoding="utf-8")
+    data = resolve(train="a.txt", validation_fraction=0)
+    caches = data.build_caches("train").values()
+    counts = token_counts(caches, 257)
+    assert counts.sum() == 8
+    assert (counts[ord("a")], counts[0xC3], counts[EOS]) == (2, 1, 1)
+    assert token_counts(caches, 257, max_tokens=2)[ord("a")] == 2
+    lengths = token_byte_lengths(data.the_tokenizer)
+    assert lengths.tolist() == [1] * 256 + [0]
+    assert counts @ lengths == len("aab é\n".encode())

@@ -1,0 +1,166 @@
+"""Tokenizers: every spec gives a local folder with the right ids, and every mistake a clear message."""
+
+import json
+
+import pytest
+import tiktoken
+
+from qkvflow.data import load_tokenizer, resolve_tokenizer, tokenizer_fingerprint
+from qkvflow.data.byte_level import byte_alphabet
+from qkvflow.data.tiktoken_conversion import convert
+from qkvflow.errors import UserError
+
+TEXTS = [
+    "",
+    " ",
+    "Hello, world!  It's 12345678 o'clock.\n\n  x\t\r\n",
+    "naïve 你好 こんにちは 한국어 עברית 👩‍👩‍👧‍👦 🇫🇷 e\u0301 \ufffd \x00\x7f\x85\u00a0\u3000\u2028",
+    "def f(x):\n    return x**2\n\n\nclass A:\n\tpass\n",
+    "WE'LL we'll I’m ſ 'S 3.14 x=1_000 ...!!!\n\n",
+    "the end<|endoftext|>the start <|fim|> the<|endoftext|>",
+]
+GPT2 = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
+CL100K = (
+    r"""'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+"""
+    r"""|\s++$|\s*[\r\n]|\s+(?!\S)|\s"""
+)
+
+
+def tiny_encoding(pattern=CL100K, gap=3):
+    """All bytes, some merges (and a word that no merge makes), and special tokens around a gap."""
+    merges = [
+        b"th",
+        b"the",
+        b" t",
+        b" the",
+        b"in",
+        b"en",
+        b"end",
+        b"12",
+        b"123",
+        b"\n\n",
+        b"  ",
+        b"aa",
+        b"aaa",
+    ]
+    tokens = [bytes([b]) for b in range(255, -1, -1)] + merges + [b"clock"]
+    ranks = {token: rank for rank, token in enumerate(tokens)}
+    specials = {"<|endoftext|>": len(ranks) + gap, "<|fim|>": len(ranks)}
+    return tiktoken.Encoding("tiny", pat_str=pattern, mergeable_ranks=ranks, special_tokens=specials)
+
+
+def test_byte_ids_are_the_bytes(tmp_path):
+    tokenizer = load_tokenizer(resolve_tokenizer("byte", tmp_path / "tokenizer"))
+    assert (len(tokenizer), tokenizer.eos_token_id, tokenizer.bos_token_id) == (257, 256, None)
+    for text in TEXTS[:-1]:
+        ids = tokenizer.encode(text)
+        assert ids == list(text.encode())
+        assert tokenizer.decode(ids) == text
+    assert tokenizer.encode("a<|endoftext|>") == [97, 256]
+    assert sorted(byte_alphabet()) == sorted(set(byte_alphabet()))
+
+
+def test_transformers_reads_the_folder(tmp_path):
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(resolve_tokenizer("byte", tmp_path))
+    text = "Héllo  , wörld .\n"
+    assert tokenizer(text)["input_ids"] == list(text.encode())
+    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+    assert (len(tokenizer), tokenizer.eos_token) == (257, "<|endoftext|>")
+
+
+@pytest.mark.parametrize("pattern", [GPT2, CL100K])
+def test_conversion_gives_tiktokens_ids(pattern):
+    encoding = tiny_encoding(pattern)
+    tokenizer = convert(encoding)
+    words = [
+        " the",
+        "theend",
+        "aaaa a",
+        "1234567",
+        "\n\n\n",
+        "clock",
+        "o'clock",
+        "   ",
+        "é",
+        "!\n",
+        "'ll",
+        "T",
+    ]
+    texts = [*TEXTS, *(a + b + c for a in words for b in words for c in words)]
+    for text in texts:
+        assert tokenizer.encode(text).ids == encoding.encode(text, allowed_special="all"), repr(text)
+
+
+def test_conversion_fills_gaps_in_the_numbers():
+    encoding = tiny_encoding(gap=5)
+    tokenizer = convert(encoding)
+    assert tokenizer.get_vocab_size() == encoding.max_token_value + 1
+    assert tokenizer.token_to_id("<|endoftext|>") == encoding.eot_token
+
+
+def test_one_number_with_two_names_keeps_the_first():
+    encoding = tiny_encoding()
+    specials = encoding._special_tokens | {"<|reserved|>": encoding._special_tokens["<|fim|>"]}
+    ranks = encoding._mergeable_ranks
+    twice = tiktoken.Encoding("twice", pat_str=CL100K, mergeable_ranks=ranks, special_tokens=specials)
+    tokenizer = convert(twice)
+    assert tokenizer.get_vocab_size() == twice.max_token_value + 1
+    assert tokenizer.encode("a<|fim|>").ids == twice.encode("a<|fim|>", allowed_special="all")
+
+
+def test_conversion_refuses_what_it_cannot_say():
+    with pytest.raises(UserError, match="cannot be converted exactly"):
+        convert(tiny_encoding(r"(?:\p{N}){1,3}+|\p{L}+|\s+|."))
+
+
+def test_tiktoken_spec(tmp_path, monkeypatch):
+    monkeypatch.setattr(tiktoken, "get_encoding", lambda name: tiny_encoding())
+    first = resolve_tokenizer("tiktoken:gpt2", tmp_path / "a")
+    second = resolve_tokenizer("tiktoken:gpt2", tmp_path / "b")
+    assert load_tokenizer(first).encode(TEXTS[2]) == tiny_encoding().encode(TEXTS[2])
+    assert load_tokenizer(first).eos_token_id == tiny_encoding().eot_token
+    assert tokenizer_fingerprint(first) == tokenizer_fingerprint(second)
+    with pytest.raises(UserError, match=r"knows no encoding 'gpt7'.*cl100k_base"):
+        resolve_tokenizer("tiktoken:gpt7", tmp_path / "c")
+
+
+def test_tiktoken_file_absent(tmp_path, monkeypatch):
+    def no_network(name):
+        raise ConnectionError("no route")
+
+    monkeypatch.setattr(tiktoken, "get_encoding", no_network)
+    with pytest.raises(UserError, match="TIKTOKEN_CACHE_DIR"):
+        resolve_tokenizer("tiktoken:gpt2", tmp_path)
+    assert not (tmp_path / "tokenizer.json").exists()
+
+
+def test_local_folder_is_copied_and_kept(tmp_path):
+    source = resolve_tokenizer("byte", tmp_path / "source")
+    folder = resolve_tokenizer(str(source), tmp_path / "run" / "tokenizer")
+    assert tokenizer_fingerprint(folder) == tokenizer_fingerprint(source)
+    assert resolve_tokenizer(str(source), folder) == folder
+    # The same tokenizer, found in a run that is continued elsewhere.
+    assert resolve_tokenizer(str(folder), folder) == folder
+    config = json.loads((source / "tokenizer_config.json").read_text())
+    (source / "tokenizer_config.json").write_text(json.dumps(config | {"bos_token": "<|endoftext|>"}))
+    assert tokenizer_fingerprint(folder) != tokenizer_fingerprint(source)
+    with pytest.raises(UserError, match="already holds another tokenizer"):
+        resolve_tokenizer(str(source), folder)
+    with pytest.raises(UserError, match="already holds another tokenizer"):
+        resolve_tokenizer("tiktoken:gpt2", folder)
+
+
+def test_mistakes_are_named(tmp_path):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "tokenizer.json").write_text("{}")
+    for spec, message in [
+        (str(tmp_path / "empty"), "has no tokenizer.json"),
+        (str(tmp_path / "nowhere"), "does not exist"),
+        (str(tmp_path / "broken"), "cannot be read"),
+        ("no-such-owner/no-such-tokenizer", "could not be fetched from the Hugging Face hub"),
+    ]:
+        with pytest.raises(UserError, match=message):
+            resolve_tokenizer(spec, tmp_path / "out")
