@@ -101,8 +101,8 @@ def full_disk_is_told(directory: RunDirectory) -> Iterator[None]:
         causes = [error, error.__cause__, error.__context__]
         if any(os.strerror(errno.ENOSPC) in str(cause) for cause in causes):
             raise UserError(
-                f"the disk of {directory.path} became full. Make room and give the same command again: the run "
-                "continues from its newest complete checkpoint"
+                f"the disk of {directory.path} became full. Make room and give the same command again: the "
+                "run continues from its newest complete checkpoint"
             ) from error
         raise
 
