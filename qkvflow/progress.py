@@ -131,9 +131,13 @@ class Progress:
 
 def describe_loss(loss: float, unigram: float | None) -> str:
     """A validation loss (nats per token) in words, with the unigram entropy as the mark to beat."""
-    perplexity = math.exp(min(loss, 700.0))  # 700: the largest power that a float holds
-    text = f"validation loss {loss:.3f}  perplexity {perplexity:,.2f}"
+    text = f"validation loss {loss:.3f}  perplexity {perplexity(loss):,.2f}"
     return text if unigram is None else f"{text}  (unigram {unigram:.2f})"
+
+
+def perplexity(loss: float) -> float:
+    """exp(loss), a large number instead of an overflow."""
+    return math.exp(min(loss, 700.0))  # 700: about the largest power that a float holds
 
 
 class _Bar(tqdm):

@@ -15,11 +15,13 @@ from levanter.models.lm_model import LmHeadModel
 
 from qkvflow.axes import CONTROL, EMBED
 from qkvflow.blocks import Controlled
+from qkvflow.depth import DepthConfig
 from qkvflow.errors import UserError
 from qkvflow.models.config import NeuralOdeConfig
 from qkvflow.models.embeddings import Embeddings
 from qkvflow.models.flow import Flow
-from qkvflow.weights import PerLayerConfig, TimeShift
+from qkvflow.time import grid
+from qkvflow.weights import PerLayer, PerLayerConfig, TimeShift
 
 
 class NeuralOdeTransformer(eqx.Module):
@@ -144,6 +146,15 @@ class NeuralOdeLMHeadModel(LmHeadModel[NeuralOdeConfig]):
         """
         config = self.config.at_depth(self.config.depth.steps if steps is None else steps)
         flow = self.transformer.flow.discretise(config.plan)
+        return dataclasses.replace(self, transformer=dataclasses.replace(self.transformer, flow=flow), _config=config)
+
+    def with_depth(self, depth: DepthConfig) -> "NeuralOdeLMHeadModel":
+        """The same weights W(t), travelled in another way: another solver, another number of steps."""
+        config = dataclasses.replace(self.config, depth=depth)
+        plan = config.plan
+        if isinstance(self.transformer.flow.weights, PerLayer):
+            self.transformer.flow.weights.at(grid(plan.times))  # refuses times that it does not know
+        flow = dataclasses.replace(self.transformer.flow, plan=plan)
         return dataclasses.replace(self, transformer=dataclasses.replace(self.transformer, flow=flow), _config=config)
 
     def get_lm_head(self) -> NamedArray:
