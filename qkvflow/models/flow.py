@@ -19,11 +19,15 @@ class Flow(eqx.Module):
     weights: eqx.Module
     plan: Plan = eqx.field(static=True)
 
-    def __call__(self, x: NamedArray, mask, *, key=None, trajectory: bool = False):
-        """x(1); with `trajectory` also the states after each step, {layers, ...}."""
+    def __call__(self, x: NamedArray, mask, *, key=None, pos_ids: NamedArray | None = None, trajectory: bool = False):
+        """x(1); with `trajectory` also the states after each step, {layers, ...}.
+
+        pos_ids: only for blocks that place tokens themselves (rotary); by default 0, 1, 2, ...
+        """
+        places = {} if pos_ids is None else {"pos_ids": pos_ids}
 
         def field(block, x, key):
-            return block(x, mask, key=key)
+            return block(x, mask, key=key, **places)
 
         return integrate(field, lambda t: evaluate(self.weights, t), x, self.plan, key=key, trajectory=trajectory)
 
