@@ -19,12 +19,15 @@ class Flow(eqx.Module):
     weights: eqx.Module
     plan: Plan = eqx.field(static=True)
 
-    def __call__(self, x: NamedArray, mask, *, control: NamedArray | None = None, key=None, trajectory: bool = False):
-        """x(1); with `trajectory` also the states after each step, {layers, ...}."""
-        signal = {} if control is None else {"control": control}
+    def __call__(self, x: NamedArray, mask, *, key=None, trajectory: bool = False, **inputs: NamedArray | None):
+        """x(1); with `trajectory` also the states after each step, {layers, ...}.
+
+        inputs: what else the block takes: `pos_ids` (rotary positions; by default 0, 1, 2, ...), `control`.
+        """
+        given = {name: value for name, value in inputs.items() if value is not None}
 
         def field(block, x, key):
-            return block(x, mask, key=key, **signal)
+            return block(x, mask, key=key, **given)
 
         return integrate(field, lambda t: evaluate(self.weights, t), x, self.plan, key=key, trajectory=trajectory)
 

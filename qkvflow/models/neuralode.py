@@ -18,7 +18,7 @@ from qkvflow.blocks import Controlled
 from qkvflow.depth import DepthConfig
 from qkvflow.errors import UserError
 from qkvflow.models.config import NeuralOdeConfig
-from qkvflow.models.embeddings import Embeddings
+from qkvflow.models.embeddings import Embeddings, init_head
 from qkvflow.models.flow import Flow
 from qkvflow.time import grid
 from qkvflow.weights import PerLayer, PerLayerConfig, TimeShift
@@ -50,15 +50,24 @@ class NeuralOdeTransformer(eqx.Module):
             config.block.norm(config.Embed),
         )
 
-    def __call__(self, x: NamedArray, mask, *, control: NamedArray | None = None, key=None, trajectory: bool = False):
+    def __call__(
+        self,
+        x: NamedArray,
+        mask,
+        *,
+        key=None,
+        pos_ids: NamedArray | None = None,
+        control: NamedArray | None = None,
+        trajectory: bool = False,
+    ):
         k_prelude, k_flow, k_coda = maybe_rng_split(key, 3)
         if self.prelude is not None:
-            x = self.prelude(x, mask, key=k_prelude)
-        x = self.flow(x, mask, control=control, key=k_flow, trajectory=trajectory)
+            x = self.prelude(x, mask, key=k_prelude, pos_ids=pos_ids)
+        x = self.flow(x, mask, key=k_flow, pos_ids=pos_ids, control=control, trajectory=trajectory)
         if trajectory:
             return x[1]
         if self.coda is not None:
-            x = self.coda(x, mask, key=k_coda)
+            x = self.coda(x, mask, key=k_coda, pos_ids=pos_ids)
         return self.norm(x)
 
     @property
@@ -78,13 +87,10 @@ class NeuralOdeLMHeadModel(LmHeadModel[NeuralOdeConfig]):
     @classmethod
     def init(cls, Vocab: Axis, config: NeuralOdeConfig, *, key: PRNGKeyArray) -> "NeuralOdeLMHeadModel":
         k_embed, k_transformer, k_head = jax.random.split(key, 3)
-        head = None
-        if not config.block.tie_word_embeddings:
-            head = hnn.Linear.init(config.Embed, Vocab, key=k_head, use_bias=False, out_first=False)
         return cls(
             Embeddings.init(Vocab, config, key=k_embed),
             NeuralOdeTransformer.init(config, key=k_transformer),
-            head,
+            init_head(Vocab, config, key=k_head),
             config,
         )
 
@@ -165,7 +171,7 @@ class NeuralOdeLMHeadModel(LmHeadModel[NeuralOdeConfig]):
         tokens = self.embeddings.token_embeddings.resize_embeddings(new_size, key=k_embed)
         head = self.lm_head
         if head is not None:
-            weight = hax.tree_util.resize_axis(head.weight, self.Vocab.resize(new_size), key=k_head)
+            weight = hax.tree_util.resize_axis(head.weight, self.Vocab, new_size, key=k_head)
             head = dataclasses.replace(head, weight=weight, Out=self.Vocab.resize(new_size))
         embeddings = dataclasses.replace(self.embeddings, token_embeddings=tokens)
         return dataclasses.replace(self, embeddings=embeddings, lm_head=head)
@@ -176,7 +182,9 @@ class NeuralOdeLMHeadModel(LmHeadModel[NeuralOdeConfig]):
         k_embed, k_transformer = maybe_rng_split(key, 2)
         mask = AttentionMask.causal() if attn_mask is None else attn_mask
         x = self.embeddings(input_ids, pos_ids=pos_ids, key=k_embed)
-        return self.transformer(x, mask, control=control, key=k_transformer, trajectory=trajectory)
+        # Positions are placed once: by the table of the embeddings, or else by the blocks.
+        in_blocks = pos_ids if self.embeddings.position_embeddings is None else None
+        return self.transformer(x, mask, key=k_transformer, pos_ids=in_blocks, control=control, trajectory=trajectory)
 
 
 def _build(config: NeuralOdeConfig, *, ordinary: bool, times: tuple[float, ...], key):
