@@ -7,7 +7,7 @@
 | `vocab` | tokens of the vocabulary |
 | `embed` | the state x(t), width d |
 | `heads`, `head_size`, `qkv` | attention heads, their width, and the stack of query, key and value |
-| `kv_head`, `q_heads_per_group` | heads of keys and values, and the query heads that share one: heads = kv_head x group |
+| `kv_head`, `q_heads_per_group` | heads of keys and values, and the query heads that share each of them |
 | `mlp` | hidden units of the feed-forward block |
 | `layers` | points of layer-time, or layers of an ordinary stack (the axis of `haliax.nn.Stacked`) |
 | `steps` | steps of the solver |

@@ -132,8 +132,8 @@ def test_rotary_tables_may_be_given():
     assert len(tables) == 2
     model = official.load_llama(case.params | tables, num_heads=4, steps=6)
     assert set(official.to_arrays(model)) == set(case.params)
+    rope = DefaultRotaryEmbeddingsConfig(theta=500.0)
     with pytest.raises(UserError, match=r"_cached differs by .* rotary positions"):
-        rope = DefaultRotaryEmbeddingsConfig(theta=500.0)
         official.load_llama(case.params | tables, num_heads=4, steps=6, rope=rope)
 
 
