@@ -22,10 +22,14 @@ def config_of(path) -> TrainConfig:
     return parse(TrainConfig, ["--config_path", str(path)])[0]
 
 
+def vocabulary(config) -> hax.Axis:
+    return hax.Axis("vocab", config.vocab_size or (257 if config.data.tokenizer == "byte" else 50257))
+
+
 @pytest.mark.parametrize("path", FILES, ids=IDS)
 def test_parses_and_builds(path):
     config = config_of(path)
-    vocab = hax.Axis("vocab", 257 if config.data.tokenizer == "byte" else 50257)
+    vocab = vocabulary(config)
     model = eqx.filter_eval_shape(lambda: config.model.build(vocab, key=jax.random.PRNGKey(0)))
     Batch, Pos = hax.Axis("batch", 1), config.model.max_Pos
     tokens = eqx.filter_eval_shape(lambda: hax.zeros((Batch, Pos), dtype=jnp.int32))
@@ -36,7 +40,7 @@ def test_parses_and_builds(path):
 
 def parameters(name):
     config = config_of(ROOT / "configs" / name)
-    vocab = hax.Axis("vocab", 257 if config.data.tokenizer == "byte" else 50257)
+    vocab = vocabulary(config)
     model = eqx.filter_eval_shape(lambda: config.model.build(vocab, key=jax.random.PRNGKey(0)))
     return sum(x.size for x in jax.tree.leaves(eqx.filter(model, lambda x: hasattr(x, "size"))))
 
@@ -63,13 +67,38 @@ def test_parameter_counts(name, shape, millions):
     assert parameters(name) / 1e6 == pytest.approx(millions, rel=0.005)
 
 
+def generated_llama(d, T, S, vocab, mlp):
+    """As above, without biases; norms have a gain and a bias; a head of its own."""
+    net = (2 * S + 1) * T + T + T * T + T
+    linear = sum(net + (T + 1) * i * o for i, o in 4 * [(d, d)] + 3 * [(d, mlp)])
+    return linear + 2 * (net + 2 * d * T) + d + 2 * vocab * d
+
+
+def test_parameter_counts_of_llama():
+    """The flow alone has 6.5 billion, embeddings and head 0.13 billion; the twin 1.20 billion."""
+    counted = parameters("openwebtext/llama_1b.yaml")
+    assert counted == generated_llama(2048, 96, 256, 32000, 8192)
+    ends = 2 * 32000 * 2048
+    assert (counted - ends) / 1e9 == pytest.approx(6.5, rel=0.005)
+    assert ends / 1e9 == pytest.approx(0.13, rel=0.01)
+    layer = 4 * 2048**2 + 3 * 2048 * 8192 + 2 * 2048
+    assert parameters("openwebtext/llama_1b_llama.yaml") == 16 * layer + 2048 + ends
+    assert parameters("openwebtext/llama_1b_llama.yaml") / 1e9 == pytest.approx(1.20, rel=0.005)
+
+
 def test_official_count():
     """The fork prints 51,512,960 for the official model at d = 256, T = 64, S = 32: with 512 rows of embeddings."""
     assert parameters("wikitext2/neuralode.yaml") - (257 + 128) * 256 + 512 * 256 == 51_512_960
 
 
-@pytest.mark.parametrize("path", [p for p in FILES if p.stem.endswith("_gpt2")], ids=lambda p: p.parent.name + p.stem)
+TWINS = [p for p in FILES if p.stem.endswith(("_gpt2", "_llama"))]
+
+
+@pytest.mark.parametrize("path", TWINS, ids=lambda p: f"{p.parent.name}/{p.stem}")
 def test_twins_differ_in_the_model_only(path):
-    ours, twin = (yaml.safe_load(p.read_text()) for p in (path.with_name(path.name.replace("_gpt2", "")), path))
-    assert {k for k in ours if ours[k] != twin.get(k)} == {"model", "weight_decay_on"}
+    name = path.name.replace("_gpt2.yaml", ".yaml").replace("_llama.yaml", ".yaml")
+    ours, twin = (yaml.safe_load(p.read_text()) for p in (path.with_name(name), path))
+    # The official code decays everything in its Llama flow, as is usual for a Llama.
+    expected = {"model"} if path.stem.endswith("_llama") else {"model", "weight_decay_on"}
+    assert {k for k in ours if ours[k] != twin.get(k)} == expected
     assert set(ours) == set(twin)

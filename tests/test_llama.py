@@ -69,7 +69,7 @@ def test_block_by_hand(form):
     attn = attention(n1)
     mlp_input = {"parallel": v, "sequential": v + attn, "official": n1}[form]
     expected = attn + mlp(norm(block.post_attention_layernorm, mlp_input))
-    ours = block(x, AttentionMask.causal()).array
+    ours = eqx.filter_jit(lambda b: b(x, AttentionMask.causal()).array)(block)
     np.testing.assert_allclose(ours, expected, rtol=1e-4, atol=2e-6)  # rounding of fp32
 
 
@@ -102,17 +102,19 @@ def test_prelude_and_coda_are_ordinary_llama_layers(form, tokens):
     assert ordinary.input_layernorm.bias is None
     assert ordinary.input_layernorm.eps == 1e-5
     x = model.embeddings(tokens)
-    by_hand = x
-    for i in range(2):
-        block = jax.tree.map(
-            lambda a, i=i: a["layers", i] if isinstance(a, hax.NamedArray) else a,
-            ordinary,
-            is_leaf=lambda a: isinstance(a, hax.NamedArray),
-        )
-        by_hand = by_hand + block.self_attn(block.input_layernorm(by_hand), AttentionMask.causal())
-        by_hand = by_hand + block.mlp(block.post_attention_layernorm(by_hand))
-    ours = model.transformer.prelude(x, AttentionMask.causal())
-    np.testing.assert_allclose(ours.array, by_hand.array, rtol=1e-4, atol=1e-5)
+
+    @eqx.filter_jit
+    def by_hand(stacked, x):
+        for i in range(2):
+            block = hax.tree_util.tree_map(
+                lambda a, i=i: a["layers", i] if isinstance(a, hax.NamedArray) else a, stacked
+            )
+            x = x + block.self_attn(block.input_layernorm(x), AttentionMask.causal())
+            x = x + block.mlp(block.post_attention_layernorm(x))
+        return x
+
+    ours = eqx.filter_jit(lambda m: m.transformer.prelude(x, AttentionMask.causal()))(model)
+    np.testing.assert_allclose(ours.array, by_hand(ordinary, x).array, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("solver", ["euler", "rk4"])
@@ -120,18 +122,20 @@ def test_prelude_and_coda_are_ordinary_llama_layers(form, tokens):
 def test_discretised_at_the_trained_depth_is_the_same_function(form, solver, tokens):
     model = build(small_config(block=llama(form), depth=DepthConfig(solver=solver, steps=3), coda_layers=1))
     run = eqx.filter_jit(lambda m: m(tokens).array)
-    np.testing.assert_allclose(run(model.discretise()), run(model), atol=1e-5)
-    fresh = model.discretise().config.build(VOCAB, key=jax.random.PRNGKey(0))
-    assert jax.tree.structure(fresh) == jax.tree.structure(model.discretise())
+    discrete = model.discretise()
+    np.testing.assert_allclose(run(discrete), run(model), atol=1e-5)
+    fresh = eqx.filter_eval_shape(lambda: discrete.config.build(VOCAB, key=jax.random.PRNGKey(0)))
+    assert jax.tree.structure(fresh) == jax.tree.structure(discrete)
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_bf16_compute(form, tokens):
     model = build(small_config(block=llama(form)))
     low = jax.tree.map(lambda a: a.astype(jnp.bfloat16) if eqx.is_inexact_array(a) else a, model)
-    logits = low(tokens)
+    run = eqx.filter_jit(lambda m: m(tokens))
+    logits = run(low)
     assert logits.dtype == jnp.bfloat16
-    reference = model(tokens).array
+    reference = run(model).array
     # bf16 keeps 8 bits: about 0.4 % per operation, some tens of operations in sequence.
     assert float(jnp.abs(logits.array - reference).max() / jnp.abs(reference).max()) < 0.05
 
@@ -140,8 +144,10 @@ def test_bf16_compute(form, tokens):
 def test_every_dropout_option_acts(name, tokens):
     model = build(small_config(block=llama(**{name: 0.5})))
     plain = inference_mode(model, True)
-    assert not np.allclose(model(tokens, key=jax.random.PRNGKey(0)).array, plain(tokens).array)
-    np.testing.assert_array_equal(plain(tokens, key=jax.random.PRNGKey(0)).array, plain(tokens).array)
+    run = eqx.filter_jit(lambda m, key: m(tokens, key=key).array)
+    key = jax.random.PRNGKey(0)
+    assert not np.allclose(run(model, key), run(plain, key))
+    np.testing.assert_array_equal(run(plain, key), run(plain, None))
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -150,7 +156,8 @@ def test_head_and_vocabulary(tied, tokens):
     assert (model.lm_head is None) == tied
     larger = model.resize_vocab(VOCAB.size + 6, key=jax.random.PRNGKey(0))
     assert larger.Vocab.size == VOCAB.size + 6
-    np.testing.assert_allclose(larger(tokens)["vocab", 0 : VOCAB.size].array, model(tokens).array, atol=1e-6)
+    run = eqx.filter_jit(lambda m: m(tokens)["vocab", 0 : VOCAB.size].array)
+    np.testing.assert_allclose(run(larger), run(model), atol=1e-6)
 
 
 def test_logits_depend_on_distances_between_tokens_only(tokens):

@@ -3,6 +3,7 @@
 from qkvflow.weights.base import TimeDependent as TimeDependent
 from qkvflow.weights.base import at as at
 from qkvflow.weights.base import evaluate as evaluate
+from qkvflow.weights.base import evaluation_flops as evaluation_flops
 from qkvflow.weights.config import ConstantConfig as ConstantConfig
 from qkvflow.weights.config import GeneratedConfig as GeneratedConfig
 from qkvflow.weights.config import PerLayerConfig as PerLayerConfig
@@ -10,3 +11,4 @@ from qkvflow.weights.config import WeightsConfig as WeightsConfig
 from qkvflow.weights.generated import Generated as Generated
 from qkvflow.weights.per_layer import PerLayer as PerLayer
 from qkvflow.weights.shift import TimeShift as TimeShift
+from qkvflow.weights.variation import variation as variation

@@ -22,6 +22,12 @@ class TimeDependent(eqx.Module):
     def at(self, t: Time):
         """The ordinary module at time t. If t has an axis, every array leaf carries it in front."""
 
+    @property
+    def flops(self) -> float:
+        """FLOPs of `at` for one time, by a formula on the shapes: unless a class says otherwise, each parameter enters
+        one multiplication and one addition."""
+        return 2.0 * sum(x.size for x in jax.tree.leaves(self) if hasattr(x, "size"))
+
 
 def evaluate(module, t: Time):
     """Like `at`, but leaves that do not depend on time are left as they are, without the axis of t."""
@@ -48,6 +54,12 @@ def at(module, t: Time):
         return leaf
 
     return jax.tree.map(repeat, module, is_leaf=lambda x: isinstance(x, NamedArray))
+
+
+def evaluation_flops(module) -> float:
+    """FLOPs of `at(module, t)` for one time t. Needs shapes only, so `module` may come from `eqx.filter_eval_shape`."""
+    parts = jax.tree.leaves(module, is_leaf=_is_time_dependent)
+    return sum(m.flops for m in parts if _is_time_dependent(m))
 
 
 def _is_time_dependent(x) -> bool:

@@ -80,7 +80,18 @@ class Generated(TimeDependent):
 
     def at(self, t: Time):
         e = self.net(t)
-        return jax.tree.map(lambda leaf: leaf(e), self.leaves, is_leaf=lambda x: isinstance(x, Leaf))
+        return jax.tree.map(lambda leaf: leaf(e), self.leaves, is_leaf=_is_generated_leaf)
+
+    @property
+    def flops(self) -> float:
+        """2 (2S+1) T + 2 T^2 for e(t), and 2 T n for each array of n numbers, + n to add its base."""
+        leaves = [x for x in jax.tree.leaves(self.leaves, is_leaf=_is_generated_leaf) if _is_generated_leaf(x)]
+        net = 2.0 * (self.net.lin1.weight.size + self.net.lin2.weight.size)
+        return net + sum(2.0 * x.projection.size + (x.base.size if x.base is not None else 0) for x in leaves)
+
+
+def _is_generated_leaf(x) -> bool:
+    return isinstance(x, Leaf)
 
 
 def generate(module, time_embed_dim: int, sinusoidal_dim: int, scales: GeneratedScales, *, key):

@@ -1,0 +1,219 @@
+"""What models cost, side by side: parameters, FLOPs, memory. From configurations (nothing is allocated) or from runs.
+
+python -m qkvflow.describe --config_path A.yaml [B.yaml ...] [--vocab_size N] [--model.depth.steps 24 ...]
+python -m qkvflow.describe --run DIR [DIR ...] [--checkpoint_step N]
+
+Runs also show how much each weight varies with layer-time: sqrt(mean_t |W(t) - mean W|^2) / |mean W|.
+"""
+
+import json
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import equinox as eqx
+import jax
+from haliax import Axis
+from levanter.models.lm_model import LmHeadModel
+from levanter.tokenizers import load_tokenizer
+
+import qkvflow as qkvflow  # registers the models
+from qkvflow.cli import parse, run_program
+from qkvflow.cli.quiet import quiet_libraries
+from qkvflow.data.tokenizers import resolve_tokenizer
+from qkvflow.errors import UserError
+from qkvflow.models import NeuralOdeConfig, cost, decay
+from qkvflow.runs import load_run
+from qkvflow.runs.config import TrainConfig
+from qkvflow.training.checks import model_shape, tree_bytes
+from qkvflow.weights import variation
+
+# Vocabularies whose size is known without fetching the tokenizer.
+_VOCABULARY = {"byte": 257, "tiktoken:gpt2": 50257}
+
+Value = float | int | str | None
+Sections = dict[str, dict[str, Value]]
+
+
+@dataclass
+class DescribeConfig:
+    """
+    files: configurations; what `--config_path A.yaml B.yaml` gives.
+    run: run directories.
+    checkpoint_step: N of the runs' checkpoints `step-N`; the newest if not given.
+    vocab_size: of the models of configurations; by default that of their tokenizer.
+    overrides: `--key.subkey value` for every configuration, as words.
+    """
+
+    files: list[str] = field(default_factory=list)
+    run: list[str] = field(default_factory=list)
+    checkpoint_step: int | None = None
+    vocab_size: int | None = None
+    overrides: list[str] = field(default_factory=list)
+
+
+def main(config: DescribeConfig) -> None:
+    """Prints one table with a column for each configuration and each run.
+
+    Errors: `UserError` if there is nothing to describe, or a configuration or run cannot be read.
+    """
+    if not config.files and not config.run:
+        raise UserError("nothing to describe: give --config_path FILE [FILE ...] or --run DIR [DIR ...]")
+    if config.run and config.overrides:
+        raise UserError(f"{config.overrides[0]} changes configurations; a run is described as it is. Leave it out")
+    columns: dict[str, Sections] = {}
+    with quiet_libraries():
+        for path in config.files:
+            train, _ = parse(TrainConfig, ["--config_path", path, *config.overrides])
+            vocab = config.vocab_size or vocabulary_size(train)
+            columns[path.removesuffix(".yaml").removeprefix("configs/")] = describe(train, vocab)
+        for path in config.run:
+            run = load_run(path, config.checkpoint_step)
+            sections = describe(run.config, run.model.Vocab.size)
+            columns[f"{run.path} step {run.step}"] = sections | {"change of W(t) over t": change_over_time(run.model)}
+    print(table(columns), flush=True)
+
+
+def describe(config: TrainConfig, vocab_size: int) -> Sections:
+    """What the model of a configuration costs, from shapes: section -> row -> value. None where it is not known.
+
+    FLOPs are those of `qkvflow.models.cost`; memory is in bytes, at the precision of the trainer's parameters.
+    """
+    model_config, trainer = config.model, config.trainer
+    length = config.train_seq_len or model_config.max_seq_len
+    shape = model_shape(model_config, Axis("vocab", vocab_size))
+    stored = eqx.filter_eval_shape(trainer.mp.cast_to_param, shape)
+    optimizer = decay.configure(config.optimizer, config.weight_decay_on).build(trainer.num_train_steps)
+    flops = cost.flops(model_config, shape, vocab_size, length)
+    cache = cost.kv_cache_width(model_config)
+    batch = trainer.batch_schedule.batch_size_at_step(0)
+    discrete = shape
+    if isinstance(model_config, NeuralOdeConfig):
+        discrete = eqx.filter_eval_shape(lambda m: m.discretise(), shape)
+    return {
+        "model": {
+            "kind": kind(model_config),
+            "vocabulary": vocab_size,
+            "tokens per sequence": length,
+            "sequences per batch": batch,
+        },
+        "parameters": _parameters(shape),
+        "parameters, discretised": _parameters(discrete),
+        "evaluations of the block": {"per token": cost.evaluations(model_config)},
+        "FLOPs per token": {
+            "forward": flops and flops.forward,
+            "backward": flops and flops.backward,
+            "recomputed, at most": flops and flops.recomputed,
+        },
+        "FLOPs per batch for W(t)": {
+            "forward": flops and flops.generation,
+            "backward": flops and 2 * flops.generation,
+            "share of the batch's forward": flops
+            and f"{flops.generation / (flops.generation + batch * length * flops.forward):.2%}",
+        },
+        "memory for training": {
+            "parameters": _bytes(tree_bytes(stored)),
+            "gradients": _bytes(tree_bytes(stored)),
+            "optimizer": _bytes(tree_bytes(eqx.filter_eval_shape(optimizer.init, stored))),
+        },
+        "KV cache per token": {"bf16": cache and _bytes(2 * cache), "fp32": cache and _bytes(4 * cache)},
+    }
+
+
+def change_over_time(model: LmHeadModel) -> dict[str, Value]:
+    """For each weight of the flow its relative change over the times of the grid; empty for an ordinary model."""
+    if not isinstance(model.config, NeuralOdeConfig):
+        return {}
+    times = model.config.plan.times
+    return {name: f"{v:.3g}" for name, v in variation(model.transformer.flow.weights, times).items()}
+
+
+def kind(config) -> str:
+    """The point of weights x block x depth that a model is, in words."""
+    name = config.get_choice_name(type(config))
+    if not isinstance(config, NeuralOdeConfig):
+        return f"{name} (Levanter)"
+    parts = [p.get_choice_name(type(p)) for p in (config.weights, config.block)]
+    return f"{name}: {parts[0]}, {parts[1]} {config.block.form}, {config.depth.solver} x {config.depth.steps}"
+
+
+def vocabulary_size(config: TrainConfig) -> int:
+    """Size of the vocabulary that training would use on one device.
+
+    Errors: `UserError` if only the tokenizer knows and it cannot be had.
+    """
+    size = config.vocab_size or _VOCABULARY.get(config.data.tokenizer)
+    if size is not None:
+        return size
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            return len(load_tokenizer(str(resolve_tokenizer(config.data.tokenizer, Path(folder)))))
+        except UserError as error:
+            raise UserError(f"{error} To describe the model without its tokenizer, give --vocab_size N.") from error
+
+
+def table(columns: dict[str, Sections]) -> str:
+    """Columns side by side; a row that one of them does not have is left empty there."""
+    rows: dict[tuple[str, str], None] = {}
+    for sections in columns.values():
+        rows |= {(section, label): None for section, content in sections.items() for label in content}
+    order = list(dict.fromkeys(section for section, _ in rows))
+    lines = [("", *columns)]
+    for section in order:
+        lines.append((section, *("" for _ in columns)))
+        for _, label in (row for row in rows if row[0] == section):
+            cells = (sections.get(section, {}).get(label, "") for sections in columns.values())
+            lines.append((f"  {label}", *map(_cell, cells)))
+    widths = [max(len(line[i]) for line in lines) for i in range(len(columns) + 1)]
+    text = ("  ".join(f"{c:{'<' if i == 0 else '>'}{widths[i]}}" for i, c in enumerate(line)) for line in lines)
+    return "\n".join(line.rstrip() for line in text)
+
+
+def arguments(argv: Sequence[str]) -> list[str]:
+    """The command line as `parse` reads it: lists of files and runs, and other keys as overrides of the files."""
+    lists: dict[str, list[str]] = {"config_path": [], "run": [], "overrides": []}
+    own, target = [], None
+    for word in argv:
+        key = word.removeprefix("--").partition("=")[0]
+        if word in ("-h", "--help") or (word.startswith("--") and key in ("vocab_size", "checkpoint_step")):
+            own.append(word)
+            target = own
+        elif word in ("--config_path", "--run"):
+            target = lists[key]
+        elif word.startswith("--"):
+            lists["overrides"].append(word)
+            target = lists["overrides"]
+        else:
+            (own if target is None else target).append(word)
+    pairs = {"files": lists["config_path"], "run": lists["run"], "overrides": lists["overrides"]}
+    return [*own, *(w for key, words in pairs.items() if words for w in (f"--{key}", json.dumps(words)))]
+
+
+def _parameters(shape) -> dict[str, Value]:
+    counts = {group: n for group, n in cost.parameters_by_group(shape).items() if n or group != "other"}
+    return {**counts, "total": sum(counts.values())}
+
+
+def _cell(value: Value) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, str):
+        return value
+    return f"{value:,}" if isinstance(value, int) else _scaled(value, 1000, ("", "k", "M", "G", "T"))
+
+
+def _bytes(count: int) -> str:
+    return _scaled(count, 1024, ("B", "KiB", "MiB", "GiB", "TiB"))
+
+
+def _scaled(value: float, step: int, units: Sequence[str]) -> str:
+    power = 0
+    while value >= step and power + 1 < len(units):
+        value, power = value / step, power + 1
+    return f"{value:.4g} {units[power]}".rstrip()
+
+
+if __name__ == "__main__":
+    run_program(main, DescribeConfig, arguments(sys.argv[1:]))
