@@ -8,10 +8,12 @@
 | `embed` | the state x(t), width d |
 | `heads`, `head_size`, `qkv` | attention heads, their width, and the stack of query, key and value |
 | `mlp` | hidden units of the feed-forward block |
+| `state` | the state of one channel of a state-space model |
+| `delta_rank` | the narrow place between the input and the step Delta of a selective state-space model |
 | `layers` | points of layer-time, or layers of an ordinary stack (the axis of `haliax.nn.Stacked`) |
 | `steps` | steps of the solver |
 | `sinusoid` | features of time [t, sin, cos], size 2S+1 |
-| `time_hidden`, `time_embed` | hidden and output units of a time network, both of size T |
+| `time_hidden`, `time_embed` | hidden and output units of a time network (generated weights: both of size T) |
 """
 
 BATCH = "batch"
@@ -23,6 +25,8 @@ HEADS = "heads"
 HEAD_SIZE = "head_size"
 QKV = "qkv"
 MLP = "mlp"
+STATE = "state"
+DELTA_RANK = "delta_rank"
 LAYERS = "layers"
 STEPS = "steps"
 SINUSOID = "sinusoid"

@@ -3,3 +3,6 @@
 from qkvflow.blocks.config import BlockConfig as BlockConfig
 from qkvflow.blocks.gpt2 import Gpt2Block as Gpt2Block
 from qkvflow.blocks.gpt2 import Gpt2BlockConfig as Gpt2BlockConfig
+from qkvflow.blocks.ssm import SsmBlock as SsmBlock
+from qkvflow.blocks.ssm import SsmBlockConfig as SsmBlockConfig
+from qkvflow.blocks.state_space import SsmMixer as SsmMixer
