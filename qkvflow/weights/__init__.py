@@ -5,7 +5,9 @@ from qkvflow.weights.base import at as at
 from qkvflow.weights.base import evaluate as evaluate
 from qkvflow.weights.config import ConstantConfig as ConstantConfig
 from qkvflow.weights.config import GeneratedConfig as GeneratedConfig
+from qkvflow.weights.config import ModulatedConfig as ModulatedConfig
 from qkvflow.weights.config import PerLayerConfig as PerLayerConfig
 from qkvflow.weights.config import WeightsConfig as WeightsConfig
 from qkvflow.weights.generated import Generated as Generated
+from qkvflow.weights.modulated import Modulated as Modulated
 from qkvflow.weights.per_layer import PerLayer as PerLayer
