@@ -9,11 +9,13 @@
 | `heads`, `head_size`, `qkv` | attention heads, their width, and the stack of query, key and value |
 | `kv_head`, `q_heads_per_group` | heads of keys and values, and the query heads that share each |
 | `mlp` | hidden units of the feed-forward block |
+| `state` | the state of one channel of a state-space model |
+| `delta_rank` | the narrow place between the input and the step Delta of a selective state-space model |
 | `layers` | points of layer-time, or layers of an ordinary stack (the axis of `haliax.nn.Stacked`) |
 | `steps` | steps of the solver |
 | `sinusoid` | features of time [t, sin, cos], size 2S+1 |
 | `control` | components of a control signal u |
-| `time_hidden`, `time_embed` | hidden and output units of a time network, both of size T |
+| `time_hidden`, `time_embed` | hidden and output units of a time network (generated weights: both of size T) |
 """
 
 BATCH = "batch"
@@ -27,6 +29,8 @@ QKV = "qkv"
 KV_HEAD = "kv_head"
 Q_HEADS_PER_GROUP = "q_heads_per_group"
 MLP = "mlp"
+STATE = "state"
+DELTA_RANK = "delta_rank"
 LAYERS = "layers"
 STEPS = "steps"
 SINUSOID = "sinusoid"

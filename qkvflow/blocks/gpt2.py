@@ -57,17 +57,13 @@ class Gpt2Block(eqx.Module):
         return attn + self.resid_dropout(mlp, key=k_mlp_out)
 
 
-@BlockConfig.register_subclass("gpt2")
 @dataclass(frozen=True)
-class Gpt2BlockConfig(BlockConfig):
-    """LayerNorm, fused attention, MLP of `mlp_scale` times the width; learned positions and a tied head around it."""
+class Gpt2LikeConfig(BlockConfig):
+    """What the blocks with GPT-2's attention share: LayerNorm, fused attention, learned positions, a tied head."""
 
     num_heads: int = 12
     form: str = "parallel"
-    mlp_scale: int = 4
-    activation: ActivationFunctionEnum = ActivationFunctionEnum.gelu_new
     use_bias: bool = True
-    embed_pdrop: float = 0.0
     resid_pdrop: float = 0.0
     attn_pdrop: float = 0.0
     layer_norm_epsilon: float = 1e-5
@@ -76,32 +72,24 @@ class Gpt2BlockConfig(BlockConfig):
 
     def __post_init__(self):
         check_choice("form", self.form, FORMS)
-        if self.mlp_scale < 1:
-            raise UserError(f"mlp_scale must be at least 1, got {self.mlp_scale}.")
-        if self.activation is ActivationFunctionEnum.xielu:
-            raise UserError("activation: xielu has parameters of its own, which this block does not hold.")
         for name in ("embed_pdrop", "resid_pdrop", "attn_pdrop"):
             check_probability(name, getattr(self, name))
 
     def check(self, Embed: Axis) -> None:
         check_heads(Embed.size, self.num_heads)
 
-    def init(self, Embed: Axis, *, key) -> Gpt2Block:
-        k_attn, k_mlp = maybe_rng_split(key, 2)
-        Heads, HeadSize = Axis(HEADS, self.num_heads), Axis(HEAD_SIZE, Embed.size // self.num_heads)
-        attn = Gpt2Attention.init(
+    def attention(self, Embed: Axis, *, key) -> Gpt2Attention:
+        """A fresh attention layer."""
+        return Gpt2Attention.init(
             Embed,
-            Heads,
-            HeadSize,
-            key=k_attn,
+            Axis(HEADS, self.num_heads),
+            Axis(HEAD_SIZE, Embed.size // self.num_heads),
+            key=key,
             use_bias=self.use_bias,
             dropout=self.attn_pdrop,
             backend=self.attn_backend,
             flash_block_size=self.flash_attention_block_size,
         )
-        Mlp = Axis(MLP, self.mlp_scale * Embed.size)
-        mlp = Gpt2Mlp.init(Embed, Mlp, self.activation.to_fn(), key=k_mlp, use_bias=self.use_bias)
-        return Gpt2Block(self.norm(Embed), attn, self.norm(Embed), mlp, hnn.Dropout(self.resid_pdrop), self.form)
 
     def norm(self, Embed: Axis) -> hnn.LayerNorm:
         return hnn.LayerNorm.init(Embed, eps=self.layer_norm_epsilon, use_bias=self.use_bias)
@@ -113,6 +101,29 @@ class Gpt2BlockConfig(BlockConfig):
     @property
     def tie_word_embeddings(self) -> bool:
         return True
+
+
+@BlockConfig.register_subclass("gpt2")
+@dataclass(frozen=True)
+class Gpt2BlockConfig(Gpt2LikeConfig):
+    """LayerNorm, fused attention, MLP of `mlp_scale` times the width; learned positions and a tied head around it."""
+
+    mlp_scale: int = 4
+    activation: ActivationFunctionEnum = ActivationFunctionEnum.gelu_new
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.mlp_scale < 1:
+            raise UserError(f"mlp_scale must be at least 1, got {self.mlp_scale}.")
+        if self.activation is ActivationFunctionEnum.xielu:
+            raise UserError("activation: xielu has parameters of its own, which this block does not hold.")
+
+    def init(self, Embed: Axis, *, key) -> Gpt2Block:
+        k_attn, k_mlp = maybe_rng_split(key, 2)
+        Mlp = Axis(MLP, self.mlp_scale * Embed.size)
+        attn = self.attention(Embed, key=k_attn)
+        mlp = Gpt2Mlp.init(Embed, Mlp, self.activation.to_fn(), key=k_mlp, use_bias=self.use_bias)
+        return Gpt2Block(self.norm(Embed), attn, self.norm(Embed), mlp, hnn.Dropout(self.resid_pdrop), self.form)
 
     def flops_per_token(self, hidden_dim: int, context_length: int) -> float:
         """Forward FLOPs of one evaluation of B: projections 2*12 d^2 (mlp_scale 4), attention 2*2*n*d."""

@@ -2,13 +2,14 @@
 
 | choice                    | roles that decay                                                                     |
 |---------------------------|--------------------------------------------------------------------------------------|
-| `matrices` (default)      | matrix: weights of linear maps; for generated ones projection and base               |
+| `matrices` (default)      | matrix: weights of linear maps; generated: projection and base; modulated: base      |
 | `matrices_and_embeddings` | matrix, embedding: what nanoGPT does for GPT-2                                       |
 | `embeddings`              | embedding: what the official code does for its GPT-2 flow                            |
 | `all`                     | everything: what the official code does for its Llama flow                           |
 | `levanter`                | what Levanter decides by names of classes and fields                                 |
 | `none`                    | nothing                                                                              |
 
+Rates, steps and other parameters of a state-space model are `other`: as in Mamba they do not decay by default.
 Names say little about a generator (its projection and base are one matrix), so roles are
 decided here by the kind of module that an array belongs to.
 """
@@ -22,6 +23,7 @@ from levanter.optim import OptimizerConfig
 
 from qkvflow.errors import UserError
 from qkvflow.weights.generated import TimeNetwork
+from qkvflow.weights.modulated import GateNetwork
 
 RULES: dict[str, frozenset[str]] = {
     "matrices": frozenset({"matrix"}),
@@ -31,7 +33,7 @@ RULES: dict[str, frozenset[str]] = {
     "none": frozenset(),
 }
 
-_KINDS = (hnn.Embedding, hnn.normalization.LayerNormBase, hnn.Linear, TimeNetwork)
+_KINDS = (hnn.Embedding, hnn.normalization.LayerNormBase, hnn.Linear, TimeNetwork, GateNetwork)
 
 
 def check_rule(rule: str) -> None:
@@ -71,7 +73,7 @@ def _role(node):
         return _fill(node, "embedding")
     if isinstance(node, hnn.normalization.LayerNormBase):
         return _fill(node, "norm")
-    if isinstance(node, TimeNetwork):
+    if isinstance(node, (TimeNetwork, GateNetwork)):
         return _fill(node, "time_network")
     if isinstance(node, hnn.Linear):
         # `weight` and `bias` are arrays, or the functions of time that stand for them.

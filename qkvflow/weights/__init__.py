@@ -6,9 +6,11 @@ from qkvflow.weights.base import evaluate as evaluate
 from qkvflow.weights.base import evaluation_flops as evaluation_flops
 from qkvflow.weights.config import ConstantConfig as ConstantConfig
 from qkvflow.weights.config import GeneratedConfig as GeneratedConfig
+from qkvflow.weights.config import ModulatedConfig as ModulatedConfig
 from qkvflow.weights.config import PerLayerConfig as PerLayerConfig
 from qkvflow.weights.config import WeightsConfig as WeightsConfig
 from qkvflow.weights.generated import Generated as Generated
+from qkvflow.weights.modulated import Modulated as Modulated
 from qkvflow.weights.per_layer import PerLayer as PerLayer
 from qkvflow.weights.shift import TimeShift as TimeShift
 from qkvflow.weights.variation import variation as variation

@@ -64,3 +64,19 @@ def evaluation_flops(module) -> float:
 
 def _is_time_dependent(x) -> bool:
     return isinstance(x, TimeDependent)
+
+
+def replace_units(module, build, *, key):
+    """Replace every smallest module with parameters (a Linear, a norm, ...) inside `module` by `build(unit, key)`."""
+    units = [m for m in jax.tree.leaves(module, is_leaf=_is_unit) if _is_unit(m)]
+    keys = iter(jax.random.split(key, len(units)))
+    return jax.tree.map(lambda m: build(m, next(keys)) if _is_unit(m) else m, module, is_leaf=_is_unit)
+
+
+def array_fields(module) -> list[str]:
+    """The names of the parameters that belong to `module` itself, not to a module inside it."""
+    return [name for name, value in vars(module).items() if isinstance(value, NamedArray)]
+
+
+def _is_unit(x) -> bool:
+    return isinstance(x, eqx.Module) and not isinstance(x, NamedArray) and bool(array_fields(x))

@@ -9,6 +9,7 @@ import jax
 
 from qkvflow.errors import UserError
 from qkvflow.weights.generated import generate
+from qkvflow.weights.modulated import GATES, modulate
 from qkvflow.weights.per_layer import PerLayer
 from qkvflow.weights.scales import PRESETS, GeneratedScales
 
@@ -61,6 +62,43 @@ class GeneratedConfig(WeightsConfig):
     @property
     def scales(self) -> GeneratedScales:
         return PRESETS[self.init]
+
+
+@WeightsConfig.register_subclass("modulated")
+@dataclass(frozen=True)
+class ModulatedConfig(WeightsConfig):
+    """One block shared by all depths, times gates of time. H = hidden_dim, S = sinusoidal_dim of the gates' networks.
+
+    gate: `sigmoid`, or `film`, 1 + tanh, which starts as `constant` weights exactly.
+    frozen_time: null, or a time in [0, 1] at which the gates are evaluated whatever t is (the control without time).
+    """
+
+    hidden_dim: int = 64
+    gate: str = "sigmoid"
+    frozen_time: float | None = None
+    sinusoidal_dim: int = 32
+
+    def __post_init__(self):
+        for name in ("hidden_dim", "sinusoidal_dim"):
+            if getattr(self, name) < 1:
+                raise UserError(f"{name} must be at least 1, got {getattr(self, name)}.")
+        if self.gate not in GATES:
+            raise UserError(f"gate: {self.gate!r} is not known. Choices: {', '.join(GATES)}.")
+        if self.frozen_time is not None and not 0.0 <= self.frozen_time <= 1.0:
+            raise UserError(
+                f"frozen_time must be null or a time in [0, 1], got {self.frozen_time}: layer-time goes from 0 to 1."
+            )
+
+    def build(self, init_block: Callable, times: tuple[float, ...], *, key):
+        del times  # modulated weights exist at every t
+        k_block, k_gates = jax.random.split(key)
+        return modulate(
+            init_block(key=k_block), self.hidden_dim, self.sinusoidal_dim, self.gate, self.frozen_time, key=k_gates
+        )
+
+    @property
+    def evaluate(self) -> str:
+        return "in_scan"
 
 
 @WeightsConfig.register_subclass("constant")

@@ -6,6 +6,8 @@ For each smallest module m with parameters (a Linear, a norm, ...) with T = `tim
     W(t)   = base + e(t).P                         P: {time_embed, axes of W}
     b(t)   = e(t).F                                no constant term
     gain(t) = 1 + e(t).G,   norm bias = e(t).F
+    p(t)   = base + e(t).P                         parameters of other modules (a state-space model): base is the
+                                                   ordinary initial value, and P starts at 0
 
 Source: `TemporalLinear`, `TemporalLayerNorm` in the official nn/dynamic.py (Tong et al., ICLR 2025, eq. of section 3).
 """
@@ -20,8 +22,8 @@ from haliax import Axis, NamedArray
 
 from qkvflow.axes import SINUSOID, TIME_EMBED, TIME_HIDDEN
 from qkvflow.time import Time, grid, sinusoidal_features
-from qkvflow.weights.base import TimeDependent
-from qkvflow.weights.scales import TIME_SHARE, GeneratedScales
+from qkvflow.weights.base import TimeDependent, array_fields, replace_units
+from qkvflow.weights.scales import TIME_SHARE, GeneratedScales, normal_linear
 
 
 class TimeNetwork(eqx.Module):
@@ -42,8 +44,8 @@ class TimeNetwork(eqx.Module):
         std1 = scales.lin1 if scales.lin1 is not None else (2 / Sinusoid.size) ** 0.5
         std2 = scales.lin2 if scales.lin2 is not None else (1 / Hidden.size) ** 0.5
         return TimeNetwork(
-            _linear(Sinusoid, Hidden, std1, key=k_lin1),
-            _linear(Hidden, Out, std2, key=k_lin2),
+            normal_linear(Sinusoid, Hidden, std1, key=k_lin1),
+            normal_linear(Hidden, Out, std2, key=k_lin2),
             sinusoidal_dim,
         )
 
@@ -99,20 +101,18 @@ def generate(module, time_embed_dim: int, sinusoidal_dim: int, scales: Generated
 
     `module` is an ordinary module; its arrays give the shapes and, for the preset `matched`, the initial values.
     """
-    units = [m for m in jax.tree.leaves(module, is_leaf=_is_unit) if _is_unit(m)]
-    keys = iter(jax.random.split(key, len(units)))
 
-    def replace(unit):
-        return _generate_unit(unit, time_embed_dim, sinusoidal_dim, scales, key=next(keys)) if _is_unit(unit) else unit
+    def build(unit, key) -> Generated:
+        return _generate_unit(unit, time_embed_dim, sinusoidal_dim, scales, key=key)
 
-    return jax.tree.map(replace, module, is_leaf=_is_unit)
+    return replace_units(module, build, key=key)
 
 
 def _generate_unit(unit, time_embed_dim: int, sinusoidal_dim: int, scales: GeneratedScales, *, key) -> Generated:
-    k_net, *k_leaves = jax.random.split(key, 1 + len(_array_fields(unit)))
+    k_net, *k_leaves = jax.random.split(key, 1 + len(array_fields(unit)))
     net = TimeNetwork.init(time_embed_dim, sinusoidal_dim, scales, key=k_net)
     leaves = unit
-    for name, k_leaf in zip(_array_fields(unit), k_leaves, strict=True):
+    for name, k_leaf in zip(array_fields(unit), k_leaves, strict=True):
         leaf = _init_leaf(unit, name, net, scales, key=k_leaf)
         leaves = eqx.tree_at(lambda m, name=name: getattr(m, name), leaves, leaf)
     return Generated(net, leaves)
@@ -123,6 +123,8 @@ def _init_leaf(unit, name: str, net: TimeNetwork, scales: GeneratedScales, *, ke
     axes = (net.Out, *ordinary.axes)
     if isinstance(unit, hnn.normalization.LayerNormBase):
         return Leaf(hax.zeros(axes), None, 1.0 if name == "weight" else 0.0)
+    if not isinstance(unit, hnn.Linear):
+        return Leaf(hax.zeros(axes), ordinary, 0.0)
     if name == "bias":
         return Leaf(hax.random.normal(key, axes) * scales.bias, None, 0.0)
     if scales.projection is not None:
@@ -130,16 +132,3 @@ def _init_leaf(unit, name: str, net: TimeNetwork, scales: GeneratedScales, *, ke
     e = net(grid(np.linspace(0.0, 1.0, 129)))
     std = jnp.sqrt(TIME_SHARE * hax.var(ordinary).array / (hax.sum(hax.square(e), TIME_EMBED).mean().array))
     return Leaf(hax.random.normal(key, axes) * std, ordinary * (1 - TIME_SHARE) ** 0.5, 0.0)
-
-
-def _linear(In: Axis, Out: Axis, std: float, *, key) -> hnn.Linear:
-    linear = hnn.Linear.init(In, Out, key=key, out_first=False)
-    return eqx.tree_at(lambda m: m.weight, linear, hax.random.normal(key, (In, Out)) * std)
-
-
-def _array_fields(module) -> list[str]:
-    return [name for name, value in vars(module).items() if isinstance(value, NamedArray)]
-
-
-def _is_unit(x) -> bool:
-    return isinstance(x, eqx.Module) and not isinstance(x, NamedArray) and bool(_array_fields(x))

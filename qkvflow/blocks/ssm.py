@@ -1,0 +1,76 @@
+"""The state-space block as a vector field B(x; W): GPT-2's attention, and a state-space mixer instead of the MLP.
+
+parallel:   B(x) = attn(ln1(x)) + ssm(ln2(x))
+sequential: B(x) = a + ssm(ln2(x + a)),  a = attn(ln1(x))
+"""
+
+from dataclasses import dataclass
+
+import equinox as eqx
+import haliax.nn as hnn
+from haliax import Axis, NamedArray
+from haliax.jax_utils import maybe_rng_split
+from levanter.layers.attention import AttentionMask
+
+from qkvflow.axes import STATE
+from qkvflow.blocks.attention import Gpt2Attention
+from qkvflow.blocks.config import BlockConfig
+from qkvflow.blocks.convolution import CHUNK
+from qkvflow.blocks.gpt2 import Gpt2LikeConfig
+from qkvflow.blocks.state_space import SsmMixer, delta_rank
+from qkvflow.errors import UserError
+
+
+class SsmBlock(eqx.Module):
+    """B(x; W): {..., position, embed} -> {..., position, embed}. Adds nothing to x: the solver does."""
+
+    attn_ln: hnn.LayerNorm
+    attn: Gpt2Attention
+    ssm_ln: hnn.LayerNorm
+    ssm: SsmMixer
+    resid_dropout: hnn.Dropout
+    form: str = eqx.field(static=True)
+
+    def __call__(self, x: NamedArray, mask: AttentionMask | NamedArray | None, *, key=None) -> NamedArray:
+        k_attn, k_attn_out, k_ssm_out = maybe_rng_split(key, 3)
+        attn = self.resid_dropout(self.attn(self.attn_ln(x), mask, key=k_attn), key=k_attn_out)
+        mixed = self.ssm(self.ssm_ln(x if self.form == "parallel" else x + attn), mask)
+        return attn + self.resid_dropout(mixed, key=k_ssm_out)
+
+
+@BlockConfig.register_subclass("ssm")
+@dataclass(frozen=True)
+class SsmBlockConfig(Gpt2LikeConfig):
+    """GPT-2's attention and a diagonal state-space model with `state_size` numbers for each channel of the state x.
+
+    selective: Delta, B and C depend on the input (Mamba); otherwise on layer-time only, through the weights.
+    """
+
+    state_size: int = 16
+    selective: bool = False
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.state_size < 1:
+            raise UserError(
+                f"state_size must be at least 1, got {self.state_size}: it is how many numbers each channel remembers."
+                " Mamba has 16; for a model without memory along positions use block: {type: gpt2}."
+            )
+
+    def init(self, Embed: Axis, *, key) -> SsmBlock:
+        k_attn, k_ssm = maybe_rng_split(key, 2)
+        attn = self.attention(Embed, key=k_attn)
+        ssm = SsmMixer.init(Embed, Axis(STATE, self.state_size), selective=self.selective, key=k_ssm)
+        return SsmBlock(self.norm(Embed), attn, self.norm(Embed), ssm, hnn.Dropout(self.resid_pdrop), self.form)
+
+    def flops_per_token(self, hidden_dim: int, context_length: int) -> float:
+        """Forward FLOPs of one evaluation of B for width d, state N: attention 8 d^2 + 4 n d, and the mixer.
+
+        Not selective: in chunks of Q, 2 Q + 4 N for each channel. Selective: projections 4 d (r + N) with r = d/16, and
+        9 N for each channel (the recurrence itself, an exponential counted as one operation).
+        """
+        d, N = hidden_dim, self.state_size
+        attention = 8 * d**2 + 4 * context_length * d
+        if self.selective:
+            return attention + 4 * d * (delta_rank(d) + N) + 9 * N * d
+        return attention + (2 * CHUNK + 4 * N) * d

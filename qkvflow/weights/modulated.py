@@ -1,0 +1,132 @@
+"""`weights: modulated`: one block shared by all depths, times gates of time (time-indexed parameter sharing).
+
+For each smallest module m with parameters (a Linear, a norm, ...), with H = `hidden_dim`:
+
+    u(t)    = silu(lin1(phi(t)))                        phi: {sinusoid} -> u: {time_hidden = H}, fp32
+    g_a(t)  = sigmoid(P_a u(t) + p_a)  or  1 + tanh(P_a u(t) + p_a)          for each group a of axes of m
+    Linear:  W(t) = W * g_in(t) * g_out(t),   b(t) = b * g_out(t)            g_in: {In}, g_out: {Out}
+    norm:    gain(t) = gain * g_out(t),       bias(t) = bias * g_out(t)      g_out: {embed}
+    others:  p(t) = p * g_{p,a}(t) * ...                                     gates of its own for each array and axis
+
+Scaling what goes into or comes out of a Linear is scaling the columns or rows of its weight and, for what comes out,
+its bias. So the gates M_1 .. M_4 that the source puts on activations are here: M_1 the `in` gate of attn.c_attn, M_2 the
+`out` gate of attn.c_proj, M_3 the `in` gate of mlp.c_fc, M_4 the `in` gate of mlp.c_proj.
+
+Source: scripts/test_time_indexed_weights.py of zaphrode/qkvflow; 1 + tanh (FiLM): its later THESIS.md.
+Differs from it: gates act on weights, so that W(t) exists and can be discretised, adapted and analysed; they stand on
+both sides of every Linear and on the norms (there the source has hypernetworks); they come from a hidden layer, as its
+README says (its code has one linear map); and W(t) starts at the scale of the ordinary layer: since sigmoids start near
+1/2, W is drawn twice as large for each of its gates.
+"""
+
+from collections.abc import Callable
+
+import equinox as eqx
+import haliax as hax
+import haliax.nn as hnn
+import jax
+from haliax import Axis, NamedArray
+
+from qkvflow.axes import SINUSOID, TIME_HIDDEN
+from qkvflow.time import Time, sinusoidal_features
+from qkvflow.weights.base import TimeDependent, array_fields, replace_units
+from qkvflow.weights.scales import GATE_LOGITS, normal_linear
+
+GATES: dict[str, Callable[[NamedArray], NamedArray]] = {
+    "sigmoid": hnn.sigmoid,
+    "film": lambda s: 1 + hax.tanh(s),
+}
+_START = {"sigmoid": 0.5, "film": 1.0}  # the gate of a logit of 0
+
+
+class GateNetwork(eqx.Module):
+    """t -> the gates of one module by name, fp32 whatever the compute dtype."""
+
+    lin1: hnn.Linear  # sinusoid -> time_hidden
+    lin2: dict[str, hnn.Linear]  # for each gate: time_hidden -> the axes that it scales
+    sinusoidal_dim: int = eqx.field(static=True)
+    gate: str = eqx.field(static=True)
+
+    @staticmethod
+    def init(
+        axes: dict[str, tuple[Axis, ...]], hidden_dim: int, sinusoidal_dim: int, gate: str, *, key
+    ) -> "GateNetwork":
+        """`axes`: the name of each gate and what it scales."""
+        k_lin1, *k_gates = jax.random.split(key, 1 + len(axes))
+        Sinusoid, Hidden = Axis(SINUSOID, 2 * sinusoidal_dim + 1), Axis(TIME_HIDDEN, hidden_dim)
+        std2 = GATE_LOGITS[gate] * (1 / Hidden.size) ** 0.5
+        lin2 = {a: normal_linear(Hidden, axes[a], std2, key=k) for a, k in zip(axes, k_gates, strict=True)}
+        lin1 = normal_linear(Sinusoid, Hidden, (2 / Sinusoid.size) ** 0.5, key=k_lin1)
+        return GateNetwork(lin1, lin2, sinusoidal_dim, gate)
+
+    def __call__(self, t: Time) -> dict[str, NamedArray]:
+        features = sinusoidal_features(t, self.sinusoidal_dim)
+        lin1, lin2 = jax.tree.map(lambda p: p.astype(features.dtype), (self.lin1, self.lin2), is_leaf=_is_named)
+        hidden = hnn.silu(lin1(features))
+        return {name: GATES[self.gate](linear(hidden)) for name, linear in lin2.items()}
+
+
+class Modulated(TimeDependent):
+    """An ordinary module whose arrays are multiplied by gates of time."""
+
+    net: GateNetwork
+    base: eqx.Module  # the ordinary module
+    frozen_time: float | None = eqx.field(static=True)
+
+    def at(self, t: Time):
+        gates = self.net(t if self.frozen_time is None else self.frozen_time)
+        _, gates_of = gate_layout(self.base)
+        return _replace_arrays(self.base, lambda name, array: _scale(array, [gates[g] for g in gates_of[name]]))
+
+
+def modulate(
+    module, hidden_dim: int, sinusoidal_dim: int, gate: str = "sigmoid", frozen_time: float | None = None, *, key
+):
+    """Replace every smallest module with parameters inside the ordinary `module` by a `Modulated` one.
+
+    frozen_time: a time in [0, 1] at which all gates are evaluated, whatever t is: modulation that does not depend on
+        time, the control for whether time matters. Gates and parameters are otherwise the same.
+    """
+
+    def build(unit, key) -> Modulated:
+        axes, gates_of = gate_layout(unit)
+        net = GateNetwork.init(axes, hidden_dim, sinusoidal_dim, gate, key=key)
+        base = _replace_arrays(unit, lambda name, array: array / _START[gate] ** len(gates_of[name]))
+        return Modulated(net, base, frozen_time)
+
+    return replace_units(module, build, key=key)
+
+
+def gate_layout(unit) -> tuple[dict[str, tuple[Axis, ...]], dict[str, tuple[str, ...]]]:
+    """The gates of a module: (name of the gate -> axes that it scales, name of the array -> its gates)."""
+    fields = array_fields(unit)
+    if isinstance(unit, hnn.Linear):
+        of = {"weight": ("in", "out"), "bias": ("out",)}
+        return {"in": _tuple(unit.In), "out": _tuple(unit.Out)}, {name: of[name] for name in fields}
+    if isinstance(unit, hnn.normalization.LayerNormBase):
+        return {"out": getattr(unit, fields[0]).axes}, {name: ("out",) for name in fields}
+    axes = {f"{name}.{axis.name}": (axis,) for name in fields for axis in getattr(unit, name).axes}
+    return axes, {name: tuple(f"{name}.{axis.name}" for axis in getattr(unit, name).axes) for name in fields}
+
+
+def _scale(array: NamedArray, gates: list[NamedArray]) -> NamedArray:
+    """The array times its gates, in its own dtype; with the axis of t, if the gates have one, in front."""
+    time_axes = [a for a in gates[0].axes if a.name not in {b.name for b in array.axes}]
+    scaled = array.broadcast_axis(time_axes)
+    for gate in gates:
+        scaled = scaled * gate.astype(array.dtype)
+    return scaled.rearrange((*time_axes, *array.axes))
+
+
+def _replace_arrays(unit, fn: Callable[[str, NamedArray], NamedArray]):
+    names = array_fields(unit)
+    new = [fn(name, getattr(unit, name)) for name in names]
+    return eqx.tree_at(lambda m: [getattr(m, name) for name in names], unit, new, is_leaf=_is_named)
+
+
+def _tuple(axes) -> tuple[Axis, ...]:
+    return (axes,) if isinstance(axes, Axis) else tuple(axes)
+
+
+def _is_named(x) -> bool:
+    return isinstance(x, NamedArray)
