@@ -18,7 +18,7 @@ MAY_IMPORT = {
     "depth": {"axes", "time", "errors"},
     "models": {"axes", "time", "errors", *ROOMS},
     "official": {"axes", "errors", "models", *ROOMS},
-    "data": {"errors"},
+    "data": {"axes", "errors"},
     "cli": {"errors", "models"},
     "tracking": {"errors"},
     "progress": {"errors"},

@@ -13,6 +13,8 @@ from levanter.data.text import (
     TextLmDatasetFormat,
 )
 
+from qkvflow.data.control_field import ControlField
+from qkvflow.data.controlled import with_control
 from qkvflow.data.fingerprint import cache_fingerprint
 from qkvflow.data.formats import DocumentFormat
 from qkvflow.data.resolved import ResolvedDataConfig
@@ -23,7 +25,7 @@ from qkvflow.errors import UserError
 
 @dataclass(frozen=True)
 class DataConfig(LmDataConfig):
-    """Levanter's `LmDataConfig` with four shortcuts and defaults that need no file and no network.
+    """Levanter's `LmDataConfig` with five shortcuts and defaults that need no file and no network.
 
     With neither `components` nor `train` the data is the English text that every Python carries.
     """
@@ -37,6 +39,8 @@ class DataConfig(LmDataConfig):
     validation_fraction: float = 0.1
     text_key: str = "text"
     """The key of a record of `train` and `validation` that holds the text."""
+    control_key: str | None = None
+    """The key of a record, of any component, that may hold its control: a list of `model.control.dim` numbers."""
 
     def __post_init__(self):
         super().__post_init__()
@@ -45,17 +49,35 @@ class DataConfig(LmDataConfig):
         if not 0.0 <= self.validation_fraction < 1.0:
             raise UserError(f"`validation_fraction` must be at least 0 and below 1, but is {self.validation_fraction}")
 
-    def resolve(self, tokenizer_folder: Path) -> LmDataConfig:
+    def control_field(self, dim: int | None) -> ControlField | None:
+        """Where the records hold their control, for a model with `dim` components of it; None without `control_key`.
+
+        Errors: `UserError` if the model has no control (`dim` is None).
+        """
+        if self.control_key is None:
+            return None
+        if dim is None:
+            raise UserError(
+                f"`data.control_key` is {self.control_key!r}, but the model has no control (`model.control` is null) "
+                "and would not hear it. Set `model.control: {dim: N}` of a `type: neuralode`, or leave the key out."
+            )
+        return ControlField(self.control_key, dim)
+
+    def resolve(self, tokenizer_folder: Path, control_dim: int | None = None) -> ResolvedDataConfig:
         """An ordinary Levanter configuration with the tokenizer in `tokenizer_folder` and safe cache folders.
 
         The tokenizer is put into the folder if it is not there yet (`resolve_tokenizer`). Each component's
         tokens go to `<cache_dir>/<component>-<fingerprint>`; the fingerprint covers the tokenizer's content,
-        the format, bos and eos, and the data, so that a cache never serves tokens of anything else.
+        the format, bos and eos, the control, and the data, so that a cache never serves tokens of anything else.
+
+        Args:
+            control_dim: components of the model's control; None for a model without.
 
         Errors: `UserError` for everything that can be seen before tokenising: missing, empty or unreadable
-        files, a tokenizer that cannot be had, components without data.
+        files, a tokenizer that cannot be had, components without data, a control that cannot be.
         """
         plain = self._with_shortcuts()
+        control = self.control_field(control_dim)
         # Levanter's name for data that is tokenised already.
         if self.tokenizer == "passthrough":
             tokenizer, content = "passthrough", f"passthrough {self.vocab_size}"
@@ -68,11 +90,12 @@ class DataConfig(LmDataConfig):
             "chat_template": self.chat_template,
         }
         components = {
-            name: _resolve_component(name, component, self.cache_dir, settings)
+            name: _resolve_component(name, component, self.cache_dir, settings, control)
             for name, component in plain.components.items()
         }
         values = {field.name: getattr(plain, field.name) for field in dataclasses.fields(LmDataConfig)}
-        return ResolvedDataConfig(**(values | {"tokenizer": tokenizer, "components": components}))
+        values |= {"tokenizer": tokenizer, "components": components}
+        return ResolvedDataConfig(**values, control=control)
 
     def _with_shortcuts(self) -> LmDataConfig:
         """`train` and `validation`, or the built-in text, as components."""
@@ -98,17 +121,21 @@ class DataConfig(LmDataConfig):
 
 
 def _resolve_component(
-    name: str, component: DatasetComponentBase, cache_dir: str | None, settings: dict[str, Any]
+    name: str,
+    component: DatasetComponentBase,
+    cache_dir: str | None,
+    settings: dict[str, Any],
+    control: ControlField | None,
 ) -> DatasetComponentBase:
     if isinstance(component, ConcatDatasetComponent):
         children = {
-            child_name: _resolve_component(f"{name}/{child_name}", child, cache_dir, settings)
+            child_name: _resolve_component(f"{name}/{child_name}", child, cache_dir, settings, control)
             for child_name, child in component.children.items()
         }
         return dataclasses.replace(component, children=children)
     # Without a source, or with `flat_cache`, the component names a cache made elsewhere; it stays as it is.
     if not isinstance(component, DatasetComponent) or component.source is None or component.flat_cache:
-        return component
+        return component if control is None else with_control(name, component, control)
     base = component.cache_dir or cache_dir
     if base is None:
         raise UserError("`cache_dir` is null; name a folder for the tokens")
@@ -118,6 +145,8 @@ def _resolve_component(
             f"write them one level up, under `components.{name}`"
         )
     component = _with_text_format(name, component)
+    if control is not None:
+        component = with_control(name, component, control)
     if isinstance(component.source, FilesSource):
         component.source.check()
     fingerprint = cache_fingerprint(component.source, settings | {"format": repr(component.format)})

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from qkvflow.data.control_field import ControlField
 from qkvflow.data.pieces import PIECE_CHARACTERS, cut
 from qkvflow.errors import UserError
 
@@ -59,13 +60,15 @@ def _decoded_blocks(path: Path, start: int, stop: int | None) -> Iterator[str]:
                 return
 
 
-def read_records(path: Path, text_key: str | None) -> Iterator[dict[str, Any]]:
+def read_records(path: Path, text_key: str | None, control: ControlField | None = None) -> Iterator[dict[str, Any]]:
     """The records of a .jsonl (also .gz, .zst), .json or .parquet file.
 
-    With `text_key` each record is cut down to `{text_key: text}`; with None it comes whole.
-    Errors: `UserError` with file and line (or record) for broken content and for a record without the text.
+    With `text_key` each record is cut down to `{text_key: text}`, and its control (fp32 [dim]) if `control` says
+    where that is; with None it comes whole.
+    Errors: `UserError` with file and line (or record) for broken content, for a record without the text and for a
+    control that is none.
     """
-    for where, record in _records(path, text_key):
+    for where, record in _records(path, text_key, control):
         if not isinstance(record, dict):
             raise UserError(f"{where}: a record must be an object with keys, but is {type(record).__name__}")
         if text_key is None:
@@ -76,13 +79,16 @@ def read_records(path: Path, text_key: str | None) -> Iterator[dict[str, Any]]:
         if not isinstance(record[text_key], str):
             kind = type(record[text_key]).__name__
             raise UserError(f"{where}: the key {text_key!r} must hold text, but holds {kind}")
-        yield {text_key: record[text_key]}
+        kept = {text_key: record[text_key]}
+        if control is not None:
+            kept[control.key] = control.read(record, where)
+        yield kept
 
 
-def _records(path: Path, text_key: str | None) -> Iterator[tuple[str, Any]]:
+def _records(path: Path, text_key: str | None, control: ControlField | None) -> Iterator[tuple[str, Any]]:
     name = path.name.lower()
     if name.endswith(".parquet"):
-        yield from _parquet_records(path, text_key)
+        yield from _parquet_records(path, text_key, control)
     elif name.endswith(".json") and _first_character(path) == "[":
         try:
             records = json.loads(path.read_bytes())
@@ -123,7 +129,7 @@ def _decompressed(path: Path) -> BinaryIO:
     return path.open("rb")
 
 
-def _parquet_records(path: Path, text_key: str | None) -> Iterator[tuple[str, Any]]:
+def _parquet_records(path: Path, text_key: str | None, control: ControlField | None) -> Iterator[tuple[str, Any]]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -131,8 +137,11 @@ def _parquet_records(path: Path, text_key: str | None) -> Iterator[tuple[str, An
         file = pq.ParquetFile(path)
         if text_key is not None and text_key not in file.schema_arrow.names:
             raise UserError(_no_text(str(path), text_key, file.schema_arrow.names))
+        columns = None if text_key is None else [text_key]
+        if columns is not None and control is not None and control.key in file.schema_arrow.names:
+            columns.append(control.key)
         number = 0
-        for batch in file.iter_batches(batch_size=1024, columns=None if text_key is None else [text_key]):
+        for batch in file.iter_batches(batch_size=1024, columns=columns):
             for record in batch.to_pylist():
                 number += 1
                 yield f"{path}, record {number}", record

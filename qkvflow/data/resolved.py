@@ -1,14 +1,21 @@
-"""Levanter's data configuration after resolving: the same, but its token caches are built safely."""
+"""Levanter's data configuration after resolving: the same, but its token caches are built safely and carry control."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from levanter.data.text import ConcatDatasetComponent, DatasetComponent, LmDataConfig
+from haliax import Axis
+from jaxtyping import PRNGKeyArray
+from levanter.data import AsyncDataset
+from levanter.data.text import ConcatDatasetComponent, DatasetComponent, LmDataConfig, NamedLmDataset
+from levanter.models.lm_model import LmExample
+from levanter.schedule import BatchSchedule
 from levanter.store.cache import TreeCache
 
 from qkvflow.data.cache import load_or_build
+from qkvflow.data.control_dataset import ControlledDataset, with_sequence_controls
+from qkvflow.data.control_field import ControlField
 
 
 @dataclass(frozen=True)
@@ -16,7 +23,29 @@ class ResolvedDataConfig(LmDataConfig):
     """What `DataConfig.resolve` returns: an `LmDataConfig` whose caches are complete or absent.
 
     Each process of a run may call `build_caches`: a lock lets one build while the others wait.
+    With `control` its training and validation sets yield `ControlledExample`, else Levanter's `LmExample`.
     """
+
+    control: ControlField | None = None
+
+    def train_set(self, Pos: Axis, batch_schedule: BatchSchedule, *, key: PRNGKeyArray) -> AsyncDataset[LmExample]:
+        named = super().train_set(Pos, batch_schedule, key=key)
+        if self.control is None:
+            return named
+        assert isinstance(named, NamedLmDataset)
+        return ControlledDataset(named.dataset, Pos)
+
+    def validation_sets(self, Pos: Axis) -> Mapping[str, AsyncDataset[LmExample]]:
+        if self.control is None:
+            return super().validation_sets(Pos)
+        return {name: ControlledDataset(ds, Pos) for name, ds in self._validation_datasets_unwrapped(Pos).items()}
+
+    def build_token_datasets(self, caches: Mapping[str, TreeCache[dict]], Pos: Axis, *, split: str):
+        datasets = super().build_token_datasets(caches, Pos, split=split)
+        if self.control is None:
+            return datasets
+        dim = self.control.dim
+        return {name: with_sequence_controls(name, ds, caches, Pos, dim) for name, ds in datasets.items()}
 
     def build_caches(self, split: str) -> dict[str, TreeCache[dict]]:
         caches: dict[str, TreeCache[dict]] = {}

@@ -53,7 +53,7 @@ class FilesSource(LmDatasetSourceConfigBase):
         train, validation = self.files("train"), self.files("validation")
         for path in (*train, *validation):
             _check_file(path)
-            readable = read_text(path, "text") if is_plain_text(path) else read_records(path, self.text_key)
+            readable = read_text(path, "text") if is_plain_text(path) else self.records(path)
             if next(readable, None) is None:
                 raise UserError(f"the data file {path} holds no text and no records")
         shared = {path.resolve() for path in train} & {path.resolve() for path in validation}
@@ -68,23 +68,28 @@ class FilesSource(LmDatasetSourceConfigBase):
         found = [path for pattern in patterns for path in _expand(pattern)]
         return list({path.resolve(): path for path in reversed(found)}.values())[::-1]
 
+    def records(self, path: Path) -> Iterator[dict[str, Any]]:
+        """The records of a file that is not plain text."""
+        return read_records(path, self.text_key)
+
     def get_shard_source(self, split: str) -> ShardedDataSource[dict] | None:
         if split == "validation" and not self.validation:
             if not self.validation_fraction or not self.train:
                 return None
-            return FilesDataSource(self.files("train"), self.text_key, self.validation_fraction, held_out=True)
+            return FilesDataSource(self, self.files("train"), held_out=True)
         files = self.files(split)
         if not files:
             return None
-        return FilesDataSource(files, self.text_key, self.validation_fraction, held_out=False)
+        return FilesDataSource(self, files, held_out=False)
 
 
 class FilesDataSource(ShardedDataSource[dict]):
     """One shard for each file: its part on one side of the split, as records."""
 
-    def __init__(self, files: list[Path], text_key: str | None, fraction: float, *, held_out: bool):
-        self.text_key = text_key
-        self.fraction = fraction
+    def __init__(self, source: FilesSource, files: list[Path], *, held_out: bool):
+        self.source = source
+        self.text_key = source.text_key
+        self.fraction = source.validation_fraction
         self.held_out = held_out
         self._files = {f"{index:05d}_{path.name}": path for index, path in enumerate(files)}
 
@@ -103,11 +108,11 @@ class FilesDataSource(ShardedDataSource[dict]):
                 start, stop = (boundary, None) if self.held_out else (0, boundary)
             yield from read_text(path, self.text_key or "text", start, stop)
         elif not self.fraction:
-            yield from read_records(path, self.text_key)
+            yield from self.source.records(path)
         else:
             record_files = tuple(file for file in self._files.values() if not is_plain_text(file))
             threshold = record_threshold(record_files, self.text_key, self.fraction)
-            for record in read_records(path, self.text_key):
+            for record in self.source.records(path):
                 if (record_hash(record, self.text_key) <= threshold) == self.held_out:
                     yield record
 

@@ -6,12 +6,14 @@ import equinox as eqx
 import haliax as hax
 import haliax.nn as hnn
 import jax
+import jax.numpy as jnp
 from haliax import Axis, NamedArray
 from haliax.jax_utils import maybe_rng_split
 from haliax.nn.scan import Stacked
 from jaxtyping import PRNGKeyArray
 from levanter.layers.attention import AttentionMask
-from levanter.models.lm_model import LmHeadModel
+from levanter.models.lm_model import LmExample, LmHeadModel
+from levanter.models.loss import maybe_fused_next_token_loss
 
 from qkvflow.axes import CONTROL, EMBED
 from qkvflow.blocks import Controlled
@@ -143,6 +145,34 @@ class NeuralOdeLMHeadModel(LmHeadModel[NeuralOdeConfig]):
     ) -> NamedArray:
         """The states of the flow after each of its steps: {layers, ..., position, embed}; the last is x(1)."""
         return self._run(input_ids, attn_mask, key=key, pos_ids=pos_ids, control=control, trajectory=True)
+
+    def compute_next_token_loss(
+        self,
+        example: LmExample,
+        *,
+        key=None,
+        reduction: hax.ReductionFunction | None = hax.mean,
+        reduction_axis: hax.AxisSelection | None = None,
+        logsumexp_weight: float | None = None,
+        loss_dtype: jnp.dtype | None = jnp.float32,
+        logit_soft_cap: float | None = None,
+    ) -> jax.Array | NamedArray:
+        """Levanter's loss, under the example's `control` if it carries one (`qkvflow.data.control_dataset`)."""
+        x = self.activations(example.tokens, example.attn_mask, key=key, control=getattr(example, "control", None))
+        return maybe_fused_next_token_loss(
+            self.Pos,
+            self.Embed,
+            self.Vocab,
+            x,
+            self.get_lm_head(),
+            example.tokens,
+            loss_weight=example.loss_weight,
+            reduction=reduction,
+            reduction_axis=reduction_axis,
+            logsumexp_weight=logsumexp_weight,
+            dtype=loss_dtype,
+            logit_soft_cap=logit_soft_cap,
+        )
 
     def discretise(self, steps: int | None = None) -> "NeuralOdeLMHeadModel":
         """The ordinary model with the same weights at the times of a grid of `steps` steps (default: as trained).

@@ -11,9 +11,11 @@ from levanter.tokenizers import MarinTokenizer
 from levanter.trainer import TrainerConfig
 
 from qkvflow.data import check_enough_tokens
+from qkvflow.data.controlled import check_some_control
 from qkvflow.data.statistics import token_counts, unigram_entropy
 from qkvflow.runs.config import TrainConfig
 from qkvflow.runs.directory import RunDirectory
+from qkvflow.training.checks import control_dim
 
 
 @dataclass(frozen=True)
@@ -43,10 +45,13 @@ def open_corpus(
         Pos: axis of one training sequence.
         key: of the order in which sequences are drawn.
 
-    Errors: `UserError` for text that is missing, unreadable or shorter than one sequence.
+    Errors: `UserError` for text that is missing, unreadable or shorter than one sequence, and for controls that
+    are wrong or nowhere.
     """
-    data = config.data.resolve(directory.tokenizer)
+    data = config.data.resolve(directory.tokenizer, control_dim(config))
     counts = check_enough_tokens(data, Pos.size)
+    if data.control is not None:
+        check_some_control(data.build_caches("train").values(), data.control)
     tokenizer = data.the_tokenizer
     with trainer.use_device_mesh():
         train = data.train_set(Pos, trainer.batch_schedule, key=key)

@@ -1,0 +1,94 @@
+"""Sequences with the control of each token: that of the document it belongs to, so that none leaks into another."""
+
+from collections.abc import Mapping, Sequence
+
+import equinox as eqx
+import haliax as hax
+import jax
+import numpy as np
+from haliax import Axis, NamedArray
+from levanter.data import AsyncDataset
+from levanter.data.dataset import MappedAsyncDataset
+from levanter.data.mixture import ConcatDataset
+from levanter.data.text import GrugLmExample, named_lm_example_from_grug
+from levanter.models.lm_model import LmExample
+from levanter.store.cache import TreeCache
+
+from qkvflow.axes import CONTROL
+from qkvflow.data.controlled import control_table
+
+Pair = tuple[GrugLmExample, np.ndarray]
+
+
+class ControlledExample(LmExample):
+    """A Levanter example {position} that also holds control {position, control}, for a model that hears one."""
+
+    control: NamedArray | None = None
+
+
+class DocumentControls:
+    """u(i) = control of the document that token i of the stream belongs to.
+
+    Held in memory: 8 + 4 dim bytes for each document, whatever its length.
+    """
+
+    def __init__(self, cache: TreeCache[dict], dim: int):
+        rows = len(cache)
+        self.table = control_table(cache, dim)
+        # The first offset is the number of rows; a document ends where the next begins.
+        self.ends = np.asarray(cache.jagged_array_tree()["input_ids"].offsets[1 : rows + 1].read().result())
+
+    def of_tokens(self, start: int, stop: int) -> np.ndarray:
+        """fp32 [stop - start, dim] for the tokens `start` to `stop` of the stream."""
+        return self.table[np.searchsorted(self.ends, np.arange(start, stop), side="right")]
+
+
+class SequenceControls(AsyncDataset[Pair]):
+    """Levanter's consecutive sequences of a token stream, each paired with its control, fp32 [position, control]."""
+
+    def __init__(self, sequences: AsyncDataset[GrugLmExample], controls: DocumentControls, seq_len: int):
+        self.sequences = sequences
+        self.controls = controls
+        self.seq_len = seq_len
+
+    async def async_len(self) -> int:
+        return await self.sequences.async_len()
+
+    def is_finite(self) -> bool:
+        return self.sequences.is_finite()
+
+    async def get_batch(self, indices: Sequence[int]) -> Sequence[Pair]:
+        examples = await self.sequences.get_batch(indices)
+        spans = ((int(index) * self.seq_len, (int(index) + 1) * self.seq_len) for index in indices)
+        return [(example, self.controls.of_tokens(*span)) for example, span in zip(examples, spans, strict=True)]
+
+
+class ControlledDataset(MappedAsyncDataset[Pair, ControlledExample]):
+    """The pairs as examples with named axes; stands for Levanter's `NamedLmDataset`."""
+
+    def __init__(self, pairs: AsyncDataset[Pair], Pos: Axis):
+        sharding = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
+
+        @eqx.filter_jit
+        def to_named(pair: Pair) -> ControlledExample:
+            plain, control = named_lm_example_from_grug(pair[0], Pos), pair[1]
+            Control = Axis(CONTROL, control.shape[-1])
+            example = ControlledExample(
+                plain.tokens, plain.loss_weight, plain.attn_mask, hax.named(control, (Pos, Control))
+            )
+            return jax.lax.with_sharding_constraint(example, sharding)
+
+        super().__init__(pairs, to_named)
+
+
+def with_sequence_controls(
+    name: str, dataset: AsyncDataset, caches: Mapping[str, TreeCache[dict]], Pos: Axis, dim: int
+) -> AsyncDataset[Pair]:
+    """The sequences of the component `name`, whose tokens are in `caches`, paired with their controls."""
+    if isinstance(dataset, ConcatDataset):
+        children = {
+            child: with_sequence_controls(f"{name}/{child}", part, caches, Pos, dim)
+            for child, part in dataset.datasets.items()
+        }
+        return ConcatDataset(children)
+    return SequenceControls(dataset, DocumentControls(caches[name], dim), Pos.size)

@@ -1,0 +1,47 @@
+"""The control of a record: its optional field `{"text": ..., "control": [0.1, 0, 0, 1]}`, read and checked."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from qkvflow.errors import UserError
+
+
+@dataclass(frozen=True)
+class ControlField:
+    """
+    key: of a record, names its control.
+    dim: components of a control, those of `model.control.dim`.
+    """
+
+    key: str
+    dim: int
+
+    def read(self, record: dict[str, Any], where: str) -> np.ndarray:
+        """fp32 [dim]: the control of `record`; zero if the record has none (no such key, or null).
+
+        Errors: `UserError` that begins with `where` (file and line) for a value that is not `dim` finite numbers.
+        """
+        value = record.get(self.key)
+        if value is None:
+            return np.zeros(self.dim, dtype=np.float32)
+        if isinstance(value, np.ndarray):
+            value = value.tolist()
+        if not isinstance(value, list | tuple):
+            raise self._bad(where, f"{value!r:.60} of type {type(value).__name__}")
+        if len(value) != self.dim:
+            raise self._bad(where, f"{len(value)} values")
+        for number in value:
+            if isinstance(number, bool) or not isinstance(number, int | float):
+                raise self._bad(where, f"{number!r:.60}, which is no number,")
+            if not math.isfinite(number) or abs(number) > np.finfo(np.float32).max:
+                raise self._bad(where, f"{number!r:.60}, which is not finite in single precision,")
+        return np.asarray(value, dtype=np.float32)
+
+    def _bad(self, where: str, found: str) -> UserError:
+        return UserError(
+            f"{where}: the key {self.key!r} holds {found} but a control is a list of {self.dim} finite numbers, as "
+            f"`model.control.dim` says. Mend the record, or leave its {self.key!r} out for zero control."
+        )
