@@ -11,6 +11,7 @@
 | `layers` | points of layer-time, or layers of an ordinary stack (the axis of `haliax.nn.Stacked`) |
 | `steps` | steps of the solver |
 | `sinusoid` | features of time [t, sin, cos], size 2S+1 |
+| `control` | components of a control signal u |
 | `time_hidden`, `time_embed` | hidden and output units of a time network, both of size T |
 """
 
@@ -26,5 +27,6 @@ MLP = "mlp"
 LAYERS = "layers"
 STEPS = "steps"
 SINUSOID = "sinusoid"
+CONTROL = "control"
 TIME_HIDDEN = "time_hidden"
 TIME_EMBED = "time_embed"

@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -75,8 +76,8 @@ class Progress:
                 initial=done,
                 file=self._stream,
                 bar_format="{percentage:3.0f}%|{bar}| {desc}",
-                dynamic_ncols=True,
-                leave=True,
+                ncols=self._columns(),
+                nrows=20,  # tqdm hides its bar where a terminal does not tell its size, which some do not
             )
 
     def step(self, done: int, loss: float, tokens_per_second: float | None) -> None:
@@ -89,6 +90,7 @@ class Progress:
         rate = "" if self._rate is None else f"  {self._rate:,.0f} tokens/s"
         self._text = f"step {done}/{self._total}  loss {loss:.3f}{rate}  {self._time_left()} left"
         if self._bar is not None:
+            self._bar.ncols = self._columns()
             self._bar.set_description_str(self._text, refresh=False)
             self._bar.update(made)
         elif time.monotonic() - self._last_line >= _LINE_EVERY or done >= self._total:
@@ -102,6 +104,8 @@ class Progress:
 
     def validation(self, step: int, loss: float, unigram: float | None) -> None:
         """`step 200  validation loss 1.234  perplexity 3.44  (unigram 3.01)`; losses in nats per token."""
+        if self._bar is not None:
+            self._bar.set_description_str(self._text, refresh=False)  # no longer busy
         self.say(f"step {step}  {describe_loss(loss, unigram)}")
 
     def close(self) -> None:
@@ -109,6 +113,12 @@ class Progress:
         if self._bar is not None:
             self._bar.close()
             self._bar = None
+
+    def _columns(self) -> int:
+        try:
+            return os.get_terminal_size(self._stream.fileno()).columns or 80
+        except OSError:  # not a real terminal
+            return 80
 
     def _time_left(self) -> str:
         made = self._done - self._first
@@ -121,9 +131,13 @@ class Progress:
 
 def describe_loss(loss: float, unigram: float | None) -> str:
     """A validation loss (nats per token) in words, with the unigram entropy as the mark to beat."""
-    perplexity = math.exp(min(loss, 700.0))  # 700: the largest power that a float holds
-    text = f"validation loss {loss:.3f}  perplexity {perplexity:,.2f}"
+    text = f"validation loss {loss:.3f}  perplexity {perplexity(loss):,.2f}"
     return text if unigram is None else f"{text}  (unigram {unigram:.2f})"
+
+
+def perplexity(loss: float) -> float:
+    """exp(loss), a large number instead of an overflow."""
+    return math.exp(min(loss, 700.0))  # 700: about the largest power that a float holds
 
 
 class _Bar(tqdm):

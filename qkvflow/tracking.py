@@ -156,10 +156,10 @@ def start_trackers(
         try:
             others.append(config.init(run_id))
         except Exception as error:
-            kind = type(config).__name__
+            kind, reason = type(config).__name__, str(error).rstrip(".")
             raise UserError(
-                f"the tracker of `trainer.tracker` ({kind}) could not start: {str(error).rstrip('.')}. Mend its settings or "
-                "leave it out: metrics.jsonl and TensorBoard are always written."
+                f"the tracker of `trainer.tracker` ({kind}) could not start: {reason}. Mend its settings or leave "
+                "it out: metrics.jsonl and TensorBoard are always written"
             ) from error
     return RunTracker(jsonl, others)
 

@@ -7,10 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import equinox as eqx
+import haliax as hax
 import jax
 import levanter.tracker
 from haliax import Axis
-from haliax.partitioning import round_axis_for_partitioning
+from haliax.partitioning import ResourceMapping, round_axis_for_partitioning
 from levanter.models.lm_model import LmExample, LmHeadModel
 from levanter.trainer import Trainer, TrainerConfig
 from levanter.trainer_state import TrainerState
@@ -141,6 +142,8 @@ def _initial_state(
     trainer: Trainer, key: jax.Array, build_model: Callable[[], LmHeadModel], run: PreparedRun[TrainConfig]
 ) -> TrainerState:
     """A new training state, or that of the newest checkpoint (Levanter finds it by itself)."""
+    if run.last_step < 0 and trainer.config.initialize_from is None:
+        return trainer.initial_state(key, model=_draw(build_model, trainer.parameter_axis_mapping))
     try:
         return trainer.initial_state(key, model_init=build_model)
     except (ValueError, FileNotFoundError) as error:
@@ -150,6 +153,22 @@ def _initial_state(
         if source is None:
             raise
         raise unreadable_checkpoint(Path(source), error) from error
+
+
+def _draw(build_model: Callable[[], LmHeadModel], mapping: ResourceMapping) -> LmHeadModel:
+    """The initial model, sharded.
+
+    Differs from Levanter, which compiles this together with the optimizer's state at full effort: most of the
+    time to the first step then goes into random numbers that are drawn once.
+    """
+    options = {"xla_backend_optimization_level": 1} if jax.default_backend() == "cpu" else None
+
+    def arrays():
+        return eqx.filter(hax.shard(build_model(), mapping), eqx.is_array)
+
+    shape = eqx.filter_eval_shape(build_model)
+    static = eqx.filter(shape, lambda leaf: not isinstance(leaf, jax.ShapeDtypeStruct))
+    return eqx.combine(jax.jit(arrays, compiler_options=options)(), static)
 
 
 def _headline(run: PreparedRun[TrainConfig], parameters: int, corpus: Corpus) -> str:

@@ -7,7 +7,7 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "qkvflow"
 ROOMS = {"weights", "blocks", "depth"}
-PROGRAMS = {"train_lm"}
+PROGRAMS = {"train_lm", "eval_lm"}
 # Each part may import from qkvflow only what is listed here.
 MAY_IMPORT = {
     "errors": set(),
@@ -22,7 +22,7 @@ MAY_IMPORT = {
     "cli": {"errors", "models"},
     "tracking": {"errors"},
     "progress": {"errors"},
-    "runs": {"errors", "models", "data", "cli", "tracking"},
+    "runs": {"axes", "errors", "models", "data", "cli", "tracking"},
     "training": {"errors", "models", "data", "cli", "tracking", "progress", "runs"},
     "__init__": {"models"},
 }

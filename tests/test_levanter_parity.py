@@ -1,4 +1,4 @@
-"""`per_layer` weights, sequential form and step 1 are Levanter's own GPT-2: logits, and the loss curve of a training."""
+"""`per_layer` weights, sequential form and step 1 are Levanter's own GPT-2: logits, and the losses of a training."""
 
 import equinox as eqx
 import haliax as hax

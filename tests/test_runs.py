@@ -25,7 +25,8 @@ from qkvflow.runs import TrainConfig, load_run, prepare_run
 from qkvflow.runs.checkpoints import checkpoint_steps, clean_up
 from qkvflow.runs.config import RunTrainerConfig
 from qkvflow.runs.config_file import differences, read_config
-from qkvflow.runs.directory import run_id
+from qkvflow.runs.directory import RunDirectory, run_id
+from qkvflow.runs.prepare import full_disk_is_told
 from qkvflow.tracking import JsonlTracker, read_metrics, start_trackers
 
 
@@ -161,6 +162,15 @@ def test_a_disk_without_room_for_two_checkpoints_is_refused(tmp_path):
         run.require_space(1)
         with pytest.raises(UserError, match=r"two checkpoints of this model take 2e\+03 TB"):
             run.require_space(10**15)
+
+
+def test_a_disk_that_becomes_full_is_told(tmp_path):
+    def save():
+        with full_disk_is_told(RunDirectory(tmp_path)):
+            raise ValueError("RESOURCE_EXHAUSTED: write failed [No space left on device]")
+
+    with pytest.raises(UserError, match="became full"):
+        save()
 
 
 def test_a_run_directory_belongs_to_one_process(tmp_path):

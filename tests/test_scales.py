@@ -61,7 +61,7 @@ def test_matched_weights_have_the_ordinary_scale_at_every_time(seed):
         lambda b: b.mlp.c_proj,
     ):
         scale = jnp.std(find(generated).weight.array.reshape(len(times), -1), axis=1) / std(find(ordinary).weight)
-        # Only the time-dependent 30 % of the variance feels the fluctuation of |e(t)|^2.
+        # Only the time-dependent tenth of the variance feels the fluctuation of |e(t)|^2, which is up to twofold.
         assert float(scale.min()) > 0.9
         assert float(scale.max()) < 1.1
 
@@ -69,7 +69,7 @@ def test_matched_weights_have_the_ordinary_scale_at_every_time(seed):
 def test_matched_weights_do_vary_with_time():
     generated = at(block("matched"), grid([0.1, 0.9])).mlp.c_fc.weight.array
     change = jnp.std(generated[0] - generated[1]) / jnp.std(generated[0])
-    assert float(change) > 0.3
+    assert float(change) > 0.2
 
 
 def test_norms_start_as_ordinary_norms():

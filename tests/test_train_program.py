@@ -33,7 +33,7 @@ MODEL = {
     "type": "gpt2",
     "hidden_dim": 32,
     "num_heads": 2,
-    "num_layers": 2,
+    "num_layers": 1,
     "max_seq_len": 64,
     "embed_pdrop": 0.1,
 }
@@ -209,6 +209,7 @@ def test_a_killed_and_a_terminated_run_continue_bit_for_bit(base, finished, stop
 # --- in this process --------------------------------------------------------------------------------------
 
 
+@pytest.mark.program
 def test_validation_changes_no_training_number(tmp_path):
     one = main(decode(TrainConfig, _raw(tmp_path, id="often", steps_per_eval=1)))
     two = main(decode(TrainConfig, _raw(tmp_path, id="seldom", steps_per_eval=100)))
@@ -217,6 +218,7 @@ def test_validation_changes_no_training_number(tmp_path):
     assert [record["step"] for record in read_metrics(two / "metrics.jsonl") if "eval/loss" in record] == [5]
 
 
+@pytest.mark.program
 def test_a_run_can_be_trained_longer(tmp_path):
     raw = _raw(tmp_path)
     run = main(decode(TrainConfig, raw))
@@ -227,6 +229,7 @@ def test_a_run_can_be_trained_longer(tmp_path):
     assert sorted(_losses(run)) == list(range(8))
 
 
+@pytest.mark.program
 def test_a_loss_that_is_not_finite_is_explained(tmp_path):
     raw = _changed(_raw(tmp_path), "optimizer", {"learning_rate": 1e30, "warmup": 0, "max_grad_norm": None})
     with pytest.raises(UserError, match=r"loss is not a number.*at step \d.*no checkpoint yet.*learning_rate"):

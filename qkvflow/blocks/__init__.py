@@ -1,5 +1,6 @@
 """What is B? Ordinary transformer blocks used as vector fields dx/dt = B(x; W)."""
 
 from qkvflow.blocks.config import BlockConfig as BlockConfig
+from qkvflow.blocks.controlled import Controlled as Controlled
 from qkvflow.blocks.gpt2 import Gpt2Block as Gpt2Block
 from qkvflow.blocks.gpt2 import Gpt2BlockConfig as Gpt2BlockConfig

@@ -13,14 +13,12 @@ import enum
 import types
 import typing
 from collections.abc import Mapping
-from datetime import timedelta
-from pathlib import Path
 from typing import Any, TypeVar
 
 import draccus
-import jmp
 from draccus.utils import is_choice_type
 
+from qkvflow.cli.scalars import LISTS, SCALARS, describe, is_mapping, show
 from qkvflow.errors import UserError
 
 T = TypeVar("T")
@@ -47,15 +45,15 @@ def decode(cls: type[T], raw: Any, path: str = "") -> T:
         return raw if raw in options else _refuse_choice(path, raw, [str(o) for o in options])
     if isinstance(origin, type) and is_choice_type(origin):
         return _decode_choice(origin, raw, path)
-    if origin in _SCALARS:
-        return _SCALARS[origin](raw, path)
+    if origin in SCALARS:
+        return SCALARS[origin](raw, path)
     if draccus.decode.dispatch(origin) is not None:  # registered by Levanter or draccus
         try:
             if raw is None:
                 raise ValueError("it is empty")
             return draccus.decode(origin, raw)
         except Exception as error:
-            raise UserError(f"`{path}` must be {describe(cls)}, but is {_show(raw)} ({_first_line(error)})") from None
+            raise UserError(f"`{path}` must be {describe(cls)}, but is {show(raw)} ({_first_line(error)})") from None
     if dataclasses.is_dataclass(origin):
         return _decode_dataclass(origin, raw, path)
     if isinstance(origin, type) and issubclass(origin, enum.Enum):
@@ -70,25 +68,9 @@ def choice_name(cls: type) -> str | None:
     return next((name for name, choice in registry.items() if choice is cls), None)
 
 
-def describe(cls: Any) -> str:
-    """A type in the words of the user."""
-    origin = typing.get_origin(cls) or cls
-    if origin in (typing.Union, types.UnionType):
-        return " or ".join(describe(arg) for arg in typing.get_args(cls))
-    if origin is typing.Literal:
-        return " or ".join(map(str, typing.get_args(cls)))
-    if origin in _NAMES:
-        return _NAMES[origin]
-    if _is_mapping(origin):
-        return "a mapping"
-    if origin in (list, tuple, set, collections.abc.Sequence):
-        return "a list"
-    return getattr(origin, "__name__", str(origin))
-
-
 def _decode_dataclass(cls: type, raw: Any, path: str, note: str = "") -> Any:
     if not isinstance(raw, Mapping):
-        raise UserError(f"`{path}` must be a mapping of keys to values, but is {_show(raw)}")
+        raise UserError(f"`{path}` must be a mapping of keys to values, but is {show(raw)}")
     if "type" in raw and raw["type"] == choice_name(cls):  # said again, where only this choice is possible
         raw = {key: value for key, value in raw.items() if key != "type"}
     hints = typing.get_type_hints(cls)
@@ -114,7 +96,7 @@ def _decode_dataclass(cls: type, raw: Any, path: str, note: str = "") -> Any:
 
 def _decode_choice(cls: Any, raw: Any, path: str) -> Any:
     if not isinstance(raw, Mapping):
-        raise UserError(f"`{path}` must be a mapping with a key `type`, but is {_show(raw)}")
+        raise UserError(f"`{path}` must be a mapping with a key `type`, but is {show(raw)}")
     name = raw.get("type", cls.default_choice_name())
     if name is None:
         raise UserError(f"the key `{_join(path, 'type')}` is missing; choices: {_choices(cls)}")
@@ -146,32 +128,32 @@ def _decode_union(cls: Any, raw: Any, path: str) -> Any:
             failure = failure or error
     if failure is not None and len(fitting) == 1:
         raise failure
-    raise UserError(f"`{path}` must be {describe(cls)}, but is {_show(raw)}")
+    raise UserError(f"`{path}` must be {describe(cls)}, but is {show(raw)}")
 
 
 def _fits(option: Any, raw: Any) -> bool:
     """Whether the shape of the raw value (mapping, list, scalar) can belong to the type at all."""
     origin = typing.get_origin(option) or option
     is_record = isinstance(origin, type) and (is_choice_type(origin) or dataclasses.is_dataclass(origin))
-    if draccus.decode.dispatch(origin) is not None and origin not in _SCALARS:
+    if draccus.decode.dispatch(origin) is not None and origin not in SCALARS:
         return True
     if isinstance(raw, Mapping):
-        return is_record or _is_mapping(origin)
+        return is_record or is_mapping(origin)
     if isinstance(raw, list):
-        return origin in (list, tuple, set, collections.abc.Sequence)
-    return not is_record and not _is_mapping(origin) and origin not in (list, tuple, set, collections.abc.Sequence)
+        return origin in LISTS
+    return not is_record and not is_mapping(origin) and origin not in LISTS
 
 
 def _decode_container(cls: Any, origin: Any, raw: Any, path: str) -> Any:
     args = typing.get_args(cls)
-    if _is_mapping(origin):
+    if is_mapping(origin):
         if not isinstance(raw, Mapping):
-            raise UserError(f"`{path}` must be a mapping of keys to values, but is {_show(raw)}")
+            raise UserError(f"`{path}` must be a mapping of keys to values, but is {show(raw)}")
         value_type = args[1] if len(args) == 2 else Any
         return {str(key): decode(value_type, value, _join(path, str(key))) for key, value in raw.items()}
-    if origin in (list, tuple, set, collections.abc.Sequence):
+    if origin in LISTS:
         if not isinstance(raw, list | tuple):
-            raise UserError(f"`{path}` must be a list, but is {_show(raw)}")
+            raise UserError(f"`{path}` must be a list, but is {show(raw)}")
         if origin is tuple and args and Ellipsis not in args:
             if len(args) != len(raw):
                 raise UserError(f"`{path}` must be a list of {len(args)} items, but has {len(raw)}")
@@ -181,60 +163,6 @@ def _decode_container(cls: Any, origin: Any, raw: Any, path: str) -> Any:
         items = [decode(t, item, f"{path}[{i}]") for i, (t, item) in enumerate(zip(item_types, raw, strict=True))]
         return list(items) if origin is collections.abc.Sequence else origin(items)
     raise UserError(f"`{path}` cannot be set from a file or a command line (its type is {describe(cls)})")
-
-
-def _decode_bool(raw: Any, path: str) -> bool:
-    if raw is True or raw == "true":
-        return True
-    if raw is False or raw == "false":
-        return False
-    raise UserError(f"`{path}` must be true or false, but is {_show(raw)}")
-
-
-def _decode_int(raw: Any, path: str) -> int:
-    if isinstance(raw, int) and not isinstance(raw, bool):
-        return raw
-    if isinstance(raw, str):
-        try:
-            return int(raw)
-        except ValueError:
-            pass
-    raise UserError(f"`{path}` must be an integer, but is {_show(raw)}")
-
-
-def _decode_float(raw: Any, path: str) -> float:
-    if isinstance(raw, int | float | str) and not isinstance(raw, bool):
-        try:
-            return float(raw)
-        except ValueError:
-            pass
-    raise UserError(f"`{path}` must be a number, but is {_show(raw)}")
-
-
-def _decode_str(raw: Any, path: str) -> str:
-    if isinstance(raw, str):
-        return raw
-    if isinstance(raw, int | float) and not isinstance(raw, bool):
-        return str(raw)
-    quotes = " (put it in quotes)" if isinstance(raw, bool) else ""
-    raise UserError(f"`{path}` must be text, but is {_show(raw)}{quotes}")
-
-
-_NAMES = {
-    type(None): "null",
-    bool: "true or false",
-    int: "an integer",
-    float: "a number",
-    str: "text",
-    Path: "a path",
-    timedelta: "a time span such as 90s, 15m or 2h",
-    jmp.Policy: "a precision such as f32 or p=f32,c=bf16",
-}
-_SCALARS = {bool: _decode_bool, int: _decode_int, float: _decode_float, str: _decode_str}
-
-
-def _is_mapping(origin: Any) -> bool:
-    return isinstance(origin, type) and issubclass(origin, Mapping)
 
 
 def _join(path: str, key: str) -> str:
@@ -256,10 +184,6 @@ def _refuse_choice(path: str, value: Any, choices: list[str]) -> typing.NoReturn
     near = difflib.get_close_matches(str(value), choices, n=1)
     hint = f", did you mean `{near[0]}`?" if near else "."
     raise UserError(f"`{path}`: unknown choice {value!r}{hint} Choices: {', '.join(choices)}")
-
-
-def _show(raw: Any) -> str:
-    return "empty (null)" if raw is None else repr(raw)
 
 
 def _first_line(error: BaseException) -> str:

@@ -85,7 +85,7 @@ def _usage(main: Callable, config_class: type) -> str:
     from inspect import getdoc
     from typing import get_type_hints
 
-    from qkvflow.cli.decode import describe
+    from qkvflow.cli.scalars import describe
 
     hints = get_type_hints(config_class)
     keys = "\n".join(f"  --{field.name:<20} {describe(hints[field.name])}" for field in fields(config_class))  # pyright: ignore

@@ -13,6 +13,19 @@ from qkvflow.errors import UserError
 from qkvflow.weights import GeneratedConfig, PerLayerConfig, WeightsConfig
 
 
+@dataclass(frozen=True)
+class ControlConfig:
+    """A control signal of `dim` components and a shift by layer-time move the input of the vector field, whose output
+    is scaled by a learned alpha (initial value `alpha`): the ODE flow hybrid. See `qkvflow.blocks.controlled`."""
+
+    dim: int = 4
+    alpha: float = 0.1
+
+    def __post_init__(self):
+        if self.dim < 1:
+            raise UserError(f"dim must be at least 1, got {self.dim}. For a model without control leave out `control`.")
+
+
 @LmConfig.register_subclass("neuralode")
 @dataclass(frozen=True)
 class NeuralOdeConfig(LmConfig):
@@ -20,6 +33,7 @@ class NeuralOdeConfig(LmConfig):
 
     prelude_layers, coda_layers: ordinary layers (per-layer weights, x + B(x), sequential form) before and after the
         flow.
+    control: the flow hears a control signal; None for a model without.
     gradient_checkpointing: of the ordinary layers; the flow has `depth.adjoint`.
     """
 
@@ -30,6 +44,7 @@ class NeuralOdeConfig(LmConfig):
     block: BlockConfig = field(default_factory=Gpt2BlockConfig)
     weights: WeightsConfig = field(default_factory=GeneratedConfig)
     depth: DepthConfig = field(default_factory=DepthConfig)
+    control: ControlConfig | None = None
     gradient_checkpointing: bool = True
 
     def __post_init__(self):

@@ -19,11 +19,12 @@ class Flow(eqx.Module):
     weights: eqx.Module
     plan: Plan = eqx.field(static=True)
 
-    def __call__(self, x: NamedArray, mask, *, key=None, trajectory: bool = False):
+    def __call__(self, x: NamedArray, mask, *, control: NamedArray | None = None, key=None, trajectory: bool = False):
         """x(1); with `trajectory` also the states after each step, {layers, ...}."""
+        signal = {} if control is None else {"control": control}
 
         def field(block, x, key):
-            return block(x, mask, key=key)
+            return block(x, mask, key=key, **signal)
 
         return integrate(field, lambda t: evaluate(self.weights, t), x, self.plan, key=key, trajectory=trajectory)
 

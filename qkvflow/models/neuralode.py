@@ -13,11 +13,15 @@ from jaxtyping import PRNGKeyArray
 from levanter.layers.attention import AttentionMask
 from levanter.models.lm_model import LmHeadModel
 
-from qkvflow.axes import EMBED
+from qkvflow.axes import CONTROL, EMBED
+from qkvflow.blocks import Controlled
+from qkvflow.depth import DepthConfig
+from qkvflow.errors import UserError
 from qkvflow.models.config import NeuralOdeConfig
 from qkvflow.models.embeddings import Embeddings
 from qkvflow.models.flow import Flow
-from qkvflow.weights import PerLayerConfig
+from qkvflow.time import grid
+from qkvflow.weights import PerLayer, PerLayerConfig, TimeShift
 
 
 class NeuralOdeTransformer(eqx.Module):
@@ -46,11 +50,11 @@ class NeuralOdeTransformer(eqx.Module):
             config.block.norm(config.Embed),
         )
 
-    def __call__(self, x: NamedArray, mask, *, key=None, trajectory: bool = False):
+    def __call__(self, x: NamedArray, mask, *, control: NamedArray | None = None, key=None, trajectory: bool = False):
         k_prelude, k_flow, k_coda = maybe_rng_split(key, 3)
         if self.prelude is not None:
             x = self.prelude(x, mask, key=k_prelude)
-        x = self.flow(x, mask, key=k_flow, trajectory=trajectory)
+        x = self.flow(x, mask, control=control, key=k_flow, trajectory=trajectory)
         if trajectory:
             return x[1]
         if self.coda is not None:
@@ -99,13 +103,15 @@ class NeuralOdeLMHeadModel(LmHeadModel[NeuralOdeConfig]):
         *,
         key=None,
         pos_ids: NamedArray | None = None,
+        control: NamedArray | None = None,
     ) -> NamedArray:
         """Logits {..., position, vocab} of the next token, from tokens {..., position}.
 
         attn_mask: causal if not given. Differs from Levanter, where None lets every token see the future.
         key: needed in training mode if the model has dropout.
+        control: {batch, control}, or {batch, position, control} to change along the sequence; None is zero control.
         """
-        x = self.activations(input_ids, attn_mask, key=key, pos_ids=pos_ids)
+        x = self.activations(input_ids, attn_mask, key=key, pos_ids=pos_ids, control=control)
         return hax.dot(x, self.get_lm_head(), axis=EMBED)
 
     def activations(
@@ -115,9 +121,10 @@ class NeuralOdeLMHeadModel(LmHeadModel[NeuralOdeConfig]):
         *,
         key=None,
         pos_ids: NamedArray | None = None,
+        control: NamedArray | None = None,
     ) -> NamedArray:
         """norm(x(1)): {..., position, embed}."""
-        return self._run(input_ids, attn_mask, key=key, pos_ids=pos_ids)
+        return self._run(input_ids, attn_mask, key=key, pos_ids=pos_ids, control=control)
 
     def trajectory(
         self,
@@ -126,9 +133,10 @@ class NeuralOdeLMHeadModel(LmHeadModel[NeuralOdeConfig]):
         *,
         key=None,
         pos_ids: NamedArray | None = None,
+        control: NamedArray | None = None,
     ) -> NamedArray:
         """The states of the flow after each of its steps: {layers, ..., position, embed}; the last is x(1)."""
-        return self._run(input_ids, attn_mask, key=key, pos_ids=pos_ids, trajectory=True)
+        return self._run(input_ids, attn_mask, key=key, pos_ids=pos_ids, control=control, trajectory=True)
 
     def discretise(self, steps: int | None = None) -> "NeuralOdeLMHeadModel":
         """The ordinary model with the same weights at the times of a grid of `steps` steps (default: as trained).
@@ -138,6 +146,15 @@ class NeuralOdeLMHeadModel(LmHeadModel[NeuralOdeConfig]):
         """
         config = self.config.at_depth(self.config.depth.steps if steps is None else steps)
         flow = self.transformer.flow.discretise(config.plan)
+        return dataclasses.replace(self, transformer=dataclasses.replace(self.transformer, flow=flow), _config=config)
+
+    def with_depth(self, depth: DepthConfig) -> "NeuralOdeLMHeadModel":
+        """The same weights W(t), travelled in another way: another solver, another number of steps."""
+        config = dataclasses.replace(self.config, depth=depth)
+        plan = config.plan
+        if isinstance(self.transformer.flow.weights, PerLayer):
+            self.transformer.flow.weights.at(grid(plan.times))  # refuses times that it does not know
+        flow = dataclasses.replace(self.transformer.flow, plan=plan)
         return dataclasses.replace(self, transformer=dataclasses.replace(self.transformer, flow=flow), _config=config)
 
     def get_lm_head(self) -> NamedArray:
@@ -153,14 +170,48 @@ class NeuralOdeLMHeadModel(LmHeadModel[NeuralOdeConfig]):
         embeddings = dataclasses.replace(self.embeddings, token_embeddings=tokens)
         return dataclasses.replace(self, embeddings=embeddings, lm_head=head)
 
-    def _run(self, input_ids, attn_mask, *, key, pos_ids, trajectory: bool = False) -> NamedArray:
+    def _run(self, input_ids, attn_mask, *, key, pos_ids, control, trajectory: bool = False) -> NamedArray:
+        if control is not None:
+            _check_control(self.config, input_ids, control)
         k_embed, k_transformer = maybe_rng_split(key, 2)
         mask = AttentionMask.causal() if attn_mask is None else attn_mask
         x = self.embeddings(input_ids, pos_ids=pos_ids, key=k_embed)
-        return self.transformer(x, mask, key=k_transformer, trajectory=trajectory)
+        return self.transformer(x, mask, control=control, key=k_transformer, trajectory=trajectory)
 
 
 def _build(config: NeuralOdeConfig, *, ordinary: bool, times: tuple[float, ...], key):
-    block = config.ordinary_block if ordinary else config.block
-    weights = PerLayerConfig() if ordinary else config.weights
-    return weights.build(lambda *, key: block.init(config.Embed, key=key), times, key=key)
+    """The time-dependent block of the flow, or of the ordinary layers around it."""
+    if ordinary:
+        return PerLayerConfig().build(lambda *, key: config.ordinary_block.init(config.Embed, key=key), times, key=key)
+
+    def init_block(*, key):
+        return config.block.init(config.Embed, key=key)
+
+    control = config.control
+    if control is None:
+        return config.weights.build(init_block, times, key=key)
+    k_weights, k_control, k_shift = jax.random.split(key, 3)
+    if isinstance(config.weights, PerLayerConfig):
+
+        def init_controlled(*, key):
+            k_block, k_control = jax.random.split(key)
+            return Controlled.init(init_block(key=k_block), config.Embed, control.dim, control.alpha, key=k_control)
+
+        return config.weights.build(init_controlled, times, key=k_weights)
+    block = config.weights.build(init_block, times, key=k_weights)
+    controlled = Controlled.init(block, config.Embed, control.dim, control.alpha, key=k_control)
+    return dataclasses.replace(controlled, shift=TimeShift.init(config.Embed, key=k_shift))
+
+
+def _check_control(config: NeuralOdeConfig, tokens: NamedArray, control: NamedArray) -> None:
+    if config.control is None:
+        raise UserError(
+            "This model has no control (`model.control` is null), so it cannot be given one. Train a model with"
+            " `model.control: {dim: N}`, or leave the control out."
+        )
+    axes = {a.name: a.size for a in control.axes}
+    if axes.pop(CONTROL, None) != config.control.dim:
+        raise UserError(f"The control needs an axis `control` of size {config.control.dim}, got axes {control.axes}.")
+    allowed = {a.name: a.size for a in tokens.axes}
+    if any(allowed.get(name) != size for name, size in axes.items()):
+        raise UserError(f"The other axes of the control must be axes of the tokens {tokens.axes}, got {control.axes}.")

@@ -72,9 +72,7 @@ def load_run(path: str | os.PathLike, checkpoint_step: int | None = None) -> Run
         shape = eqx.filter_eval_shape(build, jax.random.PRNGKey(0))
         checkpoint = directory.checkpoints / f"step-{step}"
         try:
-            with _without_warnings(
-                "levanter.tensorstore_serialization"
-            ):  # of parts that are None, as they should
+            with _without_warnings("levanter.tensorstore_serialization"):  # of parts that are None, as they should
                 model = load_checkpoint(shape, str(checkpoint), subpath="model", axis_mapping={}, mesh=mesh)
         except (ValueError, FileNotFoundError) as error:
             raise unreadable_checkpoint(checkpoint, error) from error
@@ -92,11 +90,7 @@ def find_run(path: str | os.PathLike) -> RunDirectory:
         raise UserError(f"{path} is not a run directory: it has no config.yaml{listing}")
     runs = sorted(str(found.parent) for found in directory.path.parent.glob("*/config.yaml"))
     near = difflib.get_close_matches(str(directory.path), runs, n=3) or runs[:8]
-    listing = (
-        f"runs in {directory.path.parent}: {', '.join(near)}"
-        if near
-        else f"{directory.path.parent} has no runs"
-    )
+    listing = f"runs in {directory.path.parent}: {', '.join(near)}" if near else f"{directory.path.parent} has no runs"
     raise UserError(f"there is no run {path}; {listing}")
 
 
@@ -134,14 +128,11 @@ def _without_warnings(name: str) -> Iterator[None]:
 def _choose_step(directory: RunDirectory, wanted: int | None) -> int:
     steps = checkpoint_steps(directory.checkpoints)
     if not steps:
-        raise UserError(
-            f"the run {directory.path} has no checkpoint yet; it writes one when it ends or is stopped"
-        )
+        raise UserError(f"the run {directory.path} has no checkpoint yet; it writes one when it ends or is stopped")
     if wanted is None:
         return steps[-1]
     if wanted not in steps:
         raise UserError(
-            f"the run {directory.path} has no checkpoint of step {wanted}; there are: "
-            + ", ".join(map(str, steps))
+            f"the run {directory.path} has no checkpoint of step {wanted}; there are: " + ", ".join(map(str, steps))
         )
     return wanted

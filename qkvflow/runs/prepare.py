@@ -101,8 +101,8 @@ def full_disk_is_told(directory: RunDirectory) -> Iterator[None]:
         causes = [error, error.__cause__, error.__context__]
         if any(os.strerror(errno.ENOSPC) in str(cause) for cause in causes):
             raise UserError(
-                f"the disk of {directory.path} became full. Make room and give the same command again: the run "
-                "continues from its newest complete checkpoint"
+                f"the disk of {directory.path} became full. Make room and give the same command again: the "
+                "run continues from its newest complete checkpoint"
             ) from error
         raise
 
@@ -126,7 +126,8 @@ def _make_writable(directory: RunDirectory) -> None:
 def _begin(directory: RunDirectory, config: C) -> PreparedRun[C]:
     # What a start that failed before `commit` may have left.
     ours = (directory.lock.name, directory.log.name, directory.tokenizer.name)
-    strangers = sorted(entry.name for entry in directory.path.iterdir() if entry.name not in ours)
+    found = {entry.name for entry in directory.path.iterdir()}
+    strangers = sorted(name for name in found - set(ours) if not name.startswith("train."))
     if strangers:
         raise UserError(
             f"{directory.path} is not a run directory (it has no config.yaml) and is not empty: it holds "
@@ -149,9 +150,7 @@ def _reopen(directory: RunDirectory, config: C) -> PreparedRun[C]:
         config = dataclasses.replace(config, vocab_size=stored.vocab_size)
     changes = differences(stored, config)
     if changes and not config.accept_changes:
-        lines = "\n".join(
-            f"  {key}: {_show(old)} there, {_show(new)} given" for key, (old, new) in changes.items()
-        )
+        lines = "\n".join(f"  {key}: {_show(old)} there, {_show(new)} given" for key, (old, new) in changes.items())
         raise UserError(
             f"the run {directory.path} was started with another configuration:\n{lines}\n"
             "Nothing was changed. For a new run, add --trainer.id NAME; to continue this one with the new "

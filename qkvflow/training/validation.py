@@ -1,6 +1,5 @@
 """Loss on the validation text, by Levanter's evaluator."""
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,6 +9,8 @@ from levanter.data import AsyncDataset
 from levanter.eval import cb_tagged_lm_evaluate
 from levanter.tracker.tracker import NoopTracker
 from levanter.trainer import Trainer
+
+from qkvflow.progress import perplexity
 
 
 class Validation:
@@ -51,8 +52,7 @@ class Validation:
         with levanter.tracker.current_tracker(collected):
             self._evaluate(info)
         loss = float(collected.metrics["eval/loss"])
-        perplexity = math.exp(min(loss, 700.0))
-        levanter.tracker.log({**collected.metrics, "eval/perplexity": perplexity}, step=info.step)
+        levanter.tracker.log({**collected.metrics, "eval/perplexity": perplexity(loss)}, step=info.step)
         return loss
 
 

@@ -9,3 +9,4 @@ from qkvflow.weights.config import PerLayerConfig as PerLayerConfig
 from qkvflow.weights.config import WeightsConfig as WeightsConfig
 from qkvflow.weights.generated import Generated as Generated
 from qkvflow.weights.per_layer import PerLayer as PerLayer
+from qkvflow.weights.shift import TimeShift as TimeShift

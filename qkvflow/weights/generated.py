@@ -33,10 +33,13 @@ class TimeNetwork(eqx.Module):
     sinusoidal_dim: int = eqx.field(static=True)
 
     @staticmethod
-    def init(time_embed_dim: int, sinusoidal_dim: int, scales: GeneratedScales, *, key) -> "TimeNetwork":
+    def init(
+        time_embed_dim: int, sinusoidal_dim: int, scales: GeneratedScales, *, key, name: str = TIME_EMBED
+    ) -> "TimeNetwork":
+        """`name`: what the output axis is called; `sinusoidal_dim` 0 leaves t as the only feature."""
         k_lin1, k_lin2 = jax.random.split(key)
         Sinusoid = Axis(SINUSOID, 2 * sinusoidal_dim + 1)
-        Hidden, Out = Axis(TIME_HIDDEN, time_embed_dim), Axis(TIME_EMBED, time_embed_dim)
+        Hidden, Out = Axis(TIME_HIDDEN, time_embed_dim), Axis(name, time_embed_dim)
         std1 = scales.lin1 if scales.lin1 is not None else (2 / Sinusoid.size) ** 0.5
         std2 = scales.lin2 if scales.lin2 is not None else (1 / Hidden.size) ** 0.5
         return TimeNetwork(

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 TOKEN_EMBEDDING = 0.02
 POSITION_EMBEDDING = 0.01
-TIME_SHARE = 0.3
+TIME_SHARE = 0.1
 
 
 @dataclass(frozen=True)

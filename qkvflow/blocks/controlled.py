@@ -1,0 +1,45 @@
+"""A block with shifted input and scaled output: the vector field of the ODE flow hybrid.
+
+    B_u(x; W, s, C, alpha) = alpha B(x + s + C u; W)
+
+s: {embed}, the shift by layer-time (a function of t in the flow, see `qkvflow.weights.shift`);
+C: {control} -> {embed}; u: the control, {..., control}, or None; alpha: a learned scale, 0.1 at first.
+Source: `ODEFunc` of PeterJemley/Continuous-Depth-Transformers-with-Learned-Control-Dynamics (arXiv 2601.10007).
+Differs from the source: C has no bias (s has one), so that no control and control zero are the same.
+"""
+
+import equinox as eqx
+import haliax as hax
+import haliax.nn as hnn
+from haliax import Axis, NamedArray
+from levanter.layers.attention import AttentionMask
+
+from qkvflow.axes import CONTROL
+
+
+class Controlled(eqx.Module):
+    """B_u: {..., position, embed} -> {..., position, embed}."""
+
+    block: eqx.Module
+    shift: NamedArray  # {embed}
+    control: hnn.Linear
+    alpha: NamedArray  # {}
+
+    @staticmethod
+    def init(block: eqx.Module, Embed: Axis, dim: int, alpha: float, *, key) -> "Controlled":
+        """Around `block`, with a zero shift."""
+        control = hnn.Linear.init(Axis(CONTROL, dim), Embed, key=key, use_bias=False, out_first=False)
+        return Controlled(block, hax.zeros(Embed), control, hax.full((), alpha))
+
+    def __call__(
+        self,
+        x: NamedArray,
+        mask: AttentionMask | NamedArray | None,
+        *,
+        control: NamedArray | None = None,
+        key=None,
+    ) -> NamedArray:
+        h = x + self.shift.astype(x.dtype)
+        if control is not None:
+            h = h + self.control(control.astype(x.dtype))
+        return self.block(h.rearrange(x.axes), mask, key=key) * self.alpha.astype(x.dtype)

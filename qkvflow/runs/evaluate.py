@@ -1,0 +1,88 @@
+"""Validation loss of any language model on the text of a run, by Levanter's evaluator."""
+
+from pathlib import Path
+
+import haliax as hax
+import jax
+import jax.numpy as jnp
+from haliax import Axis, NamedArray
+from haliax.partitioning import set_mesh
+from levanter.data import DataLoader
+from levanter.eval import TaggedEvaluator
+from levanter.models.lm_model import LmExample, LmHeadModel
+from levanter.trainer import TrainerConfig
+
+from qkvflow.axes import BATCH
+from qkvflow.data import check_enough_tokens
+from qkvflow.errors import UserError
+from qkvflow.runs.load import Run
+
+
+class RunEvaluator:
+    """Evaluates models on the validation sets of a run; on all devices of this machine, whatever it trained on."""
+
+    def __init__(self, run: Run, batch_size: int | None = None, max_batches: int | None = None):
+        """
+        Args:
+            run: its data and sequence length; the model to evaluate is given later.
+            batch_size: sequences at a time; as in training by default.
+            max_batches: of each validation set; all by default.
+
+        Errors: `UserError` if the run has no validation text.
+        """
+        config = run.config
+        size = batch_size or max(1, config.trainer.batch_schedule.batch_size_at_step(0))
+        size = max(1, size // jax.device_count()) * jax.device_count()
+        self.Batch = Axis(BATCH, size)
+        self.Pos = config.model.max_Pos.resize(config.train_seq_len or config.model.max_seq_len)
+        self._trainer = TrainerConfig(train_batch_size=size)
+        data = config.data.resolve(Path(run.path) / "tokenizer")
+        check_enough_tokens(data, self.Pos.size)
+        with set_mesh(self._trainer.device_mesh):
+            self._sets = data.tagged_eval_sets(self.Pos)
+        if not self._sets:
+            raise UserError(
+                f"the run {run.path} has no validation text: its data gives none (data.validation, or"
+                " data.validation_fraction)"
+            )
+        self._limit = None if max_batches is None else max_batches * size
+        self._mp = config.trainer.mp
+
+    def loss(self, model: LmHeadModel) -> float:
+        """Mean over all tokens of all validation sets, nats per token; in the precision of the run."""
+        mapping = self._trainer.compute_axis_mapping
+
+        def per_token(model, batch):
+            model = self._mp.cast_to_compute(model)
+            losses = model.compute_next_token_loss(batch, reduction=None, reduction_axis=())
+            targets = hax.roll(batch.tokens, -1, self.Pos)
+            return losses.array, batch.loss_weight.array, targets.array
+
+        evaluator = TaggedEvaluator(
+            EvalBatch=self.Batch,
+            tagged_eval_sets=self._sets,
+            loss_fn=per_token,
+            device_mesh=self._trainer.device_mesh,
+            axis_mapping=mapping,
+            max_examples_per_dataset=self._limit,
+        )
+        with set_mesh(self._trainer.device_mesh), hax.axis_mapping(mapping):
+            return float(evaluator.evaluate(model).micro_avg_loss)
+
+    def example(self) -> LmExample:
+        """The first batch of the first validation set."""
+        with set_mesh(self._trainer.device_mesh):
+            loader = DataLoader(
+                self._sets[0][0],
+                batch_size=self.Batch.size,
+                mesh=self._trainer.device_mesh,
+                axis_resources=self._trainer.compute_axis_mapping,
+                batch_axis_name=BATCH,
+            )
+            return next(iter(loader))
+
+
+def relative_displacement(x0: NamedArray, x1: NamedArray) -> float:
+    """||x1 - x0|| / ||x0|| over all axes: how far the flow carries its state. 0 means that it does nothing."""
+    moved, start = (jnp.sqrt(jnp.sum(jnp.square(x.array.astype(jnp.float32)))) for x in (x1 - x0, x0))
+    return float(moved / start)
