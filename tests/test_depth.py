@@ -33,7 +33,7 @@ def plan(solver="euler", steps=4, evaluate="in_scan", **kwargs) -> Plan:
     return DepthConfig(solver=solver, steps=steps, evaluate=evaluate, **kwargs).plan("in_scan")
 
 
-def times_of(t):
+def times_of(params, t):
     """A stand-in for weights: W(t) = t itself, exact, in the default float type."""
     values = jnp.asarray(np.asarray(t.values))
     if isinstance(t, Grid):
@@ -48,7 +48,7 @@ def test_order_of_convergence():
     """
     with jax.enable_x64(True):
         field, x0 = rotation(1.0)
-        reference = integrate(field, times_of, x0, plan("dopri8", 400)).array
+        reference = integrate(field, times_of, None, x0, plan("dopri8", 400)).array
         for solver, order in ORDER.items():
             steps = {1: (128, 256, 512), 5: (24, 32, 48), 8: None}.get(order, (32, 48, 64))
             if steps is not None:
@@ -58,7 +58,7 @@ def test_order_of_convergence():
 def test_order_of_dopri8_is_at_least_8():
     with jax.enable_x64(True):
         field, x0 = rotation(2.0)
-        reference = integrate(field, times_of, x0, plan("dopri8", 400)).array
+        reference = integrate(field, times_of, None, x0, plan("dopri8", 400)).array
         assert slope(field, x0, reference, "dopri8", (12, 16, 24)) > 7.8
 
 
@@ -66,11 +66,13 @@ def rotation(scale):
     rng = np.random.default_rng(0)
     x0 = hax.named(jnp.asarray(rng.normal(size=4)), Embed)
     a, b = (hax.named(jnp.asarray(m - m.T) * scale, ("out", "embed")) for m in rng.normal(size=(2, 4, 4)))
-    return (lambda t, x, key: hax.dot(a + t * b, x, axis="embed").rename({"out": "embed"})), x0
+    return (lambda t, x, args, key: hax.dot(a + t * b, x, axis="embed").rename({"out": "embed"})), x0
 
 
 def slope(field, x0, reference, solver, steps):
-    errors = [float(jnp.abs(integrate(field, times_of, x0, plan(solver, n)).array - reference).max()) for n in steps]
+    errors = [
+        float(jnp.abs(integrate(field, times_of, None, x0, plan(solver, n)).array - reference).max()) for n in steps
+    ]
     return np.polyfit(np.log(1 / np.asarray(steps)), np.log(errors), 1)[0]
 
 
@@ -88,20 +90,20 @@ def test_fixed_grid_equals_diffrax(solver):
         diffrax.ODETerm(vector_field), solver_by_name(solver), 0.0, 1.0, dt0=0.125, y0=x0
     ).ys[0]
 
-    def field(t, x, key):
+    def field(t, x, args, key):
         return hax.named(vector_field(t.array, x.array, None), "embed")
 
-    ours = integrate(field, times_of, hax.named(x0, Embed), plan(solver, 8, endpoint="left"))
+    ours = integrate(field, times_of, None, hax.named(x0, Embed), plan(solver, 8, endpoint="left"))
     np.testing.assert_allclose(ours.array, reference, rtol=2e-6, atol=2e-6)
 
 
 @pytest.mark.parametrize("solver", ["euler", "rk4", "bosh3", "dopri8"])
 def test_batched_and_in_scan_see_the_same_times(solver):
-    def field(t, x, key):
+    def field(t, x, args, key):
         return x * hax.sin(9 * t)
 
     x0 = hax.ones(Embed)
-    a, b = (integrate(field, times_of, x0, plan(solver, 5, evaluate=e)) for e in ("batched", "in_scan"))
+    a, b = (integrate(field, times_of, None, x0, plan(solver, 5, evaluate=e)) for e in ("batched", "in_scan"))
     np.testing.assert_array_equal(a.array, b.array)
 
 

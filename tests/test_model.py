@@ -79,13 +79,15 @@ def test_one_dropout_mask_per_step_shared_by_its_stages():
     drop = hax.nn.Dropout(0.5)
     seen = []
 
-    def field(t, x, key):
+    def field(t, x, args, key):
         mask = drop(hax.ones(Embed), key=key)
         jax.debug.callback(lambda m: seen.append(np.asarray(m)), mask.array, ordered=True)
         return mask
 
     plan = DepthConfig(solver="heun", steps=2, adjoint="direct").plan("in_scan")
-    integrate(field, lambda t: t, hax.zeros(Embed), plan, key=jax.random.PRNGKey(0)).array.block_until_ready()
+    integrate(
+        field, lambda params, t: t, None, hax.zeros(Embed), plan, key=jax.random.PRNGKey(0)
+    ).array.block_until_ready()
     jax.effects_barrier()
     assert len(seen) == 4
     np.testing.assert_array_equal(seen[0], seen[1])

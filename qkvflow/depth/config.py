@@ -1,45 +1,92 @@
 """YAML `depth:` how the model travels from t = 0 to t = 1."""
 
+import dataclasses
 from dataclasses import dataclass
 
+from qkvflow.depth.general import GeneralPlan, Tolerances
 from qkvflow.depth.plan import Plan
-from qkvflow.depth.solvers import solver_by_name, tableau
+from qkvflow.depth.solvers import has_error_estimate, solver_by_name, tableau
 from qkvflow.errors import UserError
 
 ENDPOINTS = ("right", "left")
 STEP_SIZES = ("uniform", "residual")
-ADJOINTS = ("checkpoint", "direct")
+ADJOINTS = ("checkpoint", "direct", "reversible", "backsolve")
 EVALUATE = ("auto", "batched", "in_scan")
+TIME_SAMPLING = ("fixed", "jitter")
+COUPLING = 0.99  # the value of McCallum and Foster
+MAX_STEPS = 256
+
+
+@dataclass(frozen=True)
+class StepRange:
+    """A number of steps drawn for each training batch from `choices` numbers between `min` and `max`, in equal ratios.
+
+    Each is compiled once. Evaluation and everything else that is not training takes `max` steps.
+    """
+
+    min: int
+    max: int
+    choices: int = 3
+
+    def __post_init__(self):
+        if not 1 <= self.min < self.max:
+            raise UserError(f"steps: min ({self.min}) must be at least 1 and below max ({self.max}).")
+        if self.choices < 2:
+            raise UserError(
+                f"choices must be at least 2, got {self.choices}. For one number of steps write it as steps."
+            )
+
+    @property
+    def values(self) -> tuple[int, ...]:
+        """The numbers of steps, ascending, without repetition."""
+        ratio = self.max / self.min
+        return tuple(sorted({round(self.min * ratio ** (i / (self.choices - 1))) for i in range(self.choices)}))
 
 
 @dataclass(frozen=True)
 class DepthConfig:
-    """A fixed grid of `steps` steps of `solver`.
+    """A fixed grid of `steps` steps of `solver`; with `rtol` or `atol` steps of adaptive length.
 
+    steps: a number, or a range from which training draws (`StepRange`). With tolerances, 1/steps is the length of the
+        first step that is tried.
     endpoint: which end of its step Euler sees (`right` as in the paper, `left`); methods with several stages have
         their own places within the step, and do not read it.
     step_size: `uniform`, h = 1/steps, an ODE on [0, 1]; `residual`, h = 1, an ordinary residual network (Euler only).
-    adjoint: `checkpoint`, exact gradients, stores one state per step and recomputes the rest; `direct`, exact
-        gradients, stores everything.
-    evaluate: when W(t) is computed, see `qkvflow.depth.fixed`.
+    adjoint: how gradients are made (docs/depth.md compares). `checkpoint`, exact, stores one state per step and
+        recomputes the rest; `direct`, exact, stores everything; `reversible`, exact, memory independent of the number
+        of steps, by a scheme that takes twice the evaluations; `backsolve`, the continuous adjoint, approximate.
+    coupling: lambda in (0, 1] of the reversible scheme, `reversible` has 0.99 by default; with `checkpoint` or `direct`
+        it asks for the same scheme, differentiated in another way.
+    evaluate: when W(t) is computed, see `qkvflow.depth.fixed`; `auto` is what is faster for the weights at hand.
+    time_sampling: `jitter` shifts the grid at random in each training step, which then has one step more, see
+        `qkvflow.depth.jitter`.
+    rtol, atol: tolerances of adaptive steps (one given, the other is the same). WARNING: step sizes are chosen from the
+        whole batch, so the model is not strictly causal, and cannot be cached in generation.
+    max_steps: of a solve with tolerances, rejected ones included; hitting it is an error. 256 by default.
     """
 
     solver: str = "euler"
-    steps: int = 12
+    steps: int | StepRange = 12
     endpoint: str = "right"
     step_size: str = "uniform"
     adjoint: str = "checkpoint"
+    coupling: float | None = None
     evaluate: str = "auto"
+    time_sampling: str = "fixed"
+    rtol: float | None = None
+    atol: float | None = None
+    max_steps: int | None = None
 
     def __post_init__(self):
         tab = tableau(solver_by_name(self.solver))
-        if self.steps < 1:
+        if isinstance(self.steps, int) and self.steps < 1:
             raise UserError(f"steps must be at least 1, got {self.steps}.")
         for name, choices in (
             ("endpoint", ENDPOINTS),
             ("step_size", STEP_SIZES),
             ("adjoint", ADJOINTS),
             ("evaluate", EVALUATE),
+            ("time_sampling", TIME_SAMPLING),
         ):
             if getattr(self, name) not in choices:
                 raise UserError(f"{name}: {getattr(self, name)!r} is not known. Choices: {', '.join(choices)}.")
@@ -48,14 +95,118 @@ class DepthConfig:
                 f"step_size: residual is a plain residual network, x + B(x), and has no meaning for {self.solver}, a"
                 f" method with {tab.stages} stages. Use solver: euler, or step_size: uniform."
             )
+        if self.step_size == "residual" and (self.time_sampling == "jitter" or isinstance(self.steps, StepRange)):
+            raise UserError(
+                "step_size: residual has steps of length 1, whose number and places cannot be drawn at random. Use"
+                " step_size: uniform."
+            )
+        self._check_coupling()
+        self._check_tolerances()
+        if self.is_general:
+            self._check_general()
 
-    def plan(self, evaluate: str) -> Plan:
-        """The plan; `evaluate` (`batched` or `in_scan`) is what `auto` stands for with the weights at hand."""
+    @property
+    def is_adaptive(self) -> bool:
+        """Whether step lengths follow the state."""
+        return self.rtol is not None or self.atol is not None
+
+    @property
+    def is_general(self) -> bool:
+        """Whether diffrax's own loop is used, `qkvflow.depth.general`."""
+        return self.is_adaptive or self.adjoint == "backsolve"
+
+    @property
+    def reading_steps(self) -> int:
+        """The number of steps outside training."""
+        return self.steps if isinstance(self.steps, int) else self.steps.max
+
+    def plan(self, evaluate: str) -> Plan | GeneralPlan:
+        """The plan outside training; `evaluate` (`batched` or `in_scan`) is what `auto` stands for here."""
+        return self._plan(evaluate, self.reading_steps)
+
+    def training_plans(self, evaluate: str) -> tuple[Plan, ...]:
+        """The plans of which one is drawn for each training batch; none if training is done with `plan`."""
+        if self.time_sampling == "fixed" and isinstance(self.steps, int):
+            return ()
+        values = (self.steps,) if isinstance(self.steps, int) else self.steps.values
+        plans = (self._plan(evaluate, steps) for steps in values)
+        if self.time_sampling == "fixed":
+            return tuple(plans)
+        return tuple(dataclasses.replace(p, steps=p.steps + 1, step=1.0 / (p.steps + 1), jitter=True) for p in plans)
+
+    def on_grid(self, steps: int | None = None, **changes) -> "DepthConfig":
+        """The same flow on a fixed grid of `steps` steps (default: `reading_steps`), nothing drawn at random."""
+        fixed = {"rtol": None, "atol": None, "max_steps": None, "time_sampling": "fixed"}
+        adjoint = "checkpoint" if self.adjoint == "backsolve" else self.adjoint
+        steps = self.reading_steps if steps is None else steps
+        return dataclasses.replace(self, steps=steps, **{"adjoint": adjoint, **fixed, **changes})
+
+    def _plan(self, evaluate: str, steps: int) -> Plan | GeneralPlan:
+        if self.is_general:
+            tolerances = None
+            if self.is_adaptive:
+                rtol, atol = (b if a is None else a for a, b in ((self.rtol, self.atol), (self.atol, self.rtol)))
+                tolerances = Tolerances(rtol, atol, MAX_STEPS if self.max_steps is None else self.max_steps)
+            return GeneralPlan(self.solver, steps, tolerances, self.adjoint)
         return Plan(
             tableau=tableau(solver_by_name(self.solver)),
-            steps=self.steps,
+            steps=steps,
             endpoint=self.endpoint,
-            step=1.0 / self.steps if self.step_size == "uniform" else 1.0,
+            step=1.0 / steps if self.step_size == "uniform" else 1.0,
             adjoint=self.adjoint,
             evaluate=evaluate if self.evaluate == "auto" else self.evaluate,
+            coupling=COUPLING if self.adjoint == "reversible" and self.coupling is None else self.coupling,
         )
+
+    def _check_coupling(self) -> None:
+        if self.coupling is None:
+            return
+        if not 0.0 < self.coupling <= 1.0:
+            raise UserError(f"coupling must lie in (0, 1], got {self.coupling}. The usual value is {COUPLING}.")
+        if self.is_general:
+            raise UserError(
+                "coupling belongs to the reversible scheme on a fixed grid, and has no meaning with tolerances or"
+                " adjoint: backsolve. Leave it out."
+            )
+
+    def _check_tolerances(self) -> None:
+        for name in ("rtol", "atol"):
+            value = getattr(self, name)
+            if value is not None and not value > 0.0:
+                raise UserError(f"{name} must be positive, got {value}.")
+        if not self.is_adaptive:
+            if self.max_steps is not None:
+                raise UserError(
+                    "max_steps bounds adaptive steps, and this grid is fixed: leave it out, or give rtol and atol."
+                )
+            return
+        if self.max_steps is not None and self.max_steps < 1:
+            raise UserError(f"max_steps must be at least 1, got {self.max_steps}.")
+        if not has_error_estimate(solver_by_name(self.solver)):
+            raise UserError(
+                f"rtol, atol: {self.solver} estimates no error, so its steps are fixed. Leave the tolerances out, or"
+                " use solver: tsit5 (or another that adapts: midpoint, heun, ralston, bosh3, dopri5, dopri8)."
+            )
+        if self.adjoint == "reversible":
+            raise UserError(
+                "adjoint: reversible walks a fixed grid back; with tolerances use adjoint: checkpoint, or leave out"
+                " rtol and atol."
+            )
+
+    def _check_general(self) -> None:
+        what = "adaptive steps (rtol, atol)" if self.is_adaptive else "adjoint: backsolve"
+        if self.time_sampling == "jitter" or isinstance(self.steps, StepRange):
+            raise UserError(
+                f"{what} cannot go with steps drawn at random: use time_sampling: fixed and one number of steps."
+            )
+        if self.step_size == "residual":
+            raise UserError(f"step_size: residual has steps of length 1, {what} solves an ODE on [0, 1]: use uniform.")
+        if self.endpoint == "left" and self.is_adaptive:
+            raise UserError("endpoint: left is Euler's on a fixed grid; adaptive steps do not read it. Leave it out.")
+        if self.endpoint == "right" and self.solver == "euler":
+            raise UserError(
+                "adjoint: backsolve is diffrax's, whose Euler sees the left end of a step: set endpoint: left, or use"
+                " another solver."
+            )
+        if self.evaluate == "batched":
+            raise UserError(f"evaluate: batched needs times known beforehand; with {what} use evaluate: auto.")

@@ -8,62 +8,111 @@ The weights W(t) come in one of two ways, with the same numbers:
 from collections.abc import Callable
 from typing import Any
 
+import equinox as eqx
 import haliax as hax
 import jax
+import jax.numpy as jnp
 from haliax import Axis, NamedArray
 
 from qkvflow.axes import LAYERS, STEPS
+from qkvflow.depth import reversible
+from qkvflow.depth.jitter import jittered
 from qkvflow.depth.plan import Plan
+from qkvflow.depth.steps import forward, increment, pair_dtype
 from qkvflow.time import GridPoint, grid
 
-Field = Callable[[Any, NamedArray, Any], NamedArray]
+At = Callable[[Any, Any], Any]
+Field = Callable[[Any, NamedArray, Any, Any], NamedArray]
 
 
-def integrate(field: Field, at: Callable, x: NamedArray, plan: Plan, *, key=None, trajectory: bool = False):
-    """x(1) from x(0) = `x` under dx/dt = field(W(t), x, key).
+def integrate(
+    field: Field, at: At, params, x: NamedArray, plan: Plan, *, args=None, key=None, trajectory: bool = False
+):
+    """x(1) from x(0) = `x` under dx/dt = field(W(t), x, args, key), W(t) = at(params, t).
 
     Args:
-        field: the vector field; its first argument is what `at` returns, its last a key or None.
-        at: t -> W(t); takes a `Grid` (an axis `layers`) or a `GridPoint`. Gradients flow through what it closes over.
+        field: the vector field. Neither it nor `at` may close over anything that has a gradient.
+        at: takes `params` and a `Grid` (an axis `layers`), a `GridPoint`, or a traced time.
+        params: what the weights are made of; any pytree.
         x: the state, NamedArray; its dtype is kept.
-        key: for dropout. One mask per step, shared by the stages of the step: the field is a function within a step.
+        args: what else the field reads (a mask, a control); any pytree.
+        key: for dropout and jitter. One mask per step, shared by the stages of the step: the field is a function
+            within a step.
         trajectory: also return the states after each step, with the axis `layers` in front.
     Returns:
         x(1), or (x(1), states).
     """
     Steps = Axis(STEPS, plan.steps)
-    rows = hax.named(jax.numpy.asarray(plan.time_rows), (Steps, "slot"))
-    keys = jax.random.split(key, plan.steps) if key is not None else None
-    batched = _slots(at(grid(plan.times)), plan, Steps) if plan.evaluate == "batched" else None
+    times, lengths = None, None
+    if plan.jitter:
+        key_grid, key = jax.random.split(key)
+        times, lengths = jittered(plan, key_grid)
+    rows = _Rows(
+        weights=None,
+        indices=jnp.asarray(plan.time_rows),
+        key=jax.random.split(key, plan.steps) if key is not None else None,
+        length=lengths,
+    )
+    shared = _Shared(params, args, times, None)
+    if plan.evaluate == "batched":
+        stacked = at(params, grid(plan.times) if times is None else times)
+        slots = _slots(stacked, plan, Steps)
+        per_step, unstacked = eqx.partition(slots, _has_steps, is_leaf=_is_named)
+        rows = eqx.tree_at(lambda r: r.weights, rows, per_step, is_leaf=_is_none)
+        # Everything that the steps need is there: without `params` no gradient of them is carried along.
+        shared = _Shared(None, args, None, unstacked)
 
-    def step(x: NamedArray, rows: NamedArray, keys, batched):
-        def weights(slot: int):
-            return batched[slot] if batched is not None else at(GridPoint(plan.times, rows["slot", slot].array))
+    def psi(x: NamedArray, shared: _Shared, row: _Rows, backward: bool) -> NamedArray:
+        def evaluate(slot: int, state: NamedArray) -> NamedArray:
+            dx = field(_weights(slot, shared, row, plan, at), state.astype(dtype), shared.args, row.key)
+            return dx.astype(state.dtype)
 
-        x = _runge_kutta(lambda slot, x: field(slot, x, keys), [weights(s) for s in range(len(plan.places))], x, plan)
-        return x, (x if trajectory else None)
+        return increment(evaluate, x, plan, plan.step if row.length is None else row.length, backward=backward)
 
-    remat = plan.adjoint == "checkpoint"
-    x, states = hax.scan(step, Steps, remat=remat)(x, rows, keys, batched)
-    return (x, states.rename({STEPS: LAYERS})) if trajectory else x
+    dtype = x.dtype
+    if plan.adjoint == "reversible" and not trajectory:
+        return reversible.integrate(psi, x, shared, rows, Steps, plan.coupling)
+
+    def step(state, row: _Rows):
+        if plan.coupling is None:
+            state = state + psi(state, shared, row, False)
+        else:
+            state = forward(lambda x, backward: psi(x, shared, row, backward), state, plan.coupling)
+        return state, (_state(state, dtype) if trajectory else None)
+
+    start = x if plan.coupling is None else (x.astype(pair_dtype(dtype)),) * 2
+    # In a trajectory of the reversible scheme gradients are those of `checkpoint`: equal, and with its memory.
+    end, states = hax.scan(step, Steps, remat=plan.adjoint != "direct")(start, rows)
+    return (_state(end, dtype), states.rename({STEPS: LAYERS})) if trajectory else _state(end, dtype)
 
 
-def _runge_kutta(field, weights: list, x: NamedArray, plan: Plan) -> NamedArray:
-    tab, h = plan.tableau, plan.step
-    ks: list[NamedArray] = []
-    for a_i, slot in zip(tab.a, plan.stage_slots, strict=True):
-        ks.append(field(weights[slot], _advance(x, h, a_i, ks)))
-    return _advance(x, h, tab.b, ks)
+class _Shared(eqx.Module):
+    """What all steps read."""
+
+    params: Any
+    args: Any
+    times: NamedArray | None  # of a jittered grid
+    unstacked: Any  # weights that do not depend on time, for each slot
 
 
-def _advance(x: NamedArray, h: float, coefficients, ks: list[NamedArray]) -> NamedArray:
-    terms = [(c, k) for c, k in zip(coefficients, ks, strict=False) if c != 0.0]
-    if not terms:
-        return x
-    total = terms[0][1] * terms[0][0] if terms[0][0] != 1.0 else terms[0][1]
-    for c, k in terms[1:]:
-        total = total + k * c
-    return (x + total * h if h != 1.0 else x + total).astype(x.dtype)
+class _Rows(eqx.Module):
+    """What one step reads; outside the scan with the axis `steps`."""
+
+    weights: Any  # for each slot
+    indices: jax.Array  # of the slots' times in `plan.times`
+    key: Any
+    length: jax.Array | None
+
+
+def _weights(slot: int, shared: _Shared, row: _Rows, plan: Plan, at: At):
+    if plan.evaluate == "batched":
+        return eqx.combine(row.weights[slot], shared.unstacked[slot], is_leaf=_is_named)
+    index = row.indices[slot]
+    return at(shared.params, GridPoint(plan.times, index) if shared.times is None else shared.times.array[index])
+
+
+def _state(state, dtype) -> NamedArray:
+    return state if isinstance(state, NamedArray) else state[0].astype(dtype)
 
 
 def _slots(stacked, plan: Plan, Steps: Axis) -> list:
@@ -80,5 +129,16 @@ def _slots(stacked, plan: Plan, Steps: Axis) -> list:
         array = leaf.array if len(index) == leaf.array.shape[0] else leaf.array[index[0] : index[-1] + 1 : stride]
         return hax.named(array, (Steps, *leaf.axes[1:]))
 
-    is_array = lambda x: isinstance(x, NamedArray)  # noqa: E731
-    return [jax.tree.map(lambda a, s=s: rows(a, s), stacked, is_leaf=is_array) for s in range(len(plan.places))]
+    return [jax.tree.map(lambda a, s=s: rows(a, s), stacked, is_leaf=_is_named) for s in range(len(plan.places))]
+
+
+def _has_steps(leaf) -> bool:
+    return isinstance(leaf, NamedArray) and STEPS in {a.name for a in leaf.axes}
+
+
+def _is_named(leaf) -> bool:
+    return isinstance(leaf, NamedArray)
+
+
+def _is_none(leaf) -> bool:
+    return leaf is None

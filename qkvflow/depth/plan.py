@@ -3,6 +3,9 @@
 Step k = 0..L-1 covers [k/L, (k+1)/L]. A stage at place c sees t = (k + c)/L. Euler has one stage, and `endpoint`
 says which end of its step it sees: `right` (k+1)/L as in the paper, `left` k/L as in diffrax.
 Steps are integers, never reciprocals: int(1/(1/93)) is 92 in floating point.
+
+With `coupling` the step is that of an algebraically reversible scheme (see `qkvflow.depth.steps`), which also looks
+back: a stage at place c is seen at (k + c)/L and at (k + 1 - c)/L. Euler looks back at the time it saw going forward.
 """
 
 from dataclasses import dataclass
@@ -14,7 +17,12 @@ from qkvflow.depth.solvers import Tableau
 
 @dataclass(frozen=True)
 class Plan:
-    """A fixed grid in depth. `step` is the length h of a step as the state sees it (1/L, or 1 for plain residuals)."""
+    """A fixed grid in depth.
+
+    step: the length h of a step as the state sees it (1/L, or 1 for plain residuals).
+    coupling: lambda of the reversible scheme; None for the solver's own step.
+    jitter: the grid is warped at random in each solve (see `qkvflow.depth.jitter`); `times` are those of no warp.
+    """
 
     tableau: Tableau
     steps: int
@@ -22,16 +30,24 @@ class Plan:
     step: float
     adjoint: str
     evaluate: str
+    coupling: float | None = None
+    jitter: bool = False
 
     @cached_property
     def places(self) -> tuple[Fraction, ...]:
         """The distinct places of the stages within a step, ascending."""
-        return tuple(sorted(set(self._stage_places)))
+        backward = self._backward_places if self.coupling is not None else ()
+        return tuple(sorted({*self._stage_places, *backward}))
 
     @cached_property
     def stage_slots(self) -> tuple[int, ...]:
         """For each stage, the index of its place in `places`."""
         return tuple(self.places.index(c) for c in self._stage_places)
+
+    @cached_property
+    def backward_slots(self) -> tuple[int, ...]:
+        """The same for a step of length -h from the end of the step (the reversible scheme has one)."""
+        return tuple(self.places.index(c) for c in self._backward_places)
 
     @cached_property
     def times(self) -> tuple[float, ...]:
@@ -47,7 +63,7 @@ class Plan:
     @property
     def evaluations(self) -> int:
         """Evaluations of the vector field from t = 0 to 1."""
-        return self.steps * self.tableau.stages
+        return self.steps * self.tableau.stages * (1 if self.coupling is None else 2)
 
     @cached_property
     def _stage_places(self) -> tuple[Fraction, ...]:
@@ -55,6 +71,12 @@ class Plan:
             return (Fraction(1 if self.endpoint == "right" else 0),)
         # Places like 8/9 are stored as floats; limiting the denominator recovers the fraction of the tableau.
         return tuple(Fraction(c).limit_denominator(10**6) for c in self.tableau.c)
+
+    @cached_property
+    def _backward_places(self) -> tuple[Fraction, ...]:
+        if self.tableau.stages == 1:
+            return self._stage_places
+        return tuple(1 - c for c in self._stage_places)
 
     @cached_property
     def _exact_times(self) -> tuple[Fraction, ...]:

@@ -90,3 +90,8 @@ def tableau(solver: diffrax.AbstractSolver) -> Tableau:
         tuple(tuple(a[i][j] for j in keep if j < i) for i in keep),
         tuple(b[i] for i in keep),
     )
+
+
+def has_error_estimate(solver: diffrax.AbstractSolver) -> bool:
+    """Whether the solver can adapt its steps: whether it has an embedded method."""
+    return isinstance(solver, diffrax.AbstractERK) and bool(np.any(solver.tableau.b_error))

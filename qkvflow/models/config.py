@@ -8,7 +8,7 @@ from levanter.models.lm_model import LmConfig
 
 from qkvflow.axes import EMBED
 from qkvflow.blocks import BlockConfig, Gpt2BlockConfig
-from qkvflow.depth import DepthConfig, Plan
+from qkvflow.depth import DepthConfig, GeneralPlan, Plan
 from qkvflow.errors import UserError
 from qkvflow.weights import GeneratedConfig, PerLayerConfig, WeightsConfig
 
@@ -52,6 +52,19 @@ class NeuralOdeConfig(LmConfig):
             if getattr(self, name) < least:
                 raise UserError(f"{name} must be at least {least}, got {getattr(self, name)}.")
         self.block.check(self.Embed)
+        if isinstance(self.weights, PerLayerConfig) and (self.depth.is_general or self.training_plans):
+            raise UserError(
+                "weights: per_layer has weights at the times of one fixed grid, and none between them: adaptive steps,"
+                " adjoint: backsolve, time_sampling: jitter and a range of steps need weights that are functions of"
+                " time (generated, modulated, constant)."
+            )
+        if self.depth.adjoint == "backsolve":
+            for name, value in vars(self.block).items():
+                if name.endswith("_pdrop") and name != "embed_pdrop" and value > 0:
+                    raise UserError(
+                        f"adjoint: backsolve solves the field back in time, and cannot with a mask of dropout drawn in"
+                        f" each step: set block.{name}: 0.0, or use adjoint: checkpoint or reversible."
+                    )
 
     @property
     def Embed(self) -> Axis:
@@ -64,9 +77,14 @@ class NeuralOdeConfig(LmConfig):
         return NeuralOdeLMHeadModel
 
     @property
-    def plan(self) -> Plan:
+    def plan(self) -> Plan | GeneralPlan:
         """Where and how the flow is evaluated in layer-time."""
         return self.depth.plan(self.weights.evaluate)
+
+    @property
+    def training_plans(self) -> tuple[Plan, ...]:
+        """Of which one is drawn for each training batch; none if training is done with `plan`."""
+        return self.depth.training_plans(self.weights.evaluate)
 
     def ordinary_plan(self, layers: int) -> Plan:
         """The plan of `layers` ordinary residual layers."""
@@ -83,11 +101,16 @@ class NeuralOdeConfig(LmConfig):
         """The configuration of this model discretised at `steps` steps: per-layer weights on that grid."""
         if steps < 1:
             raise UserError(f"steps must be at least 1, got {steps}.")
-        depth = dataclasses.replace(self.depth, steps=steps, evaluate="auto")
+        depth = self.depth.on_grid(steps, evaluate="auto")
         return dataclasses.replace(self, weights=PerLayerConfig(), depth=depth)
 
-    def flops_per_token(self, vocab_size: int, context_length: int) -> float:
-        """Forward FLOPs per token: block evaluations and head. Generating W(t) costs extra, once per batch."""
+    def flops_per_token(self, vocab_size: int, context_length: int) -> float | None:
+        """Forward FLOPs per token: block evaluations and head. Generating W(t) costs extra, once per batch.
+
+        None with adaptive steps, whose number is not known beforehand.
+        """
+        if self.plan.evaluations is None:
+            return None
         evaluations = self.plan.evaluations + self.prelude_layers + self.coda_layers
         block = self.block.flops_per_token(self.hidden_dim, context_length)
         return evaluations * block + 2 * self.hidden_dim * vocab_size

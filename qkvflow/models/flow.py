@@ -1,10 +1,11 @@
 """A flow: time-dependent weights and a plan, integrated. The one place where weights, block and depth meet."""
 
 import equinox as eqx
+import jax
 from haliax import NamedArray
 from haliax.nn.scan import Stacked
 
-from qkvflow.depth import Plan, integrate
+from qkvflow.depth import GeneralPlan, Plan, Statistics, integrate, solve
 from qkvflow.errors import UserError
 from qkvflow.time import grid
 from qkvflow.weights import PerLayer, at, evaluate
@@ -14,22 +15,37 @@ class Flow(eqx.Module):
     """x(0) -> x(1) under dx/dt = B(x; W(t)).
 
     weights: a block some of whose parts are functions of time; `at(weights, t)` is the block at t.
+    plan: how it is read outside training, and in training too if there are no `training_plans`, of which one is drawn
+        for each call that has a key.
     """
 
     weights: eqx.Module
-    plan: Plan = eqx.field(static=True)
+    plan: Plan | GeneralPlan = eqx.field(static=True)
+    training_plans: tuple[Plan, ...] = eqx.field(static=True, default=())
+    inference: bool = False
 
     def __call__(self, x: NamedArray, mask, *, key=None, trajectory: bool = False, **inputs: NamedArray | None):
         """x(1); with `trajectory` also the states after each step, {layers, ...}.
 
         inputs: what else the block takes: `pos_ids` (rotary positions; by default 0, 1, 2, ...), `control`.
         """
-        given = {name: value for name, value in inputs.items() if value is not None}
+        if not self.training_plans or self.inference or key is None or trajectory:
+            return self._integrate(self.plan, x, mask, inputs, key, trajectory)[0]
+        k_plan, key = jax.random.split(key)
+        branches = [
+            lambda x, key, plan=plan: self._integrate(plan, x, mask, inputs, key, False)[0]
+            for plan in self.training_plans
+        ]
+        if len(branches) == 1:
+            return branches[0](x, key)
+        return jax.lax.switch(jax.random.randint(k_plan, (), 0, len(branches)), branches, x, key)
 
-        def field(block, x, key):
-            return block(x, mask, key=key, **given)
-
-        return integrate(field, lambda t: evaluate(self.weights, t), x, self.plan, key=key, trajectory=trajectory)
+    def solve_statistics(self, x: NamedArray, mask, *, key=None, **inputs: NamedArray | None) -> Statistics:
+        """What the solve from x(0) = `x` costs; of interest for adaptive steps. Makes the whole solve."""
+        statistics = self._integrate(self.plan, x, mask, inputs, key, False)[1]
+        if statistics is None:
+            raise UserError("This flow has a fixed grid: its plan says what a solve costs (`plan.evaluations`).")
+        return statistics
 
     def discretise(self, plan: Plan) -> "Flow":
         """The same flow with its weights evaluated once and for all at the times of `plan`."""
@@ -41,3 +57,16 @@ class Flow(eqx.Module):
         if not isinstance(self.weights, PerLayer):
             raise UserError("These weights are functions of time, not a stack of blocks: call discretise(steps) first.")
         return self.weights.blocks
+
+    def _integrate(self, plan, x, mask, inputs: dict, key, trajectory) -> tuple:
+        """The result and, if diffrax made it, the statistics of the solve."""
+        given = {name: value for name, value in inputs.items() if value is not None}
+        options = {"args": (mask, given), "key": key, "trajectory": trajectory}
+        if isinstance(plan, GeneralPlan):
+            return solve(_field, evaluate, self.weights, x, plan, **options)
+        return integrate(_field, evaluate, self.weights, x, plan, **options), None
+
+
+def _field(block, x: NamedArray, args, key) -> NamedArray:
+    mask, inputs = args
+    return block(x, mask, key=key, **inputs)

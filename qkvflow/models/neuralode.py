@@ -47,7 +47,7 @@ class NeuralOdeTransformer(eqx.Module):
         plan = config.plan
         return NeuralOdeTransformer(
             ordinary(config.prelude_layers, k_prelude),
-            Flow(_build(config, ordinary=False, times=plan.times, key=k_flow), plan),
+            Flow(_build(config, ordinary=False, times=plan.times, key=k_flow), plan, config.training_plans),
             ordinary(config.coda_layers, k_coda),
             config.block.norm(config.Embed),
         )
@@ -178,9 +178,12 @@ class NeuralOdeLMHeadModel(LmHeadModel[NeuralOdeConfig]):
         """The ordinary model with the same weights at the times of a grid of `steps` steps (default: as trained).
 
         Its flow is a stack of `steps` ordinary blocks (`haliax.nn.Stacked`; methods with several stages have one block
-        for each distinct stage time), trainable on its own: at the trained number of steps the same function.
+        for each distinct stage time), trainable on its own: at the trained number of steps the same function, the
+        reversible scheme of `adjoint: reversible` included.
         """
-        config = self.config.at_depth(self.config.depth.steps if steps is None else steps)
+        if steps is None and self.config.depth.is_adaptive:
+            raise UserError("An adaptive model has no number of steps of its own: say how many, discretise(steps).")
+        config = self.config.at_depth(self.config.depth.reading_steps if steps is None else steps)
         flow = self.transformer.flow.discretise(config.plan)
         return dataclasses.replace(self, transformer=dataclasses.replace(self.transformer, flow=flow), _config=config)
 
@@ -190,7 +193,7 @@ class NeuralOdeLMHeadModel(LmHeadModel[NeuralOdeConfig]):
         plan = config.plan
         if isinstance(self.transformer.flow.weights, PerLayer):
             self.transformer.flow.weights.at(grid(plan.times))  # refuses times that it does not know
-        flow = dataclasses.replace(self.transformer.flow, plan=plan)
+        flow = dataclasses.replace(self.transformer.flow, plan=plan, training_plans=config.training_plans)
         return dataclasses.replace(self, transformer=dataclasses.replace(self.transformer, flow=flow), _config=config)
 
     def get_lm_head(self) -> NamedArray:

@@ -23,6 +23,7 @@ from haliax import Axis, NamedArray
 from qkvflow.axes import SINUSOID, TIME_EMBED, TIME_HIDDEN
 from qkvflow.time import Time, grid, sinusoidal_features
 from qkvflow.weights.base import TimeDependent, array_fields, replace_units
+from qkvflow.weights.product import project
 from qkvflow.weights.scales import TIME_SHARE, GeneratedScales, normal_linear
 
 
@@ -67,11 +68,10 @@ class Leaf(eqx.Module):
     constant: float = eqx.field(static=True)
 
     def __call__(self, e: NamedArray) -> NamedArray:
-        dtype = self.projection.dtype
-        w = hax.dot(e.astype(dtype), self.projection, axis=TIME_EMBED)
+        w = project(e, self.projection)
         if self.base is not None:
             w = w + self.base
-        return w + jnp.asarray(self.constant, dtype) if self.constant else w
+        return w + jnp.asarray(self.constant, w.dtype) if self.constant else w
 
 
 class Generated(TimeDependent):

@@ -9,7 +9,7 @@ For each smallest module m with parameters (a Linear, a norm, ...), with H = `hi
     others:  p(t) = p * g_{p,a}(t) * ...                                     gates of its own for each array and axis
 
 Scaling what goes into or comes out of a Linear is scaling the columns or rows of its weight and, for what comes out,
-its bias. So the gates M_1 .. M_4 that the source puts on activations are here: M_1 the `in` gate of attn.c_attn, M_2 the
+its bias. The gates M_1 .. M_4 that the source puts on activations are here: M_1 the `in` gate of attn.c_attn, M_2 the
 `out` gate of attn.c_proj, M_3 the `in` gate of mlp.c_fc, M_4 the `in` gate of mlp.c_proj.
 
 Source: scripts/test_time_indexed_weights.py of zaphrode/qkvflow; 1 + tanh (FiLM): its later THESIS.md.
