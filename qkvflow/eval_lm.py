@@ -7,7 +7,7 @@ displacement ||x(1) - x(0)|| / ||x(0)|| of the flow: a flow that does nothing re
 """
 
 import json
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import equinox as eqx
@@ -87,9 +87,9 @@ def _sweep(run, model: NeuralOdeLMHeadModel, steps, solvers, config: EvalConfig,
     trained = model.config.depth
     # All readings are asked for before the first is made, so that an impossible one costs nothing.
     models = [
-        model.with_depth(replace(trained, solver=solver, steps=n))
+        model.with_depth(trained.on_grid(n, solver=solver))
         for solver in solvers or [trained.solver]
-        for n in steps or [trained.steps]
+        for n in steps or [trained.reading_steps]
     ]
     evaluator = RunEvaluator(run, config.batch_size, config.max_eval_batches)
     example = evaluator.example()

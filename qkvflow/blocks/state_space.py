@@ -29,7 +29,7 @@ DELTA_RANGE = (1e-3, 1e-1)
 
 
 class StateSpace(eqx.Module):
-    """What does not look at the input: A_raw {state, embed}, delta_raw {embed}, D {embed}; not selective: B, C as A_raw."""
+    """What does not look at the input: A_raw {state, embed}, delta_raw, D {embed}; not selective: B, C as A_raw."""
 
     A_raw: NamedArray
     delta_raw: NamedArray
