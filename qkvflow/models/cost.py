@@ -88,9 +88,10 @@ def weight_evaluations(config: NeuralOdeConfig) -> int:
 
 
 def evaluations(config: LmConfig) -> int | None:
-    """Evaluations of B, or layers, that a token passes; None if unknown."""
+    """Evaluations of B, or layers, that a token passes; None if unknown, as with adaptive steps."""
     if isinstance(config, NeuralOdeConfig):
-        return config.plan.evaluations + config.prelude_layers + config.coda_layers
+        flow = config.plan.evaluations  # None: adaptive steps
+        return None if flow is None else flow + config.prelude_layers + config.coda_layers
     return getattr(config, "num_layers", None)
 
 
@@ -100,10 +101,12 @@ def kv_cache_width(config: LmConfig) -> int | None:
     Each stage of the solver sees other states, so each needs its own: Euler L, RK4 4 L; prelude and coda 1 per layer.
     """
     count = evaluations(config)
+    if count is None:
+        return None
     if isinstance(config, NeuralOdeConfig):
         return count * config.block.kv_cache_width(config.hidden_dim)
     heads = getattr(config, "num_kv_heads", None) or getattr(config, "num_heads", None)
-    if count is None or heads is None:
+    if heads is None:
         return None
     head_size = getattr(config, "head_dim", None) or config.Embed.size // config.num_heads
     return count * 2 * heads * head_size
