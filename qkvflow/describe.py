@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import equinox as eqx
-import jax
 from haliax import Axis
 from levanter.models.lm_model import LmHeadModel
 from levanter.tokenizers import load_tokenizer

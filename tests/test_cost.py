@@ -96,9 +96,7 @@ def test_recomputation(unrolled):
     for adjoint in ("direct", "checkpoint"):
         is_checkpoint = adjoint == "checkpoint"
         depth = DepthConfig(steps=3, adjoint=adjoint)
-        config = config_of(
-            "llama", "constant", depth=depth, coda_layers=2, gradient_checkpointing=is_checkpoint
-        )
+        config = config_of("llama", "constant", depth=depth, coda_layers=2, gradient_checkpointing=is_checkpoint)
         computation, shape = lowered(config, backward=True)
         counts[adjoint] = computation.cost_analysis()["flops"]
     flops = cost.flops(config, shape, VOCAB.size, LENGTH)

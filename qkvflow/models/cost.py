@@ -41,7 +41,8 @@ class Flops:
     forward, backward: per token, head included.
     recomputed: per token; what checkpointing evaluates again in the backward pass, at most (products that the
         gradient does not need, such as output projections, are skipped). None if unknown.
-    generation: of W(t) at all times of the grid, once per batch, forward; the backward pass takes twice that.
+    generation: of W(t) at all times of the grid, once per batch, forward; the backward pass takes twice that, and once
+        more where W(t) is computed within checkpointed steps (`in_scan`).
     """
 
     forward: float
@@ -100,10 +101,12 @@ def kv_cache_width(config: LmConfig) -> int | None:
     Each stage of the solver sees other states, so each needs its own: Euler L, RK4 4 L; prelude and coda 1 per layer.
     """
     count = evaluations(config)
+    if count is None:
+        return None
     if isinstance(config, NeuralOdeConfig):
         return count * config.block.kv_cache_width(config.hidden_dim)
     heads = getattr(config, "num_kv_heads", None) or getattr(config, "num_heads", None)
-    if count is None or heads is None:
+    if heads is None:
         return None
     head_size = getattr(config, "head_dim", None) or config.Embed.size // config.num_heads
     return count * 2 * heads * head_size
