@@ -3,7 +3,7 @@
 import equinox as eqx
 import jax
 import pytest
-from conftest import VOCAB, build, small_config
+from conftest import VOCAB, build, llama, small_config
 from levanter.models.gpt2 import Gpt2Config
 from levanter.optim import AdamConfig
 
@@ -16,7 +16,7 @@ def expected_role(path: str) -> str:
         return "embedding"
     if ".net." in path:
         return "time_network"
-    if "_ln." in path or ".norm." in path or ".ln_" in path:
+    if "_ln." in path or "_layernorm." in path or ".norm." in path or ".ln_" in path:
         return "norm"
     return "bias" if ".bias" in path else "matrix"
 
@@ -29,6 +29,7 @@ def roles_by_path(model):
 MODELS = {
     "generated": lambda: build(small_config(prelude_layers=1)),
     "per_layer": lambda: build(small_config(weights="per_layer")),
+    "llama": lambda: build(small_config(block=llama("official"), coda_layers=1)),
     "levanter_gpt2": lambda: Gpt2Config(max_seq_len=12, hidden_dim=16, num_layers=2, num_heads=2).build(
         VOCAB, key=jax.random.PRNGKey(0)
     ),

@@ -47,6 +47,7 @@ def test_table(init):
     assert std(unit.net.lin1.bias) == 0.0
     assert std(unit.net.lin2.bias) == 0.0
     assert std(block(init).attn_ln.leaves.weight.projection) == 0.0
+    assert std(block(init).attn_ln.leaves.bias.projection) == 0.0
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])

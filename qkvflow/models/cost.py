@@ -41,7 +41,8 @@ class Flops:
     forward, backward: per token, head included.
     recomputed: per token; what checkpointing evaluates again in the backward pass, at most (products that the
         gradient does not need, such as output projections, are skipped). None if unknown.
-    generation: of W(t) at all times of the grid, once per batch, forward; the backward pass takes twice that.
+    generation: of W(t) at all times of the grid, once per batch, forward; the backward pass takes twice that, and once
+        more where W(t) is computed within checkpointed steps (`in_scan`).
     """
 
     forward: float

@@ -34,9 +34,12 @@ def variation(module, times: tuple[float, ...]) -> dict[str, float]:
 @jax.jit
 def _relative_spread(array: NamedArray):
     array = array.astype(jnp.float32)
-    mean = hax.mean(array, LAYERS)
-    spread = hax.mean(hax.sum(hax.square(array - mean), mean.axes).array)
-    norm = hax.sum(hax.square(mean)).array
+    # Relative to the first, so that an array that does not change gives exactly 0.
+    first = array[LAYERS, 0]
+    change = array - first
+    mean_change = hax.mean(change, LAYERS)
+    spread = hax.mean(hax.sum(hax.square(change - mean_change), first.axes)).array
+    norm = hax.sum(hax.square(first + mean_change)).array
     return jnp.where(spread == 0, 0.0, jnp.sqrt(spread / norm))
 
 

@@ -1,0 +1,146 @@
+"""The program `describe`: its sums, its table, its command line; and how much weights vary over time."""
+
+from pathlib import Path
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import build, llama, small_config
+
+from qkvflow import describe as program
+from qkvflow.cli import decode, parse
+from qkvflow.errors import UserError
+from qkvflow.runs.config import TrainConfig
+from qkvflow.train_lm import main as train
+from qkvflow.weights import at, variation
+
+CONFIGS = Path(__file__).parent.parent / "configs"
+FILES = sorted(CONFIGS.rglob("*.yaml"))
+
+
+def described(path, vocab=None, *overrides):
+    config = parse(TrainConfig, ["--config_path", str(path), *overrides])[0]
+    return program.describe(config, vocab or program.vocabulary_size(config))
+
+
+@pytest.mark.parametrize("path", FILES, ids=[str(p.relative_to(CONFIGS)) for p in FILES])
+def test_every_configuration(path):
+    """Without allocating anything: some of these would need 100 GiB."""
+    sections = described(path)
+    for name in ("parameters", "parameters, discretised"):
+        groups = dict(sections[name])
+        assert groups.pop("total") == sum(groups.values())
+    # A discretised flow is the ordinary model it replaces, but for norms (gain and bias at every step).
+    assert sections["FLOPs per token"]["backward"] == 2 * sections["FLOPs per token"]["forward"] > 0
+    assert None not in [v for s in sections.values() for v in s.values()]
+
+
+def test_the_paper_at_one_billion():
+    ours, twin = (described(CONFIGS / f"openwebtext/{n}.yaml") for n in ("llama_1b", "llama_1b_llama"))
+    assert ours["parameters"]["flow"] / 1e9 == pytest.approx(6.51, abs=0.01)
+    discrete, ordinary = ours["parameters, discretised"]["total"], twin["parameters"]["total"]
+    # The official block's norms have a bias: 16 layers of 2 norms of 2048.
+    assert discrete - ordinary == 16 * 2 * 2048
+    assert ours["KV cache per token"] == twin["KV cache per token"] == {"bf16": "128 KiB", "fp32": "256 KiB"}
+    # fp32 parameters; Adam keeps two numbers for each (and a few counters).
+    assert ours["memory for training"] == {
+        "parameters": "24.74 GiB",
+        "gradients": "24.74 GiB",
+        "optimizer": "49.49 GiB",
+    }
+    assert ours["FLOPs per token"]["forward"] == pytest.approx(twin["FLOPs per token"]["forward"], rel=0.002)
+
+
+def test_overrides_act_on_every_file():
+    sections = described(
+        CONFIGS / "quickstart.yaml", None, "--model.depth.solver", "rk4", "--model.prelude_layers", "2"
+    )
+    assert sections["evaluations of the block"]["per token"] == 4 * 6 + 2
+    assert sections["parameters"]["prelude"] > 0
+
+
+def test_command_line():
+    words = program.arguments(
+        ["--config_path", "a.yaml", "b.yaml", "--model.depth.steps", "9", "--vocab_size", "100", "--run", "runs/c"]
+    )
+    config = parse(program.DescribeConfig, words)[0]
+    assert config == program.DescribeConfig(
+        files=["a.yaml", "b.yaml"], run=["runs/c"], vocab_size=100, overrides=["--model.depth.steps", "9"]
+    )
+    with pytest.raises(UserError, match=r"unexpected word `a\.yaml`"):
+        parse(program.DescribeConfig, program.arguments(["a.yaml"]))
+    with pytest.raises(UserError, match="nothing to describe"):
+        program.main(program.DescribeConfig())
+    with pytest.raises(UserError, match=r"--model\.x changes configurations"):
+        program.main(program.DescribeConfig(run=["runs/c"], overrides=["--model.x", "1"]))
+
+
+def test_table_has_a_column_for_each():
+    text = program.table({"a": {"size": {"x": 1234567, "y": None}}, "b": {"size": {"x": 2.5e9}, "more": {"z": "word"}}})
+    assert [line.split() for line in text.splitlines()] == [
+        ["a", "b"],
+        ["size"],
+        ["x", "1,234,567", "2.5", "G"],
+        ["y", "-"],
+        ["more"],
+        ["z", "word"],
+    ]
+
+
+def test_unknown_vocabulary_is_told():
+    config = decode(TrainConfig, {"model": {"type": "gpt2"}, "data": {"tokenizer": "./no/such/folder"}})
+    with pytest.raises(UserError, match="--vocab_size N"):
+        program.vocabulary_size(config)
+
+
+@pytest.mark.parametrize("weights", ["generated", "per_layer"])
+def test_variation_by_hand(weights):
+    flow = build(small_config(weights=weights, block=llama("official"))).transformer.flow
+    times = flow.plan.times
+    found = variation(flow.weights, times)
+    w = np.stack([np.asarray(at(flow.weights, t).self_attn.k_proj.weight.array, np.float64) for t in times])
+    expected = np.sqrt(((w - w.mean(0)) ** 2).sum() / len(times) / (w.mean(0) ** 2).sum())
+    assert found["self_attn.k_proj.weight"] == pytest.approx(expected, rel=1e-4)
+    arrays = jax.tree_util.tree_leaves_with_path(eqx.filter(at(flow.weights, times), eqx.is_array))
+    assert len(found) == len(arrays)
+
+
+def test_what_does_not_vary():
+    assert variation(build(small_config(weights="constant")).transformer.flow.weights, (0.5, 1.0)) == {}
+    flow = build(small_config()).transformer.flow
+    # Without the part that depends on time the base remains, or zero, or the 1 of a gain.
+    still = eqx.tree_at(
+        lambda w: [w.mlp.c_fc.leaves.weight.projection.array, w.mlp.c_fc.leaves.bias.projection.array],
+        flow.weights,
+        replace_fn=jnp.zeros_like,
+    )
+    found = variation(still, flow.plan.times)
+    assert found["mlp.c_fc.weight"] == found["mlp.c_fc.bias"] == 0.0
+    assert found["mlp.c_proj.weight"] > 0
+
+
+@pytest.mark.program
+def test_a_trained_run(tmp_path, capsys):
+    raw = {
+        "model": {
+            "type": "neuralode",
+            "max_seq_len": 32,
+            "hidden_dim": 16,
+            "block": {"type": "llama", "num_heads": 2, "num_kv_heads": 1, "form": "official"},
+            "weights": {"type": "generated", "time_embed_dim": 4, "sinusoidal_dim": 4},
+            "depth": {"steps": 2},
+        },
+        "data": {"cache_dir": str(tmp_path / "cache")},
+        "run_dir": str(tmp_path / "runs"),
+        "trainer": {"id": "a", "train_batch_size": 2, "num_train_steps": 2, "max_eval_batches": 1},
+    }
+    run = train(decode(TrainConfig, raw))
+    capsys.readouterr()
+    program.main(program.DescribeConfig(files=[str(CONFIGS / "quickstart.yaml")], run=[str(run)]))
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == [str(CONFIGS / "quickstart"), str(run), "step", "1"]
+    rows = {line[2:].split("  ")[0]: line.split() for line in lines}
+    assert float(rows["self_attn.q_proj.weight"][-1]) > 0
+    assert float(rows["input_layernorm.weight"][-1]) >= 0
