@@ -91,6 +91,20 @@ def test_official_count():
     assert parameters("wikitext2/neuralode.yaml") - (257 + 128) * 256 + 512 * 256 == 51_512_960
 
 
+def test_hybrid_count():
+    """Four ordinary layers and the flow's one block; its shift by time, control and scale; norm and embeddings."""
+    d, control, vocab, positions = 256, 4, 257, 128
+    block = sum(i * o + o for i, o in ((d, 3 * d), (d, d), (d, 4 * d), (4 * d, d))) + 2 * 2 * d
+    shift = (d + d) + (d * d + d)
+    expected = (4 + 1) * block + shift + control * d + 1 + 2 * d + (vocab + positions) * d
+    assert parameters("wikitext2/hybrid_flow.yaml") == expected == 4_115_201
+
+
+def test_the_small_comparison_differs_in_the_model_only():
+    files = [yaml.safe_load(p.read_text()) for p in FILES if p.parent.name == "wikitext2"]
+    assert len({yaml.safe_dump({k: v for k, v in f.items() if k != "model"}) for f in files}) == 1
+
+
 TWINS = [p for p in FILES if p.stem.endswith(("_gpt2", "_llama"))]
 
 

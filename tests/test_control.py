@@ -9,7 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import VOCAB, build, random_tokens, small_config
+from levanter.models.lm_model import LmExample
 
+from qkvflow.data.control_dataset import ControlledExample
 from qkvflow.depth import DepthConfig
 from qkvflow.errors import UserError
 from qkvflow.models import ControlConfig
@@ -100,6 +102,18 @@ def test_discretised(weights, run, tokens):
     np.testing.assert_allclose(run(discrete, tokens, u), run(model, tokens, u), atol=1e-5)
     fresh = discrete.config.build(VOCAB, key=jax.random.PRNGKey(0))
     assert jax.tree.structure(fresh) == jax.tree.structure(discrete)
+
+
+def test_the_loss_hears_the_control_of_its_example(model, run, tokens):
+    u = control_of(tokens).broadcast_axis(tokens.resolve_axis("position")).rearrange(("batch", "position", "control"))
+    weight = hax.named(jnp.ones(tokens.array.shape).at[:, -1].set(0), tokens.axes)
+    log_p = jax.nn.log_softmax(run(model, tokens, u)[:, :-1])
+    expected = -jnp.take_along_axis(log_p, tokens.array[:, 1:, None], axis=-1).mean()
+    loss = model.compute_next_token_loss(ControlledExample(tokens, weight, control=u)).scalar()
+    np.testing.assert_allclose(loss, expected, rtol=1e-5)  # fp32, summed in another order
+    plain = model.compute_next_token_loss(LmExample(tokens, weight)).scalar()
+    assert plain == model.compute_next_token_loss(ControlledExample(tokens, weight, control=0 * u)).scalar()
+    assert abs(plain - loss) > 1e-4
 
 
 def test_alpha_starts_as_configured():

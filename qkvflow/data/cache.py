@@ -14,6 +14,7 @@ from levanter.data.sharded_datasource import ShardedDataSource
 from levanter.data.text import HfDatasetSourceConfig, LmDatasetSourceConfigBase
 from levanter.store.cache import CacheMetadata, CacheOptions, SerialCacheWriter, TreeCache, build_cache
 
+from qkvflow.data.controlled import ControlledTokenizer
 from qkvflow.data.hub import check_dataset_reachable
 from qkvflow.data.sources import BuiltinSource, FilesSource
 from qkvflow.errors import UserError
@@ -38,7 +39,7 @@ def load_or_build(
 
     Differs from Levanter: a cache gets its name when it is complete, so that what a killed process left
     behind is never read; a finished cache is read without asking the source (which may need a network); and
-    local text is tokenised in this process, whose errors name the file and line.
+    local text, and text with control, is tokenised in this process, whose errors name the file and line.
 
     Errors: `UserError` if the source cannot be read or the folder cannot be written.
     """
@@ -68,7 +69,10 @@ def _build(
 ) -> None:
     logger.info("Tokenising into %s", target)
     metadata = CacheMetadata(preprocessor_metadata=processor.metadata)
-    if isinstance(source, FilesSource | BuiltinSource):
+    is_local = isinstance(source, FilesSource | BuiltinSource)
+    if not is_local:
+        _try_first_record(shards, processor)
+    if is_local or isinstance(processor, ControlledTokenizer):
         shutil.rmtree(building, ignore_errors=True)
         try:
             _write_tokens(building, shards, processor, metadata)
@@ -76,7 +80,6 @@ def _build(
             shutil.rmtree(building, ignore_errors=True)
             raise
     else:
-        _try_first_record(shards, processor)
         # Finished shards of a killed build are used again; what was made of them may be torn.
         for entry in building.iterdir() if building.is_dir() else ():
             if not _is_shard(entry):

@@ -1,12 +1,13 @@
 """The control of a record: its optional field `{"text": ..., "control": [0.1, 0, 0, 1]}`, read and checked."""
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from qkvflow.errors import UserError
+
+_LARGEST = float(np.finfo(np.float32).max)
 
 
 @dataclass(frozen=True)
@@ -32,16 +33,16 @@ class ControlField:
         if not isinstance(value, list | tuple):
             raise self._bad(where, f"{value!r:.60} of type {type(value).__name__}")
         if len(value) != self.dim:
-            raise self._bad(where, f"{len(value)} values")
+            raise self._bad(where, f"a list of {len(value)}")
         for number in value:
             if isinstance(number, bool) or not isinstance(number, int | float):
-                raise self._bad(where, f"{number!r:.60}, which is no number,")
-            if not math.isfinite(number) or abs(number) > np.finfo(np.float32).max:
-                raise self._bad(where, f"{number!r:.60}, which is not finite in single precision,")
+                raise self._bad(where, f"{number!r:.60}, which is no number")
+            if not abs(number) <= _LARGEST:  # also of nan
+                raise self._bad(where, f"{number!r:.60}, which is not finite in single precision")
         return np.asarray(value, dtype=np.float32)
 
     def _bad(self, where: str, found: str) -> UserError:
         return UserError(
-            f"{where}: the key {self.key!r} holds {found} but a control is a list of {self.dim} finite numbers, as "
+            f"{where}: the key {self.key!r} holds {found}; a control is a list of {self.dim} finite numbers, as "
             f"`model.control.dim` says. Mend the record, or leave its {self.key!r} out for zero control."
         )
