@@ -5,7 +5,10 @@ PY    := $(VENV)/bin/python
 EXTRA ?= dev
 ARGS  ?=
 
-.PHONY: setup train test test-slow check bench clean
+# Two workers: most of a test's time is compilation, which uses one core.
+PYTEST := $(PY) -m pytest tests -n 2 --dist loadfile
+
+.PHONY: setup train test test-slow lint check bench help
 .DEFAULT_GOAL := help
 
 help:
@@ -32,14 +35,16 @@ train: setup
 	@$(PY) -m qkvflow.train_lm --config_path configs/quickstart.yaml $(ARGS)
 
 test: setup
-	@$(PY) -m pytest tests -m "not slow" $(ARGS)
+	@$(PYTEST) -m "not slow" $(ARGS)
 
 test-slow: setup
-	@$(PY) -m pytest tests -m slow $(ARGS)
+	@$(PYTEST) -m slow $(ARGS)
 
-check: setup
+lint: setup
 	@$(VENV)/bin/ruff format --check . && $(VENV)/bin/ruff check . && $(VENV)/bin/codespell && $(VENV)/bin/pyright
-	@$(PY) -m pytest tests -m "not slow and not program" $(ARGS)
+
+check: lint
+	@$(PYTEST) -m "not slow and not program" $(ARGS)
 
 bench: setup
 	@$(PY) -m experiments.bench $(ARGS)

@@ -7,6 +7,7 @@
 | `vocab` | tokens of the vocabulary |
 | `embed` | the state x(t), width d |
 | `heads`, `head_size`, `qkv` | attention heads, their width, and the stack of query, key and value |
+| `kv_head`, `q_heads_per_group` | heads of keys and values, and the query heads that share each |
 | `mlp` | hidden units of the feed-forward block |
 | `layers` | points of layer-time, or layers of an ordinary stack (the axis of `haliax.nn.Stacked`) |
 | `steps` | steps of the solver |
@@ -23,6 +24,8 @@ EMBED = "embed"
 HEADS = "heads"
 HEAD_SIZE = "head_size"
 QKV = "qkv"
+KV_HEAD = "kv_head"
+Q_HEADS_PER_GROUP = "q_heads_per_group"
 MLP = "mlp"
 LAYERS = "layers"
 STEPS = "steps"

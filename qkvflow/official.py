@@ -10,6 +10,9 @@ Official names are tree paths such as `transformer.block.attn.c_attn.f_W.weight`
 | f_W.bias            | leaves.weight.base                | {axes of W}                      |
 | f_b                 | leaves.bias.projection            | {time_embed, axes of b}          |
 | f_weight, f_bias    | leaves.weight/.bias.projection    | {embed, time_embed}, transposed  |
+
+Around the flow: `embeddings.token_embeddings`, GPT-2 `embeddings.position_embeddings` and `transformer.ln_f`, Llama
+`transformer.norm` and `lm_head.weight` {embed, vocab}.
 """
 
 import os
@@ -22,14 +25,15 @@ import jax
 import numpy as np
 from haliax import Axis, NamedArray
 
-from qkvflow.axes import TIME_EMBED, VOCAB
-from qkvflow.blocks import Gpt2BlockConfig
+from qkvflow.axes import HEAD_SIZE, POSITION, TIME_EMBED, VOCAB
+from qkvflow.blocks import BlockConfig, Gpt2BlockConfig, LlamaBlockConfig
 from qkvflow.depth import DepthConfig
 from qkvflow.errors import UserError
 from qkvflow.models import NeuralOdeConfig, NeuralOdeLMHeadModel
 from qkvflow.weights import Generated, GeneratedConfig
 
 _BLOCK = "transformer.block."
+_ROTARY = "self_attn.rotary_emb."
 
 
 def load_gpt2(arrays: Mapping[str, np.ndarray], num_heads: int, steps: int, **block_options) -> NeuralOdeLMHeadModel:
@@ -39,15 +43,46 @@ def load_gpt2(arrays: Mapping[str, np.ndarray], num_heads: int, steps: int, **bl
     block_options: further fields of `Gpt2BlockConfig` (dropout, ...).
     Raises UserError for missing or unknown names and for shapes that do not fit together.
     """
-    vocab, embed = _shape(arrays, "embeddings.token_embeddings", 2)
-    positions, _ = _shape(arrays, "embeddings.position_embeddings", 2)
+    embed = _shape(arrays, "embeddings.token_embeddings", 2)[1]
+    positions = _shape(arrays, "embeddings.position_embeddings", 2)[0]
     mlp = _shape(arrays, _BLOCK + "mlp.c_fc.f_W.bias", 2)[1]
     block = Gpt2BlockConfig(num_heads=num_heads, form="parallel", mlp_scale=mlp // embed, **block_options)
-    return _load(arrays, block, vocab, embed, positions, steps)
+    return _load(arrays, block, positions, steps)
+
+
+def load_llama(
+    arrays: Mapping[str, np.ndarray], num_heads: int, steps: int, max_seq_len: int = 2048, **block_options
+) -> NeuralOdeLMHeadModel:
+    """The official `llamaode` model (Llama block, form `official`, Euler at right end points) with these parameters.
+
+    arrays: official name -> array, in the official order of axes. The number of key-value heads is read off them.
+        Tables of rotary positions (`...rotary_emb.cos_cached`, `.sin_cached`) are not parameters: they may be missing,
+        and if given they must be those that the block computes.
+    max_seq_len: the longest sequence; positions are rotary, so no parameter depends on it.
+    block_options: further fields of `LlamaBlockConfig` (rope, dropout, ...).
+    Raises UserError for missing or unknown names and for shapes that do not fit together.
+    """
+    tables = {n.rsplit(".", 1)[1]: v for n, v in arrays.items() if _ROTARY in n}
+    arrays = {n: v for n, v in arrays.items() if _ROTARY not in n}
+    block = LlamaBlockConfig(
+        num_heads=num_heads,
+        num_kv_heads=_shape(arrays, _BLOCK + "self_attn.k_proj.f_W.bias", 3)[1],
+        intermediate_dim=_shape(arrays, _BLOCK + "mlp.gate_proj.f_W.bias", 2)[1],
+        form="official",
+        **block_options,
+    )
+    _check_rotary(tables, block)
+    return _load(arrays, block, max_seq_len, steps)
 
 
 def to_arrays(model: NeuralOdeLMHeadModel) -> dict[str, np.ndarray]:
-    """The inverse of `load_gpt2`; also takes a gradient with the model's structure, so gradients compare by name."""
+    """The inverse of `load_gpt2` and `load_llama`; also takes a gradient with the model's structure, so that gradients
+    compare by name."""
+    if not _units(model.transformer.flow.weights):
+        raise UserError(
+            "Official names are those of generated weights, and this model has none (it is discretised, or was built"
+            " with other weights). Give the model with `weights: generated`, before discretise."
+        )
     return {name: np.asarray(_to_official_order(name, get(model)).array) for name, get in _accessors(model).items()}
 
 
@@ -75,10 +110,11 @@ def read_checkpoint(path: str | os.PathLike) -> dict[str, np.ndarray]:
     return arrays
 
 
-def _load(arrays, block, vocab: int, embed: int, positions: int, steps: int) -> NeuralOdeLMHeadModel:
+def _load(arrays, block: BlockConfig, max_seq_len: int, steps: int) -> NeuralOdeLMHeadModel:
+    vocab, embed = _shape(arrays, "embeddings.token_embeddings", 2)
     sinusoid, time_embed_dim = _shape(arrays, _first_time_network(arrays), 2)
     config = NeuralOdeConfig(
-        max_seq_len=positions,
+        max_seq_len=max_seq_len,
         hidden_dim=embed,
         block=block,
         weights=GeneratedConfig(time_embed_dim=time_embed_dim, sinusoidal_dim=(sinusoid - 1) // 2, init="official"),
@@ -98,9 +134,12 @@ def _accessors(model: NeuralOdeLMHeadModel) -> dict[str, Callable]:
     found: dict[str, Callable] = {"embeddings.token_embeddings": lambda m: m.embeddings.token_embeddings.weight}
     if model.embeddings.position_embeddings is not None:
         found["embeddings.position_embeddings"] = lambda m: m.embeddings.position_embeddings.weight
+    if model.lm_head is not None:
+        found["lm_head.weight"] = lambda m: m.lm_head.weight
+    norm = "norm" if isinstance(model.config.block, LlamaBlockConfig) else "ln_f"
     for part in ("weight", "bias"):
         if getattr(model.transformer.norm, part) is not None:
-            found[f"transformer.ln_f.{part}"] = lambda m, part=part: getattr(m.transformer.norm, part)
+            found[f"transformer.{norm}.{part}"] = lambda m, part=part: getattr(m.transformer.norm, part)
     for path, unit in _units(model.transformer.flow.weights).items():
         find = lambda m, path=path: _follow(m.transformer.flow.weights, path)  # noqa: E731
         for lin in ("lin1", "lin2"):
@@ -147,6 +186,23 @@ def _from_official_order(name: str, values: np.ndarray, template: NamedArray) ->
     if tuple(values.shape) != expected:
         raise UserError(f"{name} has shape {tuple(values.shape)}, but {expected} is needed for axes {axes}.")
     return hax.named(jax.numpy.asarray(values), axes).rearrange(template.axes)
+
+
+def _check_rotary(tables: Mapping[str, np.ndarray], block: LlamaBlockConfig) -> None:
+    for name, table in tables.items():
+        positions, size = np.shape(table)
+        HeadSize, Pos = Axis(HEAD_SIZE, size), Axis(POSITION, positions)
+        # Turning (1..1, 0..0) gives (cos, sin), whatever the kind of rotary positions.
+        first = hax.named(jax.numpy.repeat(jax.numpy.array([1.0, 0.0]), size // 2), HeadSize)
+        turned = block.rope.build(HeadSize)(first, hax.arange(Pos)).rearrange((POSITION, HEAD_SIZE)).array
+        half = turned[:, : size // 2] if name == "cos_cached" else turned[:, size // 2 :]
+        error = np.abs(np.concatenate([half, half], axis=1) - table).max()
+        # fp32 angles of the last position err by one ulp: 2e-4 at 2048.
+        if error > 1e-6 * max(positions, 100):
+            raise UserError(
+                f"{_BLOCK}{_ROTARY}{name} differs by {error:.2g} from the rotary positions of {block.rope}. Give the"
+                " ones that the arrays were trained with: rope=DefaultRotaryEmbeddingsConfig(theta=...)."
+            )
 
 
 def _check_names(arrays: Mapping[str, np.ndarray], accessors: Mapping[str, Callable]) -> None:

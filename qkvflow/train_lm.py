@@ -21,7 +21,7 @@ import qkvflow as qkvflow  # registers the models
 from qkvflow.cli import run_program
 from qkvflow.cli.quiet import Quiet, quiet_libraries
 from qkvflow.errors import UserError
-from qkvflow.models import decay
+from qkvflow.models import NeuralOdeConfig, decay
 from qkvflow.progress import Progress, describe_loss
 from qkvflow.runs.config import TrainConfig
 from qkvflow.runs.config_file import encode
@@ -81,6 +81,11 @@ def _train_in(run: PreparedRun[TrainConfig], quiet: Quiet) -> tuple[Outcome, flo
         return model_config.build(vocab, key=model_key)
 
     def loss_function(model: LmHeadModel, example: LmExample, *, key=None):
+        if isinstance(model, NeuralOdeLMHeadModel) and model.config.depth.is_adaptive:
+            loss, statistics = model.next_token_loss_and_statistics(
+                example, key=key, logsumexp_weight=config.z_loss_weight
+            )
+            return loss, depth_metrics(statistics)
         return model.compute_next_token_loss(example, key=key, logsumexp_weight=config.z_loss_weight)
 
     with levanter_config.use_device_mesh():
@@ -192,9 +197,15 @@ def _say_goodbye(run: PreparedRun[TrainConfig], outcome: Outcome, unigram: float
         loss = outcome.validation_loss
         result = f"training loss {outcome.loss:.3f}" if loss is None else describe_loss(loss, unigram)
         lines += [f"Finished: {result}", f"The run is in {path}"]
-    lines.append(f"To see its curves:   tensorboard --logdir {path / 'tensorboard'}")
+        if unigram is not None:
+            lines.append(
+                "(nats per token; unigram: what frequencies of single tokens reach, which a model must beat by far)"
+            )
+    lines.append(f"To see its curves:          tensorboard --logdir {path / 'tensorboard'}")
+    if not outcome.exit_status and isinstance(run.config.model, NeuralOdeConfig):
+        lines.append(f"To read it at other depths: python -m qkvflow.eval_lm --run {path} --steps 3,6,12,24")
     if not outcome.exit_status:
-        lines.append(f"To use it in Python: config, model, tokenizer = qkvflow.runs.load_run({str(path)!r})")
+        lines.append(f"To use it in Python:        config, model, tokenizer = qkvflow.runs.load_run({str(path)!r})")
     print("\n".join(lines), flush=True)
 
 

@@ -4,6 +4,8 @@ import os
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# Most of the time of these tests is compilation; laws hold at any level of optimisation. Halves the time.
+os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_backend_optimization_level=1"
 
 import haliax as hax
 import jax
@@ -11,7 +13,7 @@ import jax.numpy as jnp
 import pytest
 
 import qkvflow  # noqa: F401
-from qkvflow.blocks import Gpt2BlockConfig
+from qkvflow.blocks import Gpt2BlockConfig, LlamaBlockConfig
 from qkvflow.depth import DepthConfig
 from qkvflow.models import NeuralOdeConfig
 from qkvflow.weights import ConstantConfig, GeneratedConfig, PerLayerConfig
@@ -38,6 +40,11 @@ def small_config(weights="generated", form="parallel", depth=None, **kwargs) -> 
         depth=depth,
         **kwargs,
     )
+
+
+def llama(form="parallel", **kwargs) -> LlamaBlockConfig:
+    """Two query heads that share one head of keys and values."""
+    return LlamaBlockConfig(**{"num_heads": 2, "num_kv_heads": 1, "intermediate_dim": 24, "form": form} | kwargs)
 
 
 def build(config, seed=0):

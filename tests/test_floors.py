@@ -68,3 +68,14 @@ def test_files_stay_short(path):
 def test_depth_knows_no_language_model():
     for path in (PACKAGE / "depth").glob("*.py"):
         assert "levanter" not in path.read_text()
+
+
+def test_readme_shows_every_file():
+    """README's tree has a line for each module, with the module's own first sentence."""
+    readme = (PACKAGE.parent / "README.md").read_text()
+    for path in MODULES:
+        if path.name == "__init__.py":
+            continue
+        sentence = (ast.get_docstring(ast.parse(path.read_text())) or "").splitlines()[0]
+        assert f"{path.name} " in readme, path.name
+        assert sentence in readme, f"{path}: {sentence}"

@@ -4,6 +4,8 @@ Tolerances are relative to the largest entry: 2e-5 for the plain arrays (roundin
 gives 1e-6 to 6e-6), 3e-4 for `strong`, whose reference moves by 6e-5 between its own jit and eager runs.
 """
 
+import re
+
 import equinox as eqx
 import haliax as hax
 import jax
@@ -11,11 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from levanter.layers.attention import AttentionMask
+from levanter.layers.rotary import DefaultRotaryEmbeddingsConfig
+from levanter.models.lm_model import LmExample
 
 from qkvflow import official
 from qkvflow.errors import UserError
 
-TOLERANCE = {"gpt2": 2e-5, "gpt2_strong": 3e-4}
+TOLERANCE = {"gpt2": 2e-5, "gpt2_strong": 3e-4, "llama": 2e-5, "llama_strong": 3e-4}
 
 
 class Case:
@@ -23,7 +27,9 @@ class Case:
         self.arrays = dict(np.load(f"tests/golden/{name}.npz"))
         self.grads = dict(np.load(f"tests/golden/{name}_gradients.npz"))
         self.params = {k.removeprefix("param/"): v for k, v in self.arrays.items() if k.startswith("param/")}
-        self.model = official.load_gpt2(self.params, num_heads=4, steps=6)
+        self.is_llama = name.startswith("llama")
+        self.load = official.load_llama if self.is_llama else official.load_gpt2
+        self.model = self.load(self.params, num_heads=4, steps=6)
         self.tokens = hax.named(jnp.asarray(self.arrays["in/tokens"]), ("batch", "position"))
         self.tolerance = TOLERANCE[name]
 
@@ -62,6 +68,20 @@ def test_loss_and_every_gradient(case):
         case.close(grad, f"grad/{name}")
 
 
+def test_levanter_loss(case):
+    """The loss as training computes it, from the activations and the head."""
+    tokens = case.tokens
+    example = LmExample(
+        tokens=tokens,
+        loss_weight=hax.named(jnp.asarray(case.arrays["in/loss_mask"]), "position").broadcast_axis(
+            tokens.resolve_axis("batch")
+        ),
+        attn_mask=AttentionMask.causal(),
+    )
+    loss = eqx.filter_jit(lambda m: m.compute_next_token_loss(example).scalar())(case.model)
+    case.close(loss, "out/loss")
+
+
 def test_trajectory(case):
     states = eqx.filter_jit(lambda m: m.trajectory(case.tokens))(case.model)
     assert [a.name for a in states.axes] == ["layers", "batch", "position", "embed"]
@@ -72,7 +92,8 @@ def test_trajectory(case):
 def test_discretised_logits(case, steps):
     discrete = case.model.discretise(steps)
     assert discrete.transformer.blocks.Block.size == steps
-    case.close(eqx.filter_jit(lambda m: m(case.tokens))(discrete).array, f"out/eval_at_1_{steps}/logits")
+    kind = "euler" if case.is_llama else "eval_at"
+    case.close(eqx.filter_jit(lambda m: m(case.tokens))(discrete).array, f"out/{kind}_1_{steps}/logits")
 
 
 def test_to_arrays_is_the_inverse(case):
@@ -83,17 +104,50 @@ def test_to_arrays_is_the_inverse(case):
 
 
 def test_wrong_arrays_are_refused(case):
-    missing = {k: v for k, v in case.params.items() if not k.endswith("c_fc.f_b")}
-    with pytest.raises(UserError, match=r"1 missing: .*c_fc\.f_b"):
-        official.load_gpt2(missing, num_heads=4, steps=6)
+    ending, bent_name = (
+        ("up_proj.f_W.bias", "transformer.norm.weight") if case.is_llama else ("c_fc.f_b", "transformer.ln_f.weight")
+    )
+    missing = {k: v for k, v in case.params.items() if not k.endswith(ending)}
+    with pytest.raises(UserError, match=rf"1 missing: .*{re.escape(ending)}"):
+        case.load(missing, num_heads=4, steps=6)
     prefixed = {"param/" + k: v for k, v in case.params.items()}
-    with pytest.raises(UserError, match="token_embeddings is missing"):
-        official.load_gpt2(prefixed, num_heads=4, steps=6)
-    bent = case.params | {"transformer.ln_f.weight": np.ones(31, np.float32)}
-    with pytest.raises(UserError, match=r"ln_f\.weight has shape \(31,\)"):
-        official.load_gpt2(bent, num_heads=4, steps=6)
-    with pytest.raises(UserError, match="divisible"):
-        official.load_gpt2(case.params, num_heads=5, steps=6)
+    with pytest.raises(UserError, match="is missing"):
+        case.load(prefixed, num_heads=4, steps=6)
+    bent = case.params | {bent_name: np.ones(31, np.float32)}
+    with pytest.raises(UserError, match=rf"{re.escape(bent_name)} has shape \(31,\)"):
+        case.load(bent, num_heads=4, steps=6)
+    with pytest.raises(UserError, match="divi"):
+        case.load(case.params, num_heads=5, steps=6)
+
+
+def test_only_generated_weights_have_official_names(case):
+    with pytest.raises(UserError, match="before discretise"):
+        official.to_arrays(case.model.discretise())
+
+
+def test_rotary_tables_may_be_given():
+    """They are no parameters; tables of other positions than the block's are refused."""
+    case = Case("llama")
+    tables = {k.removeprefix("const/"): v for k, v in case.arrays.items() if k.startswith("const/")}
+    assert len(tables) == 2
+    model = official.load_llama(case.params | tables, num_heads=4, steps=6)
+    assert set(official.to_arrays(model)) == set(case.params)
+    rope = DefaultRotaryEmbeddingsConfig(theta=500.0)
+    with pytest.raises(UserError, match=r"_cached differs by .* rotary positions"):
+        official.load_llama(case.params | tables, num_heads=4, steps=6, rope=rope)
+
+
+def test_grouped_queries_are_read_off_the_arrays():
+    case = Case("llama")
+    kv = [f"transformer.block.self_attn.{n}_proj.f_W.{p}" for n in "kv" for p in ("weight", "bias")]
+    halved = {n: v[..., ::2, :] if n in kv else v for n, v in case.params.items()}
+    model = official.load_llama(halved, num_heads=4, steps=6)
+    assert model.config.block.num_kv_heads == 2
+    # Two query heads share each: the same as full heads with every key and value head twice.
+    full = {n: np.repeat(v, 2, axis=-2) if n in kv else v for n, v in halved.items()}
+    run = eqx.filter_jit(lambda m: m(case.tokens).array)
+    expected = run(official.load_llama(full, num_heads=4, steps=6))
+    np.testing.assert_allclose(run(model), expected, atol=1e-5 * float(jnp.abs(expected).max()))
 
 
 def test_official_checkpoint_directory(case, tmp_path):

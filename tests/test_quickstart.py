@@ -19,7 +19,7 @@ pytestmark = pytest.mark.program
 
 
 def train(base: Path, name: str, *options: str, devices: int = 1) -> Path:
-    flags = f"--xla_force_host_platform_device_count={devices}"
+    flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={devices}"
     env = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-m", "qkvflow.train_lm", "--config_path", str(ROOT / "configs" / "quickstart.yaml")]
     settings = {"run_dir": base, "trainer.id": name, "data.cache_dir": base / "cache", "trainer.max_eval_batches": 2}

@@ -1,4 +1,6 @@
-"""Causal self-attention of GPT-2, with fused query, key and value, by Levanter's attention kernels."""
+"""Self-attention by Levanter's kernels: the product itself, and GPT-2's layer with fused query, key and value."""
+
+from typing import Protocol
 
 import equinox as eqx
 import haliax as hax
@@ -8,6 +10,38 @@ from haliax import Axis, NamedArray
 from levanter.layers.attention import AttentionBackend, AttentionMask, dot_product_attention
 
 from qkvflow.axes import HEAD_SIZE, HEADS, KEY_POSITION, POSITION, QKV
+
+
+class AttentionKernel(Protocol):
+    """What `attend` reads of a layer: dropout of the attention weights, and the kernel."""
+
+    inference: bool
+    dropout: float
+    backend: AttentionBackend | None
+    flash_block_size: int | None
+
+
+def attend(layer: AttentionKernel, q: NamedArray, k: NamedArray, v: NamedArray, mask, *, key=None) -> NamedArray:
+    """softmax(q k^T / sqrt(head_size)) v, with dropout of the weights.
+
+    q: {..., position, head_size}; k, v: {..., position, head_size}; axes that all three have are heads, those that
+    only q has share the keys and values (grouped queries). `mask=None` attends to everything.
+    """
+    return dot_product_attention(
+        POSITION,
+        KEY_POSITION,
+        HEAD_SIZE,
+        q,
+        k.rename({POSITION: KEY_POSITION}),
+        v.rename({POSITION: KEY_POSITION}),
+        mask=mask,
+        # Differs from the official code and from Levanter's models, which never apply dropout to the weights.
+        dropout=layer.dropout,
+        inference=layer.inference,
+        prng=key,
+        attn_backend=layer.backend,
+        flash_block_size=layer.flash_block_size,
+    )
 
 
 class Gpt2Attention(eqx.Module):
@@ -45,19 +79,5 @@ class Gpt2Attention(eqx.Module):
         """{..., position, embed} -> {..., position, embed}. `mask=None` attends to everything."""
         qkv = self.c_attn(x).rearrange((..., QKV, HEADS, POSITION, HEAD_SIZE))
         q, k, v = qkv.unbind(QKV)
-        out = dot_product_attention(
-            POSITION,
-            KEY_POSITION,
-            HEAD_SIZE,
-            q,
-            k.rename({POSITION: KEY_POSITION}),
-            v.rename({POSITION: KEY_POSITION}),
-            mask=mask,
-            # Differs from the official code and from Levanter's GPT-2, which read attn_pdrop and never apply it.
-            dropout=self.dropout,
-            inference=self.inference,
-            prng=key,
-            attn_backend=self.backend,
-            flash_block_size=self.flash_block_size,
-        )
+        out = attend(self, q, k, v, mask, key=key)
         return self.c_proj(hax.auto_sharded(out.astype(x.dtype)))

@@ -41,6 +41,10 @@ class BlockConfig(draccus.ChoiceRegistry, abc.ABC):
     def flops_per_token(self, hidden_dim: int, context_length: int) -> float:
         """Forward floating point operations of one evaluation of B for one token."""
 
+    def kv_cache_width(self, hidden_dim: int) -> int:
+        """Numbers that one evaluation of B keeps for each token in cached generation: keys and values of all heads."""
+        return 2 * hidden_dim
+
 
 def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
     if value not in choices:

@@ -38,8 +38,10 @@ class Controlled(eqx.Module):
         *,
         control: NamedArray | None = None,
         key=None,
+        **inputs: NamedArray,
     ) -> NamedArray:
+        """`inputs`: what else the block inside takes, such as `pos_ids`."""
         h = x + self.shift.astype(x.dtype)
         if control is not None:
             h = h + self.control(control.astype(x.dtype))
-        return self.block(h.rearrange(x.axes), mask, key=key) * self.alpha.astype(x.dtype)
+        return self.block(h.rearrange(x.axes), mask, key=key, **inputs) * self.alpha.astype(x.dtype)

@@ -1,4 +1,6 @@
-"""Token embeddings, and learned positions where the block wants them: x(0) = embed(tokens)."""
+"""Both ends of the model: x(0) = embed(tokens), with learned positions where the block wants them, and the head."""
+
+import dataclasses
 
 import equinox as eqx
 import haliax as hax
@@ -23,7 +25,8 @@ class Embeddings(eqx.Module):
     @staticmethod
     def init(Vocab: Axis, config: NeuralOdeConfig, *, key) -> "Embeddings":
         k_token, k_position = jax.random.split(key)
-        tokens = _embedding(Vocab, config.Embed, TOKEN_EMBEDDING, key=k_token)
+        std = TOKEN_EMBEDDING if config.block.tie_word_embeddings else config.weights.scales.untied_embedding
+        tokens = _embedding(Vocab, config.Embed, std, key=k_token)
         positions = None
         if config.block.learned_positions:
             positions = _embedding(config.max_Pos, config.Embed, POSITION_EMBEDDING, key=k_position)
@@ -38,6 +41,17 @@ class Embeddings(eqx.Module):
                 pos_ids = hax.arange(tokens.resolve_axis(POSITION), dtype=jnp.int32)
             x = x + self.position_embeddings.embed(pos_ids)
         return self.dropout(x, key=k_drop)
+
+
+def init_head(Vocab: Axis, config: NeuralOdeConfig, *, key) -> hnn.Linear | None:
+    """The head {embed, vocab}, or None if the token embeddings serve as it."""
+    if config.block.tie_word_embeddings:
+        return None
+    head = hnn.Linear.init(config.Embed, Vocab, key=key, use_bias=False, out_first=False)
+    std = config.weights.scales.head
+    if std is None:
+        return head
+    return dataclasses.replace(head, weight=hax.random.normal(key, head.weight.axes) * std)
 
 
 def _embedding(Index: Axis, Embed: Axis, std: float, *, key) -> hnn.Embedding:

@@ -6,19 +6,21 @@ import equinox as eqx
 import haliax as hax
 import haliax.nn as hnn
 import jax
+import jax.numpy as jnp
 from haliax import Axis, NamedArray
 from haliax.jax_utils import maybe_rng_split
 from haliax.nn.scan import Stacked
 from jaxtyping import PRNGKeyArray
 from levanter.layers.attention import AttentionMask
-from levanter.models.lm_model import LmHeadModel
+from levanter.models.lm_model import LmExample, LmHeadModel
+from levanter.models.loss import maybe_fused_next_token_loss
 
 from qkvflow.axes import CONTROL, EMBED
 from qkvflow.blocks import Controlled
-from qkvflow.depth import DepthConfig
+from qkvflow.depth import DepthConfig, Statistics
 from qkvflow.errors import UserError
 from qkvflow.models.config import NeuralOdeConfig
-from qkvflow.models.embeddings import Embeddings
+from qkvflow.models.embeddings import Embeddings, init_head
 from qkvflow.models.flow import Flow
 from qkvflow.time import grid
 from qkvflow.weights import PerLayer, PerLayerConfig, TimeShift
@@ -50,16 +52,40 @@ class NeuralOdeTransformer(eqx.Module):
             config.block.norm(config.Embed),
         )
 
-    def __call__(self, x: NamedArray, mask, *, control: NamedArray | None = None, key=None, trajectory: bool = False):
+    def __call__(
+        self,
+        x: NamedArray,
+        mask,
+        *,
+        key=None,
+        pos_ids: NamedArray | None = None,
+        control: NamedArray | None = None,
+        trajectory: bool = False,
+    ) -> NamedArray:
+        """norm(x(1)), or with `trajectory` the states of the flow."""
+        return self.solve(x, mask, key=key, pos_ids=pos_ids, control=control, trajectory=trajectory)[0]
+
+    def solve(
+        self,
+        x: NamedArray,
+        mask,
+        *,
+        key=None,
+        pos_ids: NamedArray | None = None,
+        control: NamedArray | None = None,
+        trajectory: bool = False,
+    ) -> tuple[NamedArray, Statistics | None]:
+        """What calling gives, and what the flow cost: None on a fixed grid."""
         k_prelude, k_flow, k_coda = maybe_rng_split(key, 3)
         if self.prelude is not None:
-            x = self.prelude(x, mask, key=k_prelude)
-        x = self.flow(x, mask, control=control, key=k_flow, trajectory=trajectory)
+            x = self.prelude(x, mask, key=k_prelude, pos_ids=pos_ids)
+        options = {"pos_ids": pos_ids, "control": control, "trajectory": trajectory}
+        x, statistics = self.flow.solve(x, mask, key=k_flow, **options)
         if trajectory:
-            return x[1]
+            return x[1], statistics
         if self.coda is not None:
-            x = self.coda(x, mask, key=k_coda)
-        return self.norm(x)
+            x = self.coda(x, mask, key=k_coda, pos_ids=pos_ids)
+        return self.norm(x), statistics
 
     @property
     def blocks(self) -> Stacked:
@@ -78,13 +104,10 @@ class NeuralOdeLMHeadModel(LmHeadModel[NeuralOdeConfig]):
     @classmethod
     def init(cls, Vocab: Axis, config: NeuralOdeConfig, *, key: PRNGKeyArray) -> "NeuralOdeLMHeadModel":
         k_embed, k_transformer, k_head = jax.random.split(key, 3)
-        head = None
-        if not config.block.tie_word_embeddings:
-            head = hnn.Linear.init(config.Embed, Vocab, key=k_head, use_bias=False, out_first=False)
         return cls(
             Embeddings.init(Vocab, config, key=k_embed),
             NeuralOdeTransformer.init(config, key=k_transformer),
-            head,
+            init_head(Vocab, config, key=k_head),
             config,
         )
 
@@ -124,7 +147,25 @@ class NeuralOdeLMHeadModel(LmHeadModel[NeuralOdeConfig]):
         control: NamedArray | None = None,
     ) -> NamedArray:
         """norm(x(1)): {..., position, embed}."""
-        return self._run(input_ids, attn_mask, key=key, pos_ids=pos_ids, control=control)
+        return self._run(input_ids, attn_mask, key=key, pos_ids=pos_ids, control=control)[0]
+
+    def next_token_loss_and_statistics(
+        self, example: LmExample, *, key=None, logsumexp_weight: float | None = None
+    ) -> tuple[NamedArray, Statistics | None]:
+        """`compute_next_token_loss`, averaged, and what the solve cost: None on a fixed grid."""
+        x, statistics = self._run(example.tokens, example.attn_mask, key=key, pos_ids=None, control=None)
+        loss = maybe_fused_next_token_loss(
+            self.Pos,
+            self.Embed,
+            self.Vocab,
+            x,
+            self.get_lm_head(),
+            example.tokens,
+            loss_weight=example.loss_weight,
+            logsumexp_weight=logsumexp_weight,
+            dtype=jnp.float32,
+        )
+        return loss, statistics
 
     def trajectory(
         self,
@@ -136,7 +177,7 @@ class NeuralOdeLMHeadModel(LmHeadModel[NeuralOdeConfig]):
         control: NamedArray | None = None,
     ) -> NamedArray:
         """The states of the flow after each of its steps: {layers, ..., position, embed}; the last is x(1)."""
-        return self._run(input_ids, attn_mask, key=key, pos_ids=pos_ids, control=control, trajectory=True)
+        return self._run(input_ids, attn_mask, key=key, pos_ids=pos_ids, control=control, trajectory=True)[0]
 
     def discretise(self, steps: int | None = None) -> "NeuralOdeLMHeadModel":
         """The ordinary model with the same weights at the times of a grid of `steps` steps (default: as trained).
@@ -168,18 +209,21 @@ class NeuralOdeLMHeadModel(LmHeadModel[NeuralOdeConfig]):
         tokens = self.embeddings.token_embeddings.resize_embeddings(new_size, key=k_embed)
         head = self.lm_head
         if head is not None:
-            weight = hax.tree_util.resize_axis(head.weight, self.Vocab.resize(new_size), key=k_head)
+            weight = hax.tree_util.resize_axis(head.weight, self.Vocab, new_size, key=k_head)
             head = dataclasses.replace(head, weight=weight, Out=self.Vocab.resize(new_size))
         embeddings = dataclasses.replace(self.embeddings, token_embeddings=tokens)
         return dataclasses.replace(self, embeddings=embeddings, lm_head=head)
 
-    def _run(self, input_ids, attn_mask, *, key, pos_ids, control, trajectory: bool = False) -> NamedArray:
+    def _run(self, input_ids, attn_mask, *, key, pos_ids, control, trajectory: bool = False):
         if control is not None:
             _check_control(self.config, input_ids, control)
         k_embed, k_transformer = maybe_rng_split(key, 2)
         mask = AttentionMask.causal() if attn_mask is None else attn_mask
         x = self.embeddings(input_ids, pos_ids=pos_ids, key=k_embed)
-        return self.transformer(x, mask, control=control, key=k_transformer, trajectory=trajectory)
+        # Positions are placed once: by the table of the embeddings, or else by the blocks.
+        in_blocks = pos_ids if self.embeddings.position_embeddings is None else None
+        options = {"pos_ids": in_blocks, "control": control, "trajectory": trajectory}
+        return self.transformer.solve(x, mask, key=k_transformer, **options)
 
 
 def _build(config: NeuralOdeConfig, *, ordinary: bool, times: tuple[float, ...], key):

@@ -10,7 +10,7 @@ import jax
 from qkvflow.errors import UserError
 from qkvflow.weights.generated import generate
 from qkvflow.weights.per_layer import PerLayer
-from qkvflow.weights.scales import PRESETS
+from qkvflow.weights.scales import PRESETS, GeneratedScales
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,11 @@ class WeightsConfig(draccus.ChoiceRegistry, abc.ABC):
     @abc.abstractmethod
     def evaluate(self) -> str:
         """What `depth.evaluate: auto` means for these weights: `batched` or `in_scan`."""
+
+    @property
+    def scales(self) -> GeneratedScales:
+        """Initial scales, also of the embeddings and the head around the flow."""
+        return PRESETS["matched"]
 
 
 @WeightsConfig.register_subclass("generated")
@@ -47,11 +52,15 @@ class GeneratedConfig(WeightsConfig):
         del times  # generated weights exist at every t
         k_block, k_generate = jax.random.split(key)
         block = init_block(key=k_block)
-        return generate(block, self.time_embed_dim, self.sinusoidal_dim, PRESETS[self.init], key=k_generate)
+        return generate(block, self.time_embed_dim, self.sinusoidal_dim, self.scales, key=k_generate)
 
     @property
     def evaluate(self) -> str:
         return "batched"
+
+    @property
+    def scales(self) -> GeneratedScales:
+        return PRESETS[self.init]
 
 
 @WeightsConfig.register_subclass("constant")

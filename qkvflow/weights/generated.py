@@ -110,10 +110,10 @@ def _generate_unit(unit, time_embed_dim: int, sinusoidal_dim: int, scales: Gener
 def _init_leaf(unit, name: str, net: TimeNetwork, scales: GeneratedScales, *, key) -> Leaf:
     ordinary: NamedArray = getattr(unit, name)
     axes = (net.Out, *ordinary.axes)
+    if isinstance(unit, hnn.normalization.LayerNormBase):
+        return Leaf(hax.zeros(axes), None, 1.0 if name == "weight" else 0.0)
     if name == "bias":
         return Leaf(hax.random.normal(key, axes) * scales.bias, None, 0.0)
-    if isinstance(unit, hnn.normalization.LayerNormBase):
-        return Leaf(hax.zeros(axes), None, 1.0)
     if scales.projection is not None:
         return Leaf(hax.random.normal(key, axes) * scales.projection, hax.zeros(ordinary.axes), 0.0)
     e = net(grid(np.linspace(0.0, 1.0, 129)))

@@ -2,17 +2,19 @@
 
 W(t) = base + e(t).P,  b(t) = e(t).F,  gain(t) = 1 + e(t).G,  e(t) = lin2(silu(lin1(phi(t)))).
 
-| parameter           | official                | matched                                              |
-|---------------------|-------------------------|------------------------------------------------------|
-| lin1.weight         | N(0, 0.02^2)            | N(0, 2 / (2S+1))                                     |
-| lin2.weight         | N(0, 0.02^2)            | N(0, 1 / T)                                          |
-| lin1.bias, lin2.bias| 0                       | 0                                                    |
-| P (of weights)      | N(0, 0.02^2)            | N(0, r s^2 / mean |e(t)|^2), s: std of ordinary init |
-| base                | 0                       | sqrt(1 - r) times a draw of the ordinary layer       |
-| F (of biases)       | N(0, 0.0001^2)          | 0                                                    |
-| G (of norm gains)   | 0                       | 0                                                    |
-| token embeddings    | N(0, 0.02^2)            | N(0, 0.02^2)                                         |
-| position embeddings | N(0, 0.01^2)            | N(0, 0.01^2)                                         |
+| parameter                  | official         | matched                                              |
+|----------------------------|------------------|------------------------------------------------------|
+| lin1.weight                | N(0, 0.02^2)     | N(0, 2 / (2S+1))                                     |
+| lin2.weight                | N(0, 0.02^2)     | N(0, 1 / T)                                          |
+| lin1.bias, lin2.bias       | 0                | 0                                                    |
+| P (of weights)             | N(0, 0.02^2)     | N(0, r s^2 / mean |e(t)|^2), s: std of ordinary init |
+| base                       | 0                | sqrt(1 - r) times a draw of the ordinary layer       |
+| F (of biases)              | N(0, 0.0001^2)   | 0                                                    |
+| G, F (of norms)            | 0                | 0                                                    |
+| token embeddings, tied     | N(0, 0.02^2)     | N(0, 0.02^2)                                         |
+| token embeddings, own head | N(0, 1)          | N(0, 0.02^2)                                         |
+| lm_head                    | N(0, 0.02^2)     | the ordinary layer: truncated N(0, 1 / d)            |
+| position embeddings        | N(0, 0.01^2)     | N(0, 0.01^2)                                         |
 
 `official` is what the official code draws with the Haliax 1.3 that it was written for (newer versions of Haliax
 scale by fan-in). There W(t) starts with a standard deviation near 1e-4, so that every block first does almost nothing.
@@ -29,15 +31,22 @@ TIME_SHARE = 0.1
 
 @dataclass(frozen=True)
 class GeneratedScales:
-    """Standard deviations for `weights: generated`; None means: matched to the ordinary layer."""
+    """Standard deviations for `weights: generated`; None means: matched to the ordinary layer.
+
+    untied_embedding, head: of the token embeddings and the head of a model whose head is its own (Llama).
+    """
 
     lin1: float | None
     lin2: float | None
     projection: float | None
     bias: float
+    untied_embedding: float
+    head: float | None
 
 
 PRESETS: dict[str, GeneratedScales] = {
-    "official": GeneratedScales(lin1=0.02, lin2=0.02, projection=0.02, bias=1e-4),
-    "matched": GeneratedScales(lin1=None, lin2=None, projection=None, bias=0.0),
+    "official": GeneratedScales(lin1=0.02, lin2=0.02, projection=0.02, bias=1e-4, untied_embedding=1.0, head=0.02),
+    "matched": GeneratedScales(
+        lin1=None, lin2=None, projection=None, bias=0.0, untied_embedding=TOKEN_EMBEDDING, head=None
+    ),
 }

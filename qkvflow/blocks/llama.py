@@ -1,0 +1,175 @@
+"""The Llama block as a vector field B(x; W): RMSNorm, rotary grouped-query attention, gated MLP; in three forms.
+
+parallel:               B(x) = attn(n1(x)) + mlp(n2(x))
+sequential (Llama):     B(x) = a + mlp(n2(x + a)),  a = attn(n1(x)),  so that x + B(x) is the Llama layer
+official (the paper's): B(x) = attn(n1(x)) + mlp(n2(n1(x)))
+
+Source of `official`: `LlamaDecoderLayer` in the official nn/dynamic_llama.py, which overwrites x by its first norm.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import equinox as eqx
+import haliax.nn as hnn
+from haliax import Axis, NamedArray
+from haliax.jax_utils import maybe_rng_split
+from levanter.layers.attention import AttentionBackend, AttentionMask
+from levanter.layers.rotary import DefaultRotaryEmbeddingsConfig, RotaryEmbeddingsConfig
+from levanter.utils.activation import ActivationFunctionEnum
+
+from qkvflow.axes import HEAD_SIZE, HEADS, KV_HEAD, MLP
+from qkvflow.blocks.config import BlockConfig, check_choice, check_heads, check_probability
+from qkvflow.blocks.grouped_query import GroupedQueryAttention
+from qkvflow.errors import UserError
+
+FORMS = ("parallel", "sequential", "official")
+EPSILON, OFFICIAL_BLOCK_EPSILON = 1e-5, 1e-6
+
+
+class GatedMlp(eqx.Module):
+    """down_proj(activation(gate_proj(x)) * up_proj(x)): {embed} -> {mlp} -> {embed}. SwiGLU with SiLU."""
+
+    gate_proj: hnn.Linear
+    up_proj: hnn.Linear
+    down_proj: hnn.Linear
+    activation: Callable = eqx.field(static=True)
+
+    @staticmethod
+    def init(Embed: Axis, Mlp: Axis, activation: Callable, *, key, use_bias: bool = False) -> "GatedMlp":
+        k_gate, k_up, k_down = maybe_rng_split(key, 3)
+        gate = hnn.Linear.init(Embed, Mlp, key=k_gate, use_bias=use_bias, out_first=False)
+        up = hnn.Linear.init(Embed, Mlp, key=k_up, use_bias=use_bias, out_first=False)
+        down = hnn.Linear.init(Mlp, Embed, key=k_down, use_bias=use_bias, out_first=False)
+        return GatedMlp(gate, up, down, activation)
+
+    def __call__(self, x: NamedArray) -> NamedArray:
+        return self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))
+
+
+class LlamaBlock(eqx.Module):
+    """B(x; W): {..., position, embed} -> {..., position, embed}. Adds nothing to x: the solver does."""
+
+    input_layernorm: hnn.RmsNorm
+    self_attn: GroupedQueryAttention
+    post_attention_layernorm: hnn.RmsNorm
+    mlp: GatedMlp
+    resid_dropout: hnn.Dropout
+    form: str = eqx.field(static=True)
+
+    def __call__(
+        self, x: NamedArray, mask: AttentionMask | NamedArray | None, *, key=None, pos_ids: NamedArray | None = None
+    ) -> NamedArray:
+        k_attn, k_attn_out, k_mlp_out = maybe_rng_split(key, 3)
+        n1 = self.input_layernorm(x)
+        attn = self.resid_dropout(self.self_attn(n1, mask, key=k_attn, pos_ids=pos_ids), key=k_attn_out)
+        if self.form == "sequential":
+            x = x + attn
+        elif self.form == "official":
+            x = n1
+        return attn + self.resid_dropout(self.mlp(self.post_attention_layernorm(x)), key=k_mlp_out)
+
+
+@BlockConfig.register_subclass("llama")
+@dataclass(frozen=True)
+class LlamaBlockConfig(BlockConfig):
+    """Rotary positions inside the attention; around it a head of its own (unless tied) and no table of positions.
+
+    num_kv_heads: heads of keys and values, a divisor of num_heads; as many as num_heads if not given.
+    intermediate_dim: hidden units of the MLP; 4 times the width if not given, as in the paper's Llama.
+    rope: Levanter's rotary embeddings, `{type: default | llama3 | yarn, theta: ...}`, halves rotated (not pairs).
+    layer_norm_epsilon: of all norms; if not given 1e-5, but 1e-6 for those inside an `official` block.
+    use_bias: of all linear maps and norms. The norms inside an `official` block always have a bias, as in its source.
+    """
+
+    num_heads: int = 16
+    num_kv_heads: int | None = None
+    intermediate_dim: int | None = None
+    form: str = "parallel"
+    rope: RotaryEmbeddingsConfig = field(default_factory=DefaultRotaryEmbeddingsConfig)
+    tie_word_embeddings: bool = False
+    activation: ActivationFunctionEnum = ActivationFunctionEnum.silu
+    use_bias: bool = False
+    embed_pdrop: float = 0.0
+    resid_pdrop: float = 0.0
+    attn_pdrop: float = 0.0
+    layer_norm_epsilon: float | None = None
+    attn_backend: AttentionBackend | None = None
+    flash_attention_block_size: int | None = None
+
+    def __post_init__(self):
+        check_choice("form", self.form, FORMS)
+        if self.num_heads < 1:
+            raise UserError(f"num_heads must be at least 1, got {self.num_heads}.")
+        if self.num_kv_heads is not None and (self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads != 0):
+            divisors = [str(n) for n in range(1, self.num_heads + 1) if self.num_heads % n == 0]
+            raise UserError(
+                f"num_kv_heads ({self.num_kv_heads}) must divide num_heads ({self.num_heads}), because each head of"
+                f" keys and values serves an equal group of query heads. Possible: {', '.join(divisors)}."
+            )
+        if self.intermediate_dim is not None and self.intermediate_dim < 1:
+            raise UserError(f"intermediate_dim must be at least 1, got {self.intermediate_dim}.")
+        if self.activation is ActivationFunctionEnum.xielu:
+            raise UserError("activation: xielu has parameters of its own, which this block does not hold.")
+        for name in ("embed_pdrop", "resid_pdrop", "attn_pdrop"):
+            check_probability(name, getattr(self, name))
+
+    @property
+    def kv_heads(self) -> int:
+        """Heads of keys and values."""
+        return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
+
+    def mlp_dim(self, hidden_dim: int) -> int:
+        """Hidden units of the MLP."""
+        return 4 * hidden_dim if self.intermediate_dim is None else self.intermediate_dim
+
+    def check(self, Embed: Axis) -> None:
+        check_heads(Embed.size, self.num_heads)
+        if (Embed.size // self.num_heads) % 2 != 0:
+            raise UserError(
+                f"The head size is hidden_dim / num_heads = {Embed.size} / {self.num_heads} ="
+                f" {Embed.size // self.num_heads}, but rotary positions turn pairs of numbers, so it must be even."
+                " Choose another hidden_dim or num_heads."
+            )
+
+    def init(self, Embed: Axis, *, key) -> LlamaBlock:
+        k_attn, k_mlp = maybe_rng_split(key, 2)
+        attn = GroupedQueryAttention.init(
+            Embed,
+            Axis(HEADS, self.num_heads),
+            Axis(KV_HEAD, self.kv_heads),
+            Axis(HEAD_SIZE, Embed.size // self.num_heads),
+            self.rope,
+            key=k_attn,
+            use_bias=self.use_bias,
+            dropout=self.attn_pdrop,
+            backend=self.attn_backend,
+            flash_block_size=self.flash_attention_block_size,
+        )
+        Mlp = Axis(MLP, self.mlp_dim(Embed.size))
+        mlp = GatedMlp.init(Embed, Mlp, self.activation.to_fn(), key=k_mlp, use_bias=self.use_bias)
+        norms = (self._block_norm(Embed), self._block_norm(Embed))
+        return LlamaBlock(norms[0], attn, norms[1], mlp, hnn.Dropout(self.resid_pdrop), self.form)
+
+    def norm(self, Embed: Axis) -> hnn.RmsNorm:
+        eps = EPSILON if self.layer_norm_epsilon is None else self.layer_norm_epsilon
+        return hnn.RmsNorm.init(Embed, eps=eps, use_bias=self.use_bias)
+
+    def _block_norm(self, Embed: Axis) -> hnn.RmsNorm:
+        if self.form != "official":
+            return self.norm(Embed)
+        eps = OFFICIAL_BLOCK_EPSILON if self.layer_norm_epsilon is None else self.layer_norm_epsilon
+        return hnn.RmsNorm.init(Embed, eps=eps, use_bias=True)
+
+    @property
+    def learned_positions(self) -> bool:
+        return False
+
+    def kv_cache_width(self, hidden_dim: int) -> int:
+        return 2 * self.kv_heads * (hidden_dim // self.num_heads)
+
+    def flops_per_token(self, hidden_dim: int, context_length: int) -> float:
+        """Forward FLOPs of one evaluation of B: q and o 4 d^2, k and v 4 d d_kv, MLP 6 d m, attention 4 n d."""
+        kv_dim = self.kv_heads * (hidden_dim // self.num_heads)
+        projections = 4 * hidden_dim**2 + 4 * hidden_dim * kv_dim
+        return projections + 6 * hidden_dim * self.mlp_dim(hidden_dim) + 4 * context_length * hidden_dim
