@@ -81,6 +81,11 @@ def _train_in(run: PreparedRun[TrainConfig], quiet: Quiet) -> tuple[Outcome, flo
         return model_config.build(vocab, key=model_key)
 
     def loss_function(model: LmHeadModel, example: LmExample, *, key=None):
+        if isinstance(model, NeuralOdeLMHeadModel) and model.config.depth.is_adaptive:
+            loss, statistics = model.next_token_loss_and_statistics(
+                example, key=key, logsumexp_weight=config.z_loss_weight
+            )
+            return loss, depth_metrics(statistics)
         return model.compute_next_token_loss(example, key=key, logsumexp_weight=config.z_loss_weight)
 
     with levanter_config.use_device_mesh():

@@ -69,10 +69,9 @@ def rotation(scale):
     return (lambda t, x, args, key: hax.dot(a + t * b, x, axis="embed").rename({"out": "embed"})), x0
 
 
-def slope(field, x0, reference, solver, steps):
-    errors = [
-        float(jnp.abs(integrate(field, times_of, None, x0, plan(solver, n)).array - reference).max()) for n in steps
-    ]
+def slope(field, x0, reference, solver, steps, **kwargs):
+    plans = [plan(solver, n, **kwargs) for n in steps]
+    errors = [float(jnp.abs(integrate(field, times_of, None, x0, p).array - reference).max()) for p in plans]
     return np.polyfit(np.log(1 / np.asarray(steps)), np.log(errors), 1)[0]
 
 

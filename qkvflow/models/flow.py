@@ -1,5 +1,7 @@
 """A flow: time-dependent weights and a plan, integrated. The one place where weights, block and depth meet."""
 
+from typing import Any
+
 import equinox as eqx
 import jax
 from haliax import NamedArray
@@ -29,20 +31,23 @@ class Flow(eqx.Module):
 
         inputs: what else the block takes: `pos_ids` (rotary positions; by default 0, 1, 2, ...), `control`.
         """
+        return self.solve(x, mask, key=key, trajectory=trajectory, **inputs)[0]
+
+    def solve(
+        self, x: NamedArray, mask, *, key=None, trajectory: bool = False, **inputs: NamedArray | None
+    ) -> tuple[Any, Statistics | None]:
+        """What calling the flow gives, and what the solve cost: None on a fixed grid, whose plan says it."""
+        args = (mask, {name: value for name, value in inputs.items() if value is not None})
+        options = {"args": args, "key": key, "trajectory": trajectory}
+        if isinstance(self.plan, GeneralPlan):
+            return solve(_field, evaluate, self.weights, x, self.plan, **options)
         if not self.training_plans or self.inference or key is None or trajectory:
-            return self._integrate(self.plan, x, mask, inputs, key, trajectory)[0]
-        k_plan, key = jax.random.split(key)
-        branches = [
-            lambda x, key, plan=plan: self._integrate(plan, x, mask, inputs, key, False)[0]
-            for plan in self.training_plans
-        ]
-        if len(branches) == 1:
-            return branches[0](x, key)
-        return jax.lax.switch(jax.random.randint(k_plan, (), 0, len(branches)), branches, x, key)
+            return integrate(_field, evaluate, self.weights, x, self.plan, **options), None
+        return self._training(x, args, key), None
 
     def solve_statistics(self, x: NamedArray, mask, *, key=None, **inputs: NamedArray | None) -> Statistics:
         """What the solve from x(0) = `x` costs; of interest for adaptive steps. Makes the whole solve."""
-        statistics = self._integrate(self.plan, x, mask, inputs, key, False)[1]
+        statistics = self.solve(x, mask, key=key, **inputs)[1]
         if statistics is None:
             raise UserError("This flow has a fixed grid: its plan says what a solve costs (`plan.evaluations`).")
         return statistics
@@ -58,13 +63,16 @@ class Flow(eqx.Module):
             raise UserError("These weights are functions of time, not a stack of blocks: call discretise(steps) first.")
         return self.weights.blocks
 
-    def _integrate(self, plan, x, mask, inputs: dict, key, trajectory) -> tuple:
-        """The result and, if diffrax made it, the statistics of the solve."""
-        given = {name: value for name, value in inputs.items() if value is not None}
-        options = {"args": (mask, given), "key": key, "trajectory": trajectory}
-        if isinstance(plan, GeneralPlan):
-            return solve(_field, evaluate, self.weights, x, plan, **options)
-        return integrate(_field, evaluate, self.weights, x, plan, **options), None
+    def _training(self, x: NamedArray, args, key) -> NamedArray:
+        """x(1) by a plan drawn from `training_plans`."""
+        k_plan, key = jax.random.split(key)
+        branches = [
+            lambda x, key, plan=plan: integrate(_field, evaluate, self.weights, x, plan, args=args, key=key)
+            for plan in self.training_plans
+        ]
+        if len(branches) == 1:
+            return branches[0](x, key)
+        return jax.lax.switch(jax.random.randint(k_plan, (), 0, len(branches)), branches, x, key)
 
 
 def _field(block, x: NamedArray, args, key) -> NamedArray:

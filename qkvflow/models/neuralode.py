@@ -17,7 +17,7 @@ from levanter.models.loss import maybe_fused_next_token_loss
 
 from qkvflow.axes import CONTROL, EMBED
 from qkvflow.blocks import Controlled
-from qkvflow.depth import DepthConfig
+from qkvflow.depth import DepthConfig, Statistics
 from qkvflow.errors import UserError
 from qkvflow.models.config import NeuralOdeConfig
 from qkvflow.models.embeddings import Embeddings, init_head
@@ -61,16 +61,31 @@ class NeuralOdeTransformer(eqx.Module):
         pos_ids: NamedArray | None = None,
         control: NamedArray | None = None,
         trajectory: bool = False,
-    ):
+    ) -> NamedArray:
+        """norm(x(1)), or with `trajectory` the states of the flow."""
+        return self.solve(x, mask, key=key, pos_ids=pos_ids, control=control, trajectory=trajectory)[0]
+
+    def solve(
+        self,
+        x: NamedArray,
+        mask,
+        *,
+        key=None,
+        pos_ids: NamedArray | None = None,
+        control: NamedArray | None = None,
+        trajectory: bool = False,
+    ) -> tuple[NamedArray, Statistics | None]:
+        """What calling gives, and what the flow cost: None on a fixed grid."""
         k_prelude, k_flow, k_coda = maybe_rng_split(key, 3)
         if self.prelude is not None:
             x = self.prelude(x, mask, key=k_prelude, pos_ids=pos_ids)
-        x = self.flow(x, mask, key=k_flow, pos_ids=pos_ids, control=control, trajectory=trajectory)
+        options = {"pos_ids": pos_ids, "control": control, "trajectory": trajectory}
+        x, statistics = self.flow.solve(x, mask, key=k_flow, **options)
         if trajectory:
-            return x[1]
+            return x[1], statistics
         if self.coda is not None:
             x = self.coda(x, mask, key=k_coda, pos_ids=pos_ids)
-        return self.norm(x)
+        return self.norm(x), statistics
 
     @property
     def blocks(self) -> Stacked:
@@ -132,7 +147,25 @@ class NeuralOdeLMHeadModel(LmHeadModel[NeuralOdeConfig]):
         control: NamedArray | None = None,
     ) -> NamedArray:
         """norm(x(1)): {..., position, embed}."""
-        return self._run(input_ids, attn_mask, key=key, pos_ids=pos_ids, control=control)
+        return self._run(input_ids, attn_mask, key=key, pos_ids=pos_ids, control=control)[0]
+
+    def next_token_loss_and_statistics(
+        self, example: LmExample, *, key=None, logsumexp_weight: float | None = None
+    ) -> tuple[NamedArray, Statistics | None]:
+        """`compute_next_token_loss`, averaged, and what the solve cost: None on a fixed grid."""
+        x, statistics = self._run(example.tokens, example.attn_mask, key=key, pos_ids=None, control=None)
+        loss = maybe_fused_next_token_loss(
+            self.Pos,
+            self.Embed,
+            self.Vocab,
+            x,
+            self.get_lm_head(),
+            example.tokens,
+            loss_weight=example.loss_weight,
+            logsumexp_weight=logsumexp_weight,
+            dtype=jnp.float32,
+        )
+        return loss, statistics
 
     def trajectory(
         self,
@@ -144,7 +177,7 @@ class NeuralOdeLMHeadModel(LmHeadModel[NeuralOdeConfig]):
         control: NamedArray | None = None,
     ) -> NamedArray:
         """The states of the flow after each of its steps: {layers, ..., position, embed}; the last is x(1)."""
-        return self._run(input_ids, attn_mask, key=key, pos_ids=pos_ids, control=control, trajectory=True)
+        return self._run(input_ids, attn_mask, key=key, pos_ids=pos_ids, control=control, trajectory=True)[0]
 
     def compute_next_token_loss(
         self,
@@ -209,7 +242,7 @@ class NeuralOdeLMHeadModel(LmHeadModel[NeuralOdeConfig]):
         embeddings = dataclasses.replace(self.embeddings, token_embeddings=tokens)
         return dataclasses.replace(self, embeddings=embeddings, lm_head=head)
 
-    def _run(self, input_ids, attn_mask, *, key, pos_ids, control, trajectory: bool = False) -> NamedArray:
+    def _run(self, input_ids, attn_mask, *, key, pos_ids, control, trajectory: bool = False):
         if control is not None:
             _check_control(self.config, input_ids, control)
         k_embed, k_transformer = maybe_rng_split(key, 2)
@@ -217,7 +250,8 @@ class NeuralOdeLMHeadModel(LmHeadModel[NeuralOdeConfig]):
         x = self.embeddings(input_ids, pos_ids=pos_ids, key=k_embed)
         # Positions are placed once: by the table of the embeddings, or else by the blocks.
         in_blocks = pos_ids if self.embeddings.position_embeddings is None else None
-        return self.transformer(x, mask, key=k_transformer, pos_ids=in_blocks, control=control, trajectory=trajectory)
+        options = {"pos_ids": in_blocks, "control": control, "trajectory": trajectory}
+        return self.transformer.solve(x, mask, key=k_transformer, **options)
 
 
 def _build(config: NeuralOdeConfig, *, ordinary: bool, times: tuple[float, ...], key):

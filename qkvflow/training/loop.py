@@ -139,5 +139,6 @@ def _not_finite(error: RuntimeError, step: int, directory: RunDirectory) -> User
     return UserError(
         f"the training loss is {what} at step {step}; {kept}. Usual remedies: a smaller "
         "`optimizer.learning_rate`, more `optimizer.warmup`, `optimizer.max_grad_norm: 1.0`, or "
-        "`trainer.mp: f32`"
+        "`trainer.mp: f32`; with adaptive steps (`model.depth.rtol`) also a larger `model.depth.max_steps`: a "
+        "solve that hits it gives NaN"
     )
