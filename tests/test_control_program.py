@@ -75,7 +75,7 @@ def control_weights(path: Path) -> np.ndarray:
     [
         ({"model": {**HYBRID, "control": None}}, r"control_key.*the model has no control"),
         ({"model": {"type": "gpt2", "num_heads": 2, "hidden_dim": 16, "num_layers": 1}}, "the model has no control"),
-        ({"control_key": "contol"}, r"no record .* has a control under the key 'contol'"),
+        ({"control_key": "kontrol"}, r"no record .* has a control under the key 'kontrol'"),
         ({"model": {**HYBRID, "control": {"dim": 3}}}, r"a\.jsonl:1: the key 'control' holds a list of 2; .* 3 finite"),
     ],
 )
