@@ -21,7 +21,8 @@ import qkvflow as qkvflow  # registers the models
 from qkvflow.cli import run_program
 from qkvflow.cli.quiet import Quiet, quiet_libraries
 from qkvflow.errors import UserError
-from qkvflow.models import NeuralOdeConfig, decay
+from qkvflow.models import NeuralOdeConfig, NeuralOdeLMHeadModel, decay
+from qkvflow.models.metrics import depth_metrics
 from qkvflow.progress import Progress, describe_loss
 from qkvflow.runs.config import TrainConfig
 from qkvflow.runs.config_file import encode

@@ -12,7 +12,7 @@ from levanter.models.lm_model import LmExample
 from test_causality import change
 
 from qkvflow.blocks import Gpt2BlockConfig
-from qkvflow.depth import DepthConfig, integrate, solve
+from qkvflow.depth import DepthConfig, solve
 from qkvflow.errors import UserError
 from qkvflow.models import ControlConfig
 

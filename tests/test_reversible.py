@@ -1,4 +1,4 @@
-"""Laws of the reversible scheme: exact gradients, constant memory, order of the base method, the walk back finds x(0)."""
+"""Laws of the reversible scheme: exact gradients, constant memory, order of the base method, the walk back to x(0)."""
 
 import equinox as eqx
 import haliax as hax
