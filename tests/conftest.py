@@ -16,7 +16,7 @@ import qkvflow  # noqa: F401
 from qkvflow.blocks import Gpt2BlockConfig, LlamaBlockConfig
 from qkvflow.depth import DepthConfig
 from qkvflow.models import NeuralOdeConfig
-from qkvflow.weights import ConstantConfig, GeneratedConfig, PerLayerConfig
+from qkvflow.weights import ConstantConfig, GeneratedConfig, ModulatedConfig, PerLayerConfig
 
 jax.config.update("jax_default_matmul_precision", "highest")
 
@@ -25,6 +25,7 @@ WEIGHTS = {
     "generated": GeneratedConfig(time_embed_dim=6, sinusoidal_dim=4),
     "constant": ConstantConfig(),
     "per_layer": PerLayerConfig(),
+    "modulated": ModulatedConfig(hidden_dim=8, sinusoidal_dim=4),
 }
 
 

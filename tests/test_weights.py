@@ -98,7 +98,7 @@ def test_every_module_has_its_own_time_network():
     assert all(not np.array_equal(a, b) for i, a in enumerate(first) for b in first[:i])
 
 
-@pytest.mark.parametrize("weights", ["generated", "constant", "per_layer"])
+@pytest.mark.parametrize("weights", ["generated", "modulated", "constant", "per_layer"])
 def test_at_a_grid_is_the_stack_of_at_its_times(weights):
     block = block_of(weights)
     stacked = at(block, grid(TIMES))
@@ -109,7 +109,7 @@ def test_at_a_grid_is_the_stack_of_at_its_times(weights):
             np.testing.assert_allclose(picked, one, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("weights", ["generated", "constant", "per_layer"])
+@pytest.mark.parametrize("weights", ["generated", "modulated", "constant", "per_layer"])
 def test_at_a_grid_has_the_leaf_axes_of_haliax_stacked(weights):
     Layers = Axis("layers", len(TIMES))
 

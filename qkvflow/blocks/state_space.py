@@ -143,7 +143,7 @@ def segment_starts(mask: AttentionMask | NamedArray | None, Pos: Axis) -> NamedA
         return hax.zeros(Pos, dtype=jnp.bool_)
     ids = mask.segment_ids[0].rearrange((..., POSITION))
     changed = ids.array[..., 1:] != ids.array[..., :-1]
-    return hax.named(jnp.concatenate([jnp.zeros_like(changed[..., :1]), changed], axis=-1), ids.axes)
+    return hax.named(jnp.concatenate([jnp.zeros_like(ids.array[..., :1], dtype=bool), changed], axis=-1), ids.axes)
 
 
 def _inverse_softplus(y: NamedArray) -> NamedArray:
