@@ -24,13 +24,18 @@ def smooth_config(**depth):
     return small_config("constant", depth=DepthConfig(**depth), control=ControlConfig(dim=2, alpha=1.0))
 
 
+def start(tokens):
+    """x(0) ~ N(0, 1). Where the state is small its norm layers make the field stiff, and steps must be short."""
+    return hax.random.normal(jax.random.PRNGKey(3), (*tokens.axes, hax.Axis("embed", 16)))
+
+
 def in_float64(config):
     model = build(config)
     return jax.tree.map(lambda a: a.astype(jnp.float64) if eqx.is_inexact_array(a) else a, model)
 
 
 def gradients(model, tokens):
-    x = model.embeddings(tokens)
+    x = start(tokens).astype(jnp.float64)
     params, static = eqx.partition(model.transformer.flow, eqx.is_inexact_array)
 
     @jax.jit
@@ -42,9 +47,8 @@ def gradients(model, tokens):
 
 def distance(ours, theirs) -> float:
     """Relative, in the Euclidean norm over all arrays."""
-    difference, size = (jnp.sqrt(sum(jnp.sum(v**2) for v in vs)) for vs in (
-        [a - b for a, b in zip(ours, theirs, strict=True)], theirs
-    ))  # fmt: skip
+    both = [a - b for a, b in zip(ours, theirs, strict=True)], theirs
+    difference, size = (jnp.sqrt(sum(jnp.sum(v**2) for v in vs)) for vs in both)
     return float(difference / size)
 
 
@@ -52,11 +56,11 @@ def distance(ours, theirs) -> float:
 def test_adaptive_steps_find_the_solution(solver, tokens):
     fine = build(smooth_config(solver="rk4", steps=32))
     adaptive = build(smooth_config(solver=solver, rtol=1e-5, atol=1e-5, max_steps=64))
-    x = fine.embeddings(tokens)
+    x = start(tokens)
     reference = eqx.filter_jit(fine.transformer.flow)(x, MASK)
     found = eqx.filter_jit(adaptive.transformer.flow)(x, MASK)
     assert float(jnp.abs(reference.array - x.array).max()) > 0.3  # the flow moves its state
-    np.testing.assert_allclose(found.array, reference.array, atol=1e-4)  # some steps, each to 1e-5
+    np.testing.assert_allclose(found.array, reference.array, atol=3e-4)  # some tens of steps, each to 1e-5
 
 
 def test_adaptive_gradients_are_those_of_the_solution():
@@ -104,7 +108,7 @@ def test_statistics_count_what_is_evaluated(solver):
         jax.debug.callback(lambda: count.append(1))
         return hax.cos(40 * t * t) * 20 + x
 
-    plan = DepthConfig(solver=solver, steps=3, rtol=1e-4, max_steps=1000).plan("in_scan")
+    plan = DepthConfig(solver=solver, steps=50, rtol=1e-4, max_steps=1000).plan("in_scan")
     x = hax.zeros(hax.Axis("embed", 2))
     _, statistics = solve(field, lambda params, t: hax.named(t, ()), None, x, plan)
     jax.effects_barrier()
@@ -164,10 +168,17 @@ def test_bf16_state(tokens):
 
 
 def test_trajectory_is_read_on_the_grid(tokens):
-    states = build(smooth_config(solver="tsit5", steps=4, rtol=1e-6, max_steps=64)).trajectory(tokens)
-    fixed = build(smooth_config(solver="rk4", steps=32)).trajectory(tokens)
+    x = start(tokens)
+
+    def states(**depth):
+        flow = build(smooth_config(**depth)).transformer.flow
+        return eqx.filter_jit(lambda flow: flow(x, MASK, trajectory=True))(flow)
+
+    x1, adaptive = states(solver="tsit5", steps=4, rtol=1e-6)
+    assert adaptive.axes[0].name == "layers"
+    np.testing.assert_array_equal(x1.array, adaptive.array[-1])
     # diffrax interpolates between the ends of its steps, at a lower order than that of the steps
-    np.testing.assert_allclose(states.array, fixed.array[7::8], atol=2e-4)
+    np.testing.assert_allclose(adaptive.array, states(solver="rk4", steps=32)[1].array[7::8], atol=1e-3)
 
 
 def test_dropout_is_drawn_once_per_solve(tokens):
@@ -187,7 +198,9 @@ def test_discretise_needs_a_number_of_steps(tokens):
         model.discretise()
     discrete = model.discretise(6)
     assert discrete.config.plan.evaluations == 36
-    np.testing.assert_allclose(discrete(tokens).array, model(tokens).array, atol=1e-3)
+    x = start(tokens)
+    a, b = (eqx.filter_jit(m.transformer.flow)(x, MASK).array for m in (discrete, model))
+    np.testing.assert_allclose(a, b, atol=1e-3)
     assert model.config.flops_per_token(VOCAB.size, 12) is None
 
 

@@ -59,7 +59,11 @@ class GeneralPlan:
 
 
 class Statistics(eqx.Module):
-    """What a solve cost. `evaluations` of the vector field; `successful` is False if max_steps was hit."""
+    """What a solve cost.
+
+    steps: tried, those rejected included. evaluations: of the vector field; one more was made each time that the very
+    first step was rejected. successful: False if max_steps was hit.
+    """
 
     steps: jax.Array
     rejected: jax.Array
