@@ -91,6 +91,31 @@ def test_official_count():
     assert parameters("wikitext2/neuralode.yaml") - (257 + 128) * 256 + 512 * 256 == 51_512_960
 
 
+def modulated_attention(d, net):
+    """By hand: a Linear has in out + out numbers and in + out gates, a norm 2 d and d; `net(G)` is for G gates."""
+    return 3 * d * d + 3 * d + net(4 * d) + d * d + d + net(2 * d) + 2 * (2 * d + net(d))
+
+
+@pytest.mark.parametrize(
+    ("name", "millions"), [("time_indexed_mlp", 1.21), ("ode_sharing", 1.21), ("time_indexed_ssm", 0.66)]
+)
+def test_parameter_counts_of_time_indexed_sharing(name, millions):
+    d, H, S, N = 256, 64, 32, 64
+
+    def net(gates):
+        """The network of one module: (2S+1) -> H -> gates, with biases."""
+        return (2 * S + 1) * H + H + (H + 1) * gates
+
+    mlp = 2 * 4 * d * d + 4 * d + d + 2 * net(5 * d)
+    ssm = 3 * N * d + 2 * d + net(3 * (N + d) + 2 * d)  # A, B, C {state, embed}, Delta and D {embed}
+    mixer = ssm if name.endswith("ssm") else mlp
+    expected = modulated_attention(d, net) + mixer + 2 * d + (257 + 128) * d
+    assert parameters(f"wikitext2/{name}.yaml") == expected
+    assert expected / 1e6 == pytest.approx(millions, abs=0.005)
+    comment = (ROOT / "configs" / "wikitext2" / f"{name}.yaml").read_text().split("\n")[0]
+    assert f"{expected / 1e6:.2f}M" in comment
+
+
 def test_hybrid_count():
     """Four ordinary layers and the flow's one block; its shift by time, control and scale; norm and embeddings."""
     d, control, vocab, positions = 256, 4, 257, 128
