@@ -100,7 +100,7 @@ def describe(config: TrainConfig, vocab_size: int) -> Sections:
         },
         "parameters": _parameters(shape),
         "parameters, discretised": _parameters(discrete),
-        "evaluations of the block": {"per token": cost.evaluations(model_config)},
+        "evaluations of the block": _evaluations(model_config),
         "FLOPs per token": {
             "forward": flops and flops.forward,
             "backward": flops and flops.backward,
@@ -135,7 +135,8 @@ def kind(config) -> str:
     if not isinstance(config, NeuralOdeConfig):
         return f"{name} (Levanter)"
     parts = [p.get_choice_name(type(p)) for p in (config.weights, config.block)]
-    return f"{name}: {parts[0]}, {parts[1]} {config.block.form}, {config.depth.solver} x {config.depth.steps}"
+    steps = "adaptive" if config.depth.is_adaptive else f"x {config.depth.reading_steps}"
+    return f"{name}: {parts[0]}, {parts[1]} {config.block.form}, {config.depth.solver} {steps}"
 
 
 def vocabulary_size(config: TrainConfig) -> int:
@@ -188,6 +189,14 @@ def arguments(argv: Sequence[str]) -> list[str]:
             (own if target is None else target).append(word)
     pairs = {"files": lists["config_path"], "run": lists["run"], "overrides": lists["overrides"]}
     return [*own, *(w for key, words in pairs.items() if words for w in (f"--{key}", json.dumps(words)))]
+
+
+def _evaluations(config) -> dict[str, Value]:
+    rows: dict[str, Value] = {"per token": cost.evaluations(config)}
+    if isinstance(config, NeuralOdeConfig) and config.training_plans:
+        around = config.prelude_layers + config.coda_layers
+        rows["per token, in training"] = " or ".join(str(p.evaluations + around) for p in config.training_plans)
+    return rows
 
 
 def _parameters(shape) -> dict[str, Value]:

@@ -10,7 +10,7 @@ from haliax import Axis
 from levanter.models.gpt2 import Gpt2Config
 from levanter.models.llama import LlamaConfig
 
-from qkvflow.blocks import Gpt2BlockConfig
+from qkvflow.blocks import Gpt2BlockConfig, SsmBlockConfig
 from qkvflow.depth import SOLVERS, DepthConfig
 from qkvflow.models import NeuralOdeConfig, cost
 
@@ -19,6 +19,8 @@ WIDTH, LENGTH, BATCH = 192, 32, 2
 BLOCKS = {
     "gpt2": Gpt2BlockConfig(num_heads=2),
     "gpt2_sequential": Gpt2BlockConfig(num_heads=2, form="sequential", mlp_scale=2),
+    "ssm": SsmBlockConfig(num_heads=2),
+    "ssm_selective": SsmBlockConfig(num_heads=2, form="sequential", selective=True),
     "llama": llama(intermediate_dim=200),
     "llama_sequential": llama("sequential", num_kv_heads=2),
     "llama_official": llama("official", intermediate_dim=128, tie_word_embeddings=True),
@@ -27,7 +29,8 @@ BLOCKS = {
 
 def config_of(block, weights, **kwargs):
     depth = kwargs.pop("depth", DepthConfig(steps=2))
-    sizes = {"max_seq_len": LENGTH, "hidden_dim": WIDTH}
+    # A state-space mixer is all elementwise: the products of matrices outweigh what is not counted at a larger width.
+    sizes = {"max_seq_len": LENGTH, "hidden_dim": 512 if block.startswith("ssm") else WIDTH}
     return NeuralOdeConfig(block=BLOCKS[block], weights=WEIGHTS[weights], depth=depth, **sizes, **kwargs)
 
 
@@ -90,6 +93,21 @@ def test_backward(block, evaluate, unrolled):
     assert flops.recomputed == 0
 
 
+def test_adaptive_steps_have_no_count():
+    depth = DepthConfig(solver="tsit5", rtol=1e-3)
+    config = config_of("llama", "generated", depth=depth)
+    assert cost.flops(config, shape_of(config), VOCAB.size, LENGTH) is None
+    assert cost.evaluations(config) is None
+    assert cost.kv_cache_width(config) is None
+
+
+def test_reversible_scheme_evaluates_twice_forward_and_once_more_backward():
+    plain, reversible = (config_of("llama", "constant", depth=DepthConfig(adjoint=a)) for a in ("direct", "reversible"))
+    a, b = (cost.flops(c, shape_of(c), VOCAB.size, LENGTH) for c in (plain, reversible))
+    head = 2 * WIDTH * VOCAB.size
+    assert b.forward - head == b.recomputed == 2 * (a.forward - head)
+
+
 def test_recomputation(unrolled):
     """Before XLA simplifies: unrolled, it finds what is computed twice."""
     counts = {}
@@ -134,8 +152,8 @@ def test_parameters_by_group(block):
     counts = cost.parameters_by_group(model)
     assert sum(counts.values()) == sum(x.size for x in jax.tree.leaves(model) if hasattr(x, "size"))
     assert counts["prelude"] == 2 * counts["coda"] > 0
-    assert counts["head"] == (0 if BLOCKS[block].tie_word_embeddings else VOCAB.size * WIDTH)
-    assert counts["norm"] == WIDTH * (2 if block.startswith("gpt2") else 1)
+    assert counts["head"] == (0 if BLOCKS[block].tie_word_embeddings else VOCAB.size * config.hidden_dim)
+    assert counts["norm"] == config.hidden_dim * (1 if block.startswith("llama") else 2)
     assert counts["other"] == 0
     # A generated layer of n numbers has (T + 1) n of them; discretised it has n per step.
     discrete = cost.parameters_by_group(eqx.filter_eval_shape(lambda m: m.discretise(5), model))

@@ -67,10 +67,11 @@ class SsmBlockConfig(Gpt2LikeConfig):
         """Forward FLOPs of one evaluation of B for width d, state N: attention 8 d^2 + 4 n d, and the mixer.
 
         Not selective: in chunks of Q, 2 Q + 4 N for each channel. Selective: projections 4 d (r + N) with r = d/16, and
-        9 N for each channel (the recurrence itself, an exponential counted as one operation).
+        40 N for each channel, as XLA counts it: 9 N of the recurrence itself, and the rest of the exact hold (its
+        series) and of doing it in parallel.
         """
         d, N = hidden_dim, self.state_size
         attention = 8 * d**2 + 4 * context_length * d
         if self.selective:
-            return attention + 4 * d * (delta_rank(d) + N) + 9 * N * d
+            return attention + 4 * d * (delta_rank(d) + N) + 40 * N * d
         return attention + (2 * CHUNK + 4 * N) * d

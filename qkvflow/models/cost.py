@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import jax
 from levanter.models.lm_model import LmConfig, LmHeadModel
 
+from qkvflow.depth import GeneralPlan, Plan
 from qkvflow.models.config import NeuralOdeConfig
 from qkvflow.weights import evaluation_flops
 
@@ -26,8 +27,8 @@ _GROUP_IN_TRANSFORMER = {
     "ln_f": "norm",
 }
 
-# How often the backward pass evaluates B again, by adjoint.
-_RECOMPUTED = {"direct": 0, "checkpoint": 1}
+# How often the backward pass makes the evaluations of B again, by adjoint.
+_RECOMPUTED = {"direct": 0, "checkpoint": 1, "reversible": 1, "backsolve": 1}
 
 
 @dataclass(frozen=True)
@@ -39,8 +40,8 @@ class Flops:
     against XLA's count in tests/test_cost.py. A matrix product costs twice its forward FLOPs in the backward pass.
 
     forward, backward: per token, head included.
-    recomputed: per token; what checkpointing evaluates again in the backward pass, at most (products that the
-        gradient does not need, such as output projections, are skipped). None if unknown.
+    recomputed: per token; what is evaluated again in the backward pass, at most (products that the gradient does not
+        need, such as output projections, are skipped). None if unknown.
     generation: of W(t) at all times of the grid, once per batch, forward; the backward pass takes twice that, and once
         more where W(t) is computed within checkpointed steps (`in_scan`).
     """
@@ -64,7 +65,8 @@ def parameters_by_group(model: LmHeadModel) -> dict[str, int]:
 
 
 def flops(config: LmConfig, model: LmHeadModel, vocab_size: int, context_length: int) -> Flops | None:
-    """FLOPs of a model at sequences of `context_length` tokens; None if Levanter has no formula for it."""
+    """FLOPs of a model at sequences of `context_length` tokens; None if there is no formula for it (some of Levanter's
+    models), or if the number of steps depends on the data (adaptive)."""
     forward = config.flops_per_token(vocab_size, context_length)
     if forward is None:
         return None
@@ -76,16 +78,10 @@ def flops(config: LmConfig, model: LmHeadModel, vocab_size: int, context_length:
         return Flops(forward, 2 * forward, recomputed, 0.0)
     block = config.block.flops_per_token(config.hidden_dim, context_length)
     ordinary = (config.prelude_layers + config.coda_layers) * config.gradient_checkpointing
-    again = _RECOMPUTED.get(config.depth.adjoint)
-    recomputed = None if again is None else float(block) * (ordinary + again * config.plan.evaluations)
-    generation = weight_evaluations(config) * evaluation_flops(model.transformer.flow.weights)
+    again = _RECOMPUTED[config.depth.adjoint] * config.plan.evaluations
+    recomputed = float(block * (ordinary + again))
+    generation = _weight_evaluations(config.plan) * evaluation_flops(model.transformer.flow.weights)
     return Flops(forward, 2 * forward, recomputed, generation)
-
-
-def weight_evaluations(config: NeuralOdeConfig) -> int:
-    """How many times W(t) is computed in a forward pass: once per distinct time, or per place of every step."""
-    plan = config.plan
-    return len(plan.times) if plan.evaluate == "batched" else plan.steps * len(plan.places)
 
 
 def evaluations(config: LmConfig) -> int | None:
@@ -100,6 +96,7 @@ def kv_cache_width(config: LmConfig) -> int | None:
     """Numbers that cached generation keeps per token: keys and values of every evaluation of B. None if unknown.
 
     Each stage of the solver sees other states, so each needs its own: Euler L, RK4 4 L; prelude and coda 1 per layer.
+    What does not grow with the number of tokens (the state of a state-space model) is not counted.
     """
     count = evaluations(config)
     if count is None:
@@ -111,6 +108,13 @@ def kv_cache_width(config: LmConfig) -> int | None:
         return None
     head_size = getattr(config, "head_dim", None) or config.Embed.size // config.num_heads
     return count * 2 * heads * head_size
+
+
+def _weight_evaluations(plan: Plan | GeneralPlan) -> int:
+    """How many times W(t) is computed forward: once per distinct time, or in each step for each place within it."""
+    if isinstance(plan, GeneralPlan):
+        return plan.evaluations
+    return len(plan.times) if plan.evaluate == "batched" else plan.steps * len(plan.places)
 
 
 def _group(path) -> str:
