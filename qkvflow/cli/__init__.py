@@ -3,5 +3,6 @@
 from qkvflow.cli.arguments import parse
 from qkvflow.cli.decode import decode
 from qkvflow.cli.program import run_program
+from qkvflow.cli.scalars import Text
 
-__all__ = ["decode", "parse", "run_program"]
+__all__ = ["Text", "decode", "parse", "run_program"]

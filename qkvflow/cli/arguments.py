@@ -3,13 +3,14 @@
 import dataclasses
 import difflib
 import os
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
 
 from qkvflow.cli.decode import decode
+from qkvflow.cli.scalars import text_fields
 from qkvflow.errors import UserError
 
 T = TypeVar("T")
@@ -26,10 +27,16 @@ def parse(config_class: type[T], argv: Sequence[str]) -> tuple[T, dict[str, Any]
     Errors: `UserError` for anything the user can mend: an unknown flag or key, a missing file, bad YAML,
     a value of the wrong type, a rule of a configuration class that does not hold.
     """
-    path, overrides = _split(argv)
+    texts = text_fields(config_class)
+    path, overrides = _split(argv, texts)
     raw = {} if path is None else read_yaml(Path(path))
+    for key, several in texts.items():
+        values = [value for name, value in overrides if name == key]
+        if several and values:
+            raw[key] = values
     for key, value in overrides:
-        _set(raw, key, value)
+        if not texts.get(key):
+            _set(raw, key, value)
     if path is not None and any(field.name == "config_path" for field in dataclasses.fields(config_class)):  # pyright: ignore
         raw["config_path"] = path
     return decode(config_class, raw), raw
@@ -82,8 +89,8 @@ class _StrictLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep=deep)
 
 
-def _split(argv: Sequence[str]) -> tuple[str | None, list[tuple[str, Any]]]:
-    """Splits the words into the configuration file and the (dotted key, value) pairs."""
+def _split(argv: Sequence[str], texts: Container[str]) -> tuple[str | None, list[tuple[str, Any]]]:
+    """Splits the words into the configuration file and the (dotted key, value) pairs; those of `texts` as they are."""
     path = None
     overrides = []
     words = list(argv)
@@ -102,7 +109,7 @@ def _split(argv: Sequence[str]) -> tuple[str | None, list[tuple[str, Any]]]:
                 raise UserError("--config_path is given twice; one file is read")
             path = value
         else:
-            overrides.append((key, _scalar(key, value)))
+            overrides.append((key, value if key in texts else _scalar(key, value)))
     return path, overrides
 
 
