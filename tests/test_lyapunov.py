@@ -17,7 +17,7 @@ from levanter.models.llama import LlamaConfig
 from test_spectral import golden
 
 from qkvflow.analysis import lyapunov
-from qkvflow.analysis.corpus import corpus_exponents, mean_interval
+from qkvflow.analysis.corpus import mean_interval
 from qkvflow.analysis.reading import read
 from qkvflow.analysis.tangent import Tangent
 from qkvflow.blocks import SsmBlockConfig
@@ -216,17 +216,17 @@ def test_corpus():
     """A flow that mixes no tokens cannot tell the order of words: its shuffled texts have the same exponents."""
     texts = random_tokens(batch=3, length=4).array
     blind = linear_model(np.diag(np.linspace(-1.0, 1.0, WIDTH)), steps=2)
-    result = corpus_exponents(blind, texts, k=2)
+    result = lyapunov.corpus_exponents(blind, texts, k=2)
     assert result.spectrum.shape == (3, 2)
     assert result.scores.shape == (3, 4)
     assert np.abs(result.spectrum_difference.mean).max() < 1e-5
-    seeing = corpus_exponents(build(small_config(depth=DepthConfig(steps=2))), texts, k=2)
+    seeing = lyapunov.corpus_exponents(build(small_config(depth=DepthConfig(steps=2))), texts, k=2)
     assert np.abs(seeing.spectrum - seeing.shuffled_spectrum).max() > 1e-3
     difference = seeing.score_difference
     assert (difference.low <= difference.high).all()
     assert difference.count == 3
     with pytest.raises(UserError, match="at least two sequences"):
-        corpus_exponents(blind, texts[0])
+        lyapunov.corpus_exponents(blind, texts[0])
 
 
 def test_refusals():

@@ -1,15 +1,13 @@
-"""Exponents over many texts, with confidence intervals and shuffled tokens to compare with: single examples prove
-nothing."""
+"""Exponents over many texts, with confidence intervals and a baseline of shuffled tokens.
+
+Single examples prove nothing: what is the same for shuffled tokens does not come from the order of the words.
+"""
 
 from dataclasses import dataclass
 
 import numpy as np
-from levanter.models.lm_model import LmHeadModel
 from scipy import stats
 
-from qkvflow.analysis import lyapunov
-from qkvflow.analysis.exponents import Tick
-from qkvflow.analysis.reading import Reading, read
 from qkvflow.errors import UserError
 
 
@@ -59,26 +57,3 @@ def mean_interval(samples, level: float = 0.95) -> Interval:
     mean = samples.mean(axis=0)
     half = stats.t.ppf(0.5 + level / 2, count - 1) * samples.std(axis=0, ddof=1) / np.sqrt(count)
     return Interval(mean, mean - half, mean + half, count)
-
-
-def corpus_exponents(
-    model: LmHeadModel | Reading, texts, k: int = 4, *, sweeps: int = 12, seed: int = 0, tick: Tick | None = None
-) -> CorpusExponents:
-    """Exponents of each of `texts` (tokens of equal length, [n, position]) and of each in a random order of its tokens.
-
-    What is the same for both does not come from the order of the words.
-    """
-    reading = model if isinstance(model, Reading) else read(model)
-    texts = np.asarray(texts)
-    if texts.ndim != 2 or len(texts) < 2:
-        raise UserError(f"texts must be at least two sequences of equal length, got an array of shape {texts.shape}.")
-    rng = np.random.default_rng(seed)
-    shuffled = [rng.permutation(text) for text in texts]
-    spectra, scores = [], []
-    for done, text in enumerate([*texts, *shuffled]):
-        spectra.append(lyapunov.spectrum(reading, text, k, sweeps=sweeps, seed=seed))
-        scores.append(lyapunov.token_exponents(reading, text).sum(axis=0).max(axis=-1))
-        if tick is not None:
-            tick(done + 1, 2 * len(texts))
-    n = len(texts)
-    return CorpusExponents(np.stack(spectra[:n]), np.stack(spectra[n:]), np.stack(scores[:n]), np.stack(scores[n:]))

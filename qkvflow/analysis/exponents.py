@@ -16,6 +16,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from qkvflow.analysis.many import for_each
 from qkvflow.analysis.tangent import Tangent
 
 Tick = Callable[[int, int], None]  # (done, total)
@@ -73,15 +74,16 @@ def token_logs(jacobians: Callable[[int], np.ndarray], steps: int, tick: Tick | 
     """
     q, logs = None, []
     for n in range(steps):
-        j = np.swapaxes(jacobians(n), 0, 1).astype(np.float64)  # [position, embed_out, embed_in]
+        j = np.swapaxes(jacobians(n), 0, 1)  # [position, embed_out, embed_in]
         if q is None:
             q = np.broadcast_to(np.eye(j.shape[-1]), j.shape).copy()
-        diagonal = np.empty(j.shape[:2])
-        for position in range(len(j)):  # one at a time: batched, the products would need several times the memory
-            q[position], r = np.linalg.qr(q[position] + j[position] @ q[position])
-            diagonal[position] = np.diagonal(r)
+
+        def push(i: int, j=j, q=q) -> np.ndarray:
+            q[i], r = np.linalg.qr(q[i] + j[i].astype(np.float64) @ q[i])
+            return np.diagonal(r)
+
         with np.errstate(divide="ignore"):
-            logs.append(np.log(np.abs(diagonal)))
+            logs.append(np.log(np.abs(for_each(push, len(j)))))
         if tick is not None:
             tick(n + 1, steps)
     return np.stack(logs)

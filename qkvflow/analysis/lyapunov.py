@@ -6,15 +6,20 @@ writes the token heat map, the spectrum of the whole sequence and aggregates ove
 `<run>/analysis/`, as `lyapunov.npz` and figures (PNG and PDF).
 """
 
+from dataclasses import asdict, dataclass
+
 import numpy as np
 from haliax import NamedArray
 from levanter.models.lm_model import LmHeadModel
 
-from qkvflow.analysis import exponents
+from qkvflow.analysis import exponents, figures
+from qkvflow.analysis.corpus import CorpusExponents, mean_interval
 from qkvflow.analysis.exponents import Tick
 from qkvflow.analysis.exponents import kaplan_yorke as kaplan_yorke
+from qkvflow.analysis.opening import EncodedText, opened, output_folder, texts_of, validation_texts, write
 from qkvflow.analysis.reading import Reading, read, sequence
 from qkvflow.analysis.tangent import Tangent
+from qkvflow.cli import Text, run_program
 from qkvflow.errors import UserError
 from qkvflow.models import NeuralOdeLMHeadModel
 
@@ -128,6 +133,29 @@ def divergence(
     return _tangent(model, tokens).traces(probes, seed)
 
 
+def corpus_exponents(
+    model: LmHeadModel | Reading, texts, k: int = 4, *, sweeps: int = 12, seed: int = 0, tick: Tick | None = None
+) -> CorpusExponents:
+    """Exponents of each of `texts` (tokens of equal length, [n, position]) and of each in a random order of its tokens.
+
+    What is the same for both does not come from the order of the words.
+    """
+    reading = _reading(model)
+    texts = np.asarray(texts)
+    if texts.ndim != 2 or len(texts) < 2:
+        raise UserError(f"texts must be at least two sequences of equal length, got an array of shape {texts.shape}.")
+    rng = np.random.default_rng(seed)
+    shuffled = [rng.permutation(text) for text in texts]
+    spectra, scores = [], []
+    for done, text in enumerate([*texts, *shuffled]):
+        spectra.append(spectrum(reading, text, k, sweeps=sweeps, seed=seed))
+        scores.append(token_exponents(reading, text).sum(axis=0).max(axis=-1))
+        if tick is not None:
+            tick(done + 1, 2 * len(texts))
+    n = len(texts)
+    return CorpusExponents(np.stack(spectra[:n]), np.stack(spectra[n:]), np.stack(scores[:n]), np.stack(scores[n:]))
+
+
 def _tangent(model, tokens) -> Tangent:
     reading = _reading(model)
     return Tangent(reading, sequence(reading, tokens))
@@ -147,3 +175,98 @@ def _at_official_times(model) -> Reading:
         return read(model, endpoint="left")
     except UserError as error:
         raise UserError(f"official_times needs weights at t = 0, which this model does not have. {error}") from None
+
+
+@dataclass
+class LyapunovConfig:
+    """
+    run: the run directory.
+    checkpoint_step: N of the checkpoint step-N; the newest by default.
+    text: the text to look at; by default the beginning of the run's validation text.
+    output_position: which token's state is looked at; the last by default.
+    k: exponents of the whole sequence.
+    sweeps: at most, of the iteration that finds the leading directions.
+    official_times: the official code's times for the token exponents.
+    texts: pieces of the validation text for means and intervals; 0 for none.
+    length: tokens of each of these; at most the context.
+    out: where files go; `<run>/analysis` by default.
+    """
+
+    run: str
+    checkpoint_step: int | None = None
+    text: Text | None = None
+    output_position: int = -1
+    k: int = 8
+    sweeps: int = 12
+    official_times: bool = False
+    texts: int = 8
+    length: int = 32
+    out: str | None = None
+
+
+def main(config: LyapunovConfig) -> dict[str, np.ndarray]:
+    """Computes, writes and prints; returns what `lyapunov.npz` holds."""
+    for name, least in (("k", 1), ("sweeps", 0), ("texts", 0), ("length", 2)):
+        if getattr(config, name) < least:
+            raise UserError(f"{name} must be at least {least}, got {getattr(config, name)}")
+    if config.texts == 1:
+        raise UserError("texts must be at least 2 to give an interval, or 0 for none; got 1")
+    with opened(config.run, config.checkpoint_step) as (run, progress):
+        folder = output_folder(run, config.out)
+        reading, (text,) = texts_of(run, None if config.text is None else [config.text])
+        several = validation_texts(run, config.texts, config.length) if config.texts else None
+        with progress.count("Token exponents") as tick:
+            source = run.model if config.official_times else reading
+            options = {"official_times": config.official_times, "tick": tick}
+            tokens = token_exponents(source, text.ids, config.output_position, **options)
+        k = min(config.k, len(text.ids) * reading.model.Embed.size)
+        with progress.count("Exponents of the sequence") as tick:
+            steps = step_exponents(reading, text.ids, k, sweeps=config.sweeps, tick=tick)
+        arrays = {
+            "tokens": text.ids,
+            "labels": np.asarray(text.labels),
+            "times": np.asarray(reading.ends),
+            "token_exponents": tokens,
+            "token_scores": tokens.sum(axis=0).max(axis=-1),
+            "step_exponents": steps,
+            "spectrum": steps.sum(axis=0),
+            "kaplan_yorke": np.asarray(kaplan_yorke(steps.sum(axis=0))),
+        }
+        drawn = {"tokens": figures.token_map(text.labels, tokens), "spectrum": figures.growth(steps)}
+        if several is not None:
+            with progress.count(f"{len(several)} texts and their shuffles") as tick:
+                corpus = corpus_exponents(reading, several, min(4, k), sweeps=config.sweeps, tick=tick)
+            arrays |= {f"corpus_{name}": array for name, array in asdict(corpus).items()}
+            drawn["corpus"] = figures.corpus(corpus)
+        write(folder, "lyapunov", arrays, drawn)
+    print(_table(text, arrays))
+    if several is not None:
+        print(_corpus_table(corpus))
+    print(f"Written to {folder}: lyapunov.npz, " + ", ".join(f"lyapunov-{name}.png, .pdf" for name in drawn))
+    return arrays
+
+
+def _table(text: EncodedText, arrays: dict[str, np.ndarray]) -> str:
+    scores = arrays["token_scores"]
+    best = np.argsort(-scores)[:5]
+    return "\n".join(
+        [
+            "largest exponents of the sequence:  " + "  ".join(f"{x:.3f}" for x in arrays["spectrum"]),
+            "most sensitive to the tokens:       "
+            + "  ".join(f"{text.labels[i]!r} ({i}) {scores[i]:.3f}" for i in best),
+        ]
+    )
+
+
+def _corpus_table(corpus: CorpusExponents) -> str:
+    mean, difference = mean_interval(corpus.spectrum), corpus.spectrum_difference
+    lines = [f"{mean.count} texts, 95 % intervals      text                    text - shuffled"]
+    for i in range(len(mean.mean)):
+        a = f"{mean.mean[i]:.3f} [{mean.low[i]:.3f}, {mean.high[i]:.3f}]"
+        b = f"{difference.mean[i]:+.3f} [{difference.low[i]:+.3f}, {difference.high[i]:+.3f}]"
+        lines.append(f"exponent {i + 1:<20}{a:<24}{b}")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    run_program(main, LyapunovConfig)

@@ -6,21 +6,26 @@ writes eigenvalues, singular values and what is read off them, beside a band of 
 as `spectral.npz` and figures (PNG and PDF). With `--text` also the eigenvalues of the field's own Jacobian there.
 """
 
-from dataclasses import fields
+from dataclasses import asdict, dataclass, fields
 
 import equinox as eqx
 import jax
 import numpy as np
 from levanter.models.lm_model import LmHeadModel
 
-from qkvflow.analysis import spectrum
+from qkvflow.analysis import figures, spectrum
+from qkvflow.analysis.many import each
+from qkvflow.analysis.matrices import FAMILIES, ThinProduct, products
 from qkvflow.analysis.matrices import official_times as official_times
-from qkvflow.analysis.matrices import products
 from qkvflow.analysis.matrices import training_times as training_times
+from qkvflow.analysis.opening import opened, output_folder, texts_of, write
 from qkvflow.analysis.reading import Reading, read, sequence
 from qkvflow.analysis.spectrum import Summary
 from qkvflow.analysis.tangent import Tangent
+from qkvflow.blocks import SsmBlockConfig
+from qkvflow.cli import Text, run_program
 from qkvflow.errors import UserError
+from qkvflow.models import NeuralOdeConfig
 
 
 def qk_eigenvalues(model: LmHeadModel, times=None) -> np.ndarray:
@@ -44,8 +49,7 @@ def ff_eigenvalues(model: LmHeadModel, times=None) -> np.ndarray:
 def eigenvalues(model: LmHeadModel, family: str, times=None) -> np.ndarray:
     """The eigenvalues of `family` (`qk`, `ov`, `ff`): see the functions above."""
     product = products(model, family, times)
-    embed, inner = product.left.shape[-2:]
-    return spectrum.eigenvalues(product, embed if family == "ff" else min(embed, inner))
+    return spectrum.eigenvalues(product, _count(product, family))
 
 
 def singular_values(model: LmHeadModel, family: str, times=None) -> np.ndarray:
@@ -55,10 +59,7 @@ def singular_values(model: LmHeadModel, family: str, times=None) -> np.ndarray:
 
 def summary(model: LmHeadModel, family: str, times=None) -> Summary:
     """Radius, signs, parts, norm and symmetry of the matrices: each [time, heads], for `ff` [time]."""
-    product = products(model, family, times)
-    embed, inner = product.left.shape[-2:]
-    values = spectrum.eigenvalues(product, embed if family == "ff" else min(embed, inner))
-    return spectrum.summary(values, spectrum.singular_values(product))
+    return _summary(products(model, family, times), family)
 
 
 def random_summaries(model: LmHeadModel, family: str, times=None, *, draws: int = 5, seed: int = 0) -> Summary:
@@ -74,12 +75,7 @@ def random_summaries(model: LmHeadModel, family: str, times=None, *, draws: int 
     def draw(key):
         return products(model.config.build(model.Vocab, key=key), family, times)
 
-    results = []
-    for key in jax.random.split(jax.random.PRNGKey(seed), draws):
-        product = draw(key)
-        embed, inner = product.left.shape[-2:]
-        values = spectrum.eigenvalues(product, embed if family == "ff" else min(embed, inner))
-        results.append(spectrum.summary(values, spectrum.singular_values(product)))
+    results = [_summary(draw(key), family) for key in jax.random.split(jax.random.PRNGKey(seed), draws)]
     return Summary(**{f.name: np.stack([getattr(r, f.name) for r in results]) for f in fields(Summary)})
 
 
@@ -93,4 +89,116 @@ def jacobian_eigenvalues(model: LmHeadModel | Reading, tokens, position: int = -
     tangent = Tangent(reading, sequence(reading, tokens))
     j = range(tangent.shape[0])[position]
     blocks = [np.asarray(tangent.jacobian_rows(n, j)[:, j], np.float64) for n in range(tangent.steps)]
-    return spectrum.sort(np.linalg.eigvals(np.stack(blocks) / reading.step))
+    return spectrum.sort(each(np.linalg.eigvals, np.stack(blocks) / reading.step))
+
+
+@dataclass
+class SpectralConfig:
+    """
+    run: the run directory.
+    checkpoint_step: N of the checkpoint step-N; the newest by default.
+    times: layer-times, `0,0.5,1`, or a number of them, spread over [0, 1]; those of training by default.
+    text: a text at whose states the eigenvalues of the field's Jacobian are taken, too; at its last token.
+    draws: of fresh models to compare with; 0 for none.
+    out: where files go; `<run>/analysis` by default.
+    """
+
+    run: str
+    checkpoint_step: int | None = None
+    times: int | float | str | list[float] | None = None
+    text: Text | None = None
+    draws: int = 5
+    out: str | None = None
+
+
+def main(config: SpectralConfig) -> dict[str, np.ndarray]:
+    """Computes, writes and prints; returns what `spectral.npz` holds."""
+    if config.draws < 0:
+        raise UserError(f"draws must be at least 0, got {config.draws}")
+    times = _times(config.times)
+    with opened(config.run, config.checkpoint_step) as (run, progress):
+        model, folder = run.model, output_folder(run, config.out)
+        times = training_times(model) if times is None else times
+        kinds = families(model)
+        reading, texts = texts_of(run, [config.text]) if config.text is not None else (None, [])
+        thin = {kind: products(model, kind, times) for kind in kinds}  # refuses times before the work begins
+        arrays: dict[str, np.ndarray] = {"times": np.asarray(times)}
+        values, singular, own, bands = {}, {}, {}, {}
+        with progress.count("Eigenvalues") as tick:
+            for done, (kind, product) in enumerate(thin.items()):
+                values[kind] = spectrum.eigenvalues(product, _count(product, kind))
+                singular[kind] = spectrum.singular_values(product)
+                own[kind] = spectrum.summary(values[kind], singular[kind])
+                tick(done + 1, len(thin))
+        if config.draws:
+            with progress.count("Fresh models") as tick:
+                for done, kind in enumerate(kinds):
+                    bands[kind] = random_summaries(model, kind, times, draws=config.draws)
+                    tick(done + 1, len(kinds))
+        for kind in kinds:
+            arrays |= {f"{kind}_eigenvalues": values[kind], f"{kind}_singular_values": singular[kind]}
+            arrays |= {f"{kind}_{name}": array for name, array in asdict(own[kind]).items()}
+            if config.draws:
+                arrays |= {f"{kind}_untrained_{name}": array for name, array in asdict(bands[kind]).items()}
+        drawn = {
+            "eigenvalues": figures.eigenvalues(times, values),
+            "summary": figures.summaries(times, own, bands or None),
+            "singular-values": figures.singular_values(times, singular),
+        }
+        if reading is not None:
+            with progress.phase("Jacobian of the field"):
+                arrays["jacobian_eigenvalues"] = jacobian_eigenvalues(reading, texts[0].ids)
+                arrays["jacobian_times"] = np.asarray(reading.ends[:-1])
+                arrays["tokens"] = texts[0].ids
+            at = reading.ends[:-1]
+            drawn["jacobian"] = figures.eigenvalues(at, {"jacobian": arrays["jacobian_eigenvalues"]})
+        write(folder, "spectral", arrays, drawn)
+    print(_table(times, own))
+    print(f"Written to {folder}: spectral.npz, " + ", ".join(f"spectral-{name}.png, .pdf" for name in drawn))
+    return arrays
+
+
+def families(model: LmHeadModel) -> tuple[str, ...]:
+    """Those of `qk`, `ov`, `ff` that the model has: a state-space block has no `ff`."""
+    config = model.config
+    is_ssm = isinstance(config, NeuralOdeConfig) and isinstance(config.block, SsmBlockConfig)
+    return FAMILIES[:2] if is_ssm else FAMILIES
+
+
+def _summary(product: ThinProduct, family: str) -> Summary:
+    return spectrum.summary(spectrum.eigenvalues(product, _count(product, family)), spectrum.singular_values(product))
+
+
+def _count(product: ThinProduct, family: str) -> int:
+    """How many eigenvalues there are to show: of `ff` as many as the state has dimensions."""
+    embed, inner = product.left.shape[-2:]
+    return embed if family == "ff" else min(embed, inner)
+
+
+def _table(times, summaries: dict[str, Summary]) -> str:
+    lines = [f"{'':<4}{'t':>7}{'radius':>10}{'Re > 0':>9}{'symmetric':>11}   (median over heads)"]
+    for kind, own in summaries.items():
+        for i, t in enumerate(times):
+            row = (float(np.median(x[i])) for x in (own.radius, own.positive, own.symmetric))
+            lines.append("{:<4}{:>7.3f}{:>10.4f}{:>9.2f}{:>11.3f}".format(kind, t, *row))
+    return "\n".join(lines)
+
+
+def _times(value) -> tuple[float, ...] | None:
+    if value is None:
+        return None
+    if isinstance(value, int):
+        if value < 2:
+            raise UserError(f"times: a number of times must be at least 2, got {value}; one time is written 0.5")
+        return tuple(np.linspace(0.0, 1.0, value).tolist())
+    items = value if isinstance(value, list) else str(value).split(",")
+    try:
+        return tuple(float(item) for item in items)
+    except ValueError:
+        raise UserError(
+            f"times must be numbers in [0, 1] such as 0,0.5,1, or a number of them; got {value!r}"
+        ) from None
+
+
+if __name__ == "__main__":
+    run_program(main, SpectralConfig)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from qkvflow.analysis.many import each
 from qkvflow.analysis.matrices import ThinProduct
 
 
@@ -36,9 +37,10 @@ def eigenvalues(product: ThinProduct, count: int) -> np.ndarray:
 
     count: at least min(embed, inner), at most embed: beyond the rank there are zeros.
     """
-    left, right = (np.asarray(m, np.float64) for m in product)
-    small = right @ left if left.shape[-1] < left.shape[-2] else left @ right
-    values = np.linalg.eigvals(small).astype(np.complex128)
+    left, right = (np.asarray(m) for m in product)
+    if left.shape[-1] < left.shape[-2]:
+        left, right = right, left
+    values = each(lambda a, b: np.linalg.eigvals(_product(a, b)).astype(np.complex128), left, right)
     padding = count - values.shape[-1]
     if padding > 0:
         values = np.concatenate([values, np.zeros((*values.shape[:-1], padding), np.complex128)], axis=-1)
@@ -54,12 +56,8 @@ def sort(values: np.ndarray) -> np.ndarray:
 
 def singular_values(product: ThinProduct) -> np.ndarray:
     """float64 [..., min(embed, inner)], descending: by R_1 R_2^T of the thin factors' QR decompositions."""
-    left, right = (np.asarray(m, np.float64) for m in product)
-    if left.shape[-1] >= left.shape[-2]:
-        return np.linalg.svd(left @ right, compute_uv=False)
-    r_left = np.linalg.qr(left, mode="r")
-    r_right = np.linalg.qr(np.swapaxes(right, -1, -2), mode="r")
-    return np.linalg.svd(r_left @ np.swapaxes(r_right, -1, -2), compute_uv=False)
+    left, right = (np.asarray(m) for m in product)
+    return each(_singular_values, left, right)
 
 
 def summary(eigenvalues: np.ndarray, singular_values: np.ndarray) -> Summary:
@@ -76,3 +74,15 @@ def summary(eigenvalues: np.ndarray, singular_values: np.ndarray) -> Summary:
         norm=np.sqrt(norm2),
         symmetric=symmetric,
     )
+
+
+def _singular_values(left: np.ndarray, right: np.ndarray) -> np.ndarray:
+    if left.shape[-1] >= left.shape[-2]:
+        return np.linalg.svd(_product(left, right), compute_uv=False)
+    r_left = np.linalg.qr(left.astype(np.float64), mode="r")
+    r_right = np.linalg.qr(right.T.astype(np.float64), mode="r")
+    return np.linalg.svd(r_left @ r_right.T, compute_uv=False)
+
+
+def _product(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    return a.astype(np.float64) @ b.astype(np.float64)
