@@ -123,7 +123,9 @@ SPECTRUM_MODELS = {
 }
 
 
-@pytest.mark.parametrize("name", list(SPECTRUM_MODELS))
+@pytest.mark.parametrize(
+    "name", ["llama rk4", *(pytest.param(n, marks=pytest.mark.slow) for n in SPECTRUM_MODELS if n != "llama rk4")]
+)
 def test_spectrum_is_that_of_the_dense_tangent_map(name):
     """All tokens coupled: log singular values of d x(1) / d x(0), all 32, and the leading ones without forming it."""
     model, tokens = build(SPECTRUM_MODELS[name]), one(length=2)
@@ -135,6 +137,7 @@ def test_spectrum_is_that_of_the_dense_tangent_map(name):
     assert lyapunov.spectrum(model, tokens, 5, sweeps=0)[0] < np.log(sigma[0]) - 1e-3
 
 
+@pytest.mark.slow
 def test_volume_grows_by_the_divergence():
     """The sum of all exponents is log det D Phi: exactly sum log |det(I + h J)|, and the integral of the trace with
     short steps; the error of an Euler step is h^2 tr(J^2) / 2, so doubling the steps halves it."""
@@ -169,7 +172,7 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize("name", list(OTHERS))
+@pytest.mark.parametrize("name", ["ssm", *(pytest.param(n, marks=pytest.mark.slow) for n in OTHERS if n != "ssm")])
 def test_other_models(name):
     """The states are the model's own; later tokens have exactly no influence; the exponents of the output token with
     itself are those of its own Jacobian; products with the tangent map and its transpose agree."""

@@ -66,7 +66,10 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("name", list(MODELS))
+FAST = ("flow", "llama, grouped", "Levanter llama")
+
+
+@pytest.mark.parametrize("name", [*FAST, *(pytest.param(n, marks=pytest.mark.slow) for n in MODELS if n not in FAST)])
 def test_equals_the_dense_eigenvalues(name):
     model = build(MODELS[name])
     times = len(spectral.training_times(model))

@@ -197,8 +197,8 @@ def entropy(values: np.ndarray) -> Figure:
 
 
 def save(figure: Figure, path: Path) -> list[Path]:
-    """`path` with the endings .png and .pdf."""
-    written = [path.with_suffix(".png"), path.with_suffix(".pdf")]
+    """`path` with .png and .pdf appended to its name."""
+    written = [path.with_name(path.name + ending) for ending in (".png", ".pdf")]
     for file in written:
         figure.savefig(file, dpi=150)
     return written

@@ -19,7 +19,7 @@ def for_each(function: Callable[[int], object], count: int) -> list:
 
 
 def each(function: Callable[..., np.ndarray], *arrays: np.ndarray) -> np.ndarray:
-    """`function` of every matrix (the last two axes) of the arrays; stacked along their leading axes, which are equal."""
+    """`function` of every matrix (the last two axes) of the arrays, stacked along their (equal) leading axes."""
     leading = arrays[0].shape[:-2]
     flat = [a.reshape(-1, *a.shape[-2:]) for a in arrays]
     results = for_each(lambda i: function(*(a[i] for a in flat)), len(flat[0]))

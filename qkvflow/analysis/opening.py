@@ -46,7 +46,7 @@ def encode(run: Run, reading: Reading, text: str) -> EncodedText:
     """
     ids = run.tokenizer.encode(text)
     tokens = sequence(reading, np.asarray(ids, np.int64))
-    return EncodedText(text, np.asarray(tokens.array), tuple(_label(run.tokenizer, int(i)) for i in ids))
+    return EncodedText(text, np.asarray(tokens.array), tuple(label(run.tokenizer, int(i)) for i in ids))
 
 
 def texts_of(run: Run, texts: Sequence[str] | None, length: int = 64) -> tuple[Reading, list[EncodedText]]:
@@ -56,7 +56,7 @@ def texts_of(run: Run, texts: Sequence[str] | None, length: int = 64) -> tuple[R
     if texts:
         return reading, [encode(run, reading, text) for text in texts]
     ids = validation_texts(run, 1, length)[0]
-    labels = tuple(_label(run.tokenizer, int(i)) for i in ids)
+    labels = tuple(label(run.tokenizer, int(i)) for i in ids)
     return reading, [EncodedText(run.tokenizer.decode([int(i) for i in ids]), ids, labels)]
 
 
@@ -80,6 +80,16 @@ def output_folder(run: Run, out: str | None) -> Path:
     return folder
 
 
+def output_file(run: Run, out: str | None, name: str) -> Path:
+    """`out`, or `<run>/analysis/<name>`; its folder is made if it is not there."""
+    if out is None:
+        return output_folder(run, None) / name
+    path = Path(out).expanduser()
+    if path.is_dir():
+        raise UserError(f"{path} is a folder: give a file, such as --out {path / name}")
+    return output_folder(run, str(path.parent)) / path.name
+
+
 def write(folder: Path, name: str, arrays: Mapping[str, np.ndarray], drawn: Mapping[str, Figure]) -> None:
     """`<name>.npz`, and `<name>-<figure>.png` and `.pdf` of each figure."""
     np.savez_compressed(folder / f"{name}.npz", **arrays)
@@ -87,7 +97,8 @@ def write(folder: Path, name: str, arrays: Mapping[str, np.ndarray], drawn: Mapp
         figures.save(figure, folder / f"{name}-{title}")
 
 
-def _label(tokenizer, token: int) -> str:
+def label(tokenizer, token: int) -> str:
+    """What a token stands for; bytes that are no character by themselves as \\xE2."""
     text = tokenizer.decode([token])
     if "�" not in text:
         return text

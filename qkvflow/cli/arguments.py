@@ -3,7 +3,7 @@
 import dataclasses
 import difflib
 import os
-from collections.abc import Container, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -89,7 +89,7 @@ class _StrictLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep=deep)
 
 
-def _split(argv: Sequence[str], texts: Container[str]) -> tuple[str | None, list[tuple[str, Any]]]:
+def _split(argv: Sequence[str], texts: Mapping[str, bool]) -> tuple[str | None, list[tuple[str, Any]]]:
     """Splits the words into the configuration file and the (dotted key, value) pairs; those of `texts` as they are."""
     path = None
     overrides = []
@@ -104,6 +104,10 @@ def _split(argv: Sequence[str], texts: Container[str]) -> tuple[str | None, list
             if not words or (words[0].startswith("--") and words[0] != "--"):
                 raise UserError(f"the flag --{key} needs a value: `--{key} VALUE` (true or false for a switch)")
             value = words.pop(0)
+        if texts.get(key):  # takes several: `--text A B`
+            while words and not words[0].startswith("--"):
+                overrides.append((key, value))
+                value = words.pop(0)
         if key in ("config_path", "config"):
             if path is not None:
                 raise UserError("--config_path is given twice; one file is read")
