@@ -65,7 +65,7 @@ def spectrum(
     tokens: NamedArray,
     k: int,
     *,
-    sweeps: int = 12,
+    sweeps: int = 8,
     seed: int = 0,
     tick: Tick | None = None,
 ) -> np.ndarray:
@@ -85,7 +85,7 @@ def step_exponents(
     tokens: NamedArray,
     k: int,
     *,
-    sweeps: int = 12,
+    sweeps: int = 8,
     seed: int = 0,
     tick: Tick | None = None,
 ) -> np.ndarray:
@@ -134,7 +134,7 @@ def divergence(
 
 
 def corpus_exponents(
-    model: LmHeadModel | Reading, texts, k: int = 4, *, sweeps: int = 12, seed: int = 0, tick: Tick | None = None
+    model: LmHeadModel | Reading, texts, k: int = 4, *, sweeps: int = 8, seed: int = 0, tick: Tick | None = None
 ) -> CorpusExponents:
     """Exponents of each of `texts` (tokens of equal length, [n, position]) and of each in a random order of its tokens.
 
@@ -197,7 +197,7 @@ class LyapunovConfig:
     text: Text | None = None
     output_position: int = -1
     k: int = 8
-    sweeps: int = 12
+    sweeps: int = 8
     official_times: bool = False
     texts: int = 8
     length: int = 32

@@ -40,6 +40,7 @@ def training_times(model: LmHeadModel) -> tuple[float, ...]:
     """The times in [0, 1] at which training evaluates W(t); layer k of an ordinary stack of L stands at (k + 1)/L."""
     if isinstance(model, NeuralOdeLMHeadModel):
         return model.config.plan.times
+    layers_of(model)  # refuses models of other kinds
     layers = model.config.num_layers
     return tuple((k + 1) / layers for k in range(layers))
 
