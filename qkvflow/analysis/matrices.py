@@ -61,15 +61,9 @@ def products(model: LmHeadModel, family: str, times=None) -> ThinProduct:
     if family not in FAMILIES:
         raise UserError(f"family: {family!r} is not known. Choices: {', '.join(FAMILIES)}.")
     times = _checked(times, training_times(model) if times is None else times)
-    if family == "ff":
-        maps = parts.feed_forward_maps(_at_times(model, parts.feed_forward_of, times))
-        return ThinProduct(_array(maps.first, LAYERS, EMBED, MLP), _array(maps.last, LAYERS, MLP, EMBED))
-    maps = parts.attention_maps(_at_times(model, parts.attention_of, times))
-    if family == "qk":
-        return ThinProduct(
-            _array(maps.q, LAYERS, HEADS, EMBED, HEAD_SIZE), _array(maps.k, LAYERS, HEADS, HEAD_SIZE, EMBED)
-        )
-    return ThinProduct(_array(maps.v, LAYERS, HEADS, EMBED, HEAD_SIZE), _array(maps.o, LAYERS, HEADS, HEAD_SIZE, EMBED))
+    select = parts.feed_forward_of if family == "ff" else parts.attention_of
+    part, at_times = _part(model, select, times)
+    return _factors(part, family, at_times)
 
 
 def layers_of(model: LmHeadModel) -> eqx.Module:
@@ -83,15 +77,15 @@ def layers_of(model: LmHeadModel) -> eqx.Module:
     )
 
 
-def _at_times(model: LmHeadModel, select: Callable, times: tuple[float, ...]) -> eqx.Module:
-    """The part of the blocks that `select` chooses, its leaves with the axis `layers`; nothing else is evaluated."""
-    model = merge_lora_modules(model)
+def _part(model: LmHeadModel, select: Callable, times: tuple[float, ...]):
+    """The part of the blocks that `select` chooses, and the times at which it is still to be evaluated (None: it is
+    stacked along `layers` already). Nothing else is touched."""
     if isinstance(model, NeuralOdeLMHeadModel):
         weights = model.transformer.flow.weights
         if isinstance(weights, TimeDependent):  # a whole block at a time
-            return select(at(weights, grid(times)))
-        return at(select(weights), grid(times))
-    stacked, own = layers_of(model), training_times(model)
+            return merge_lora_modules(select(weights.at(grid(times)))), None
+        return merge_lora_modules(select(weights)), times
+    own = training_times(model)
     rows = [min(range(len(own)), key=lambda i: abs(own[i] - t)) for t in times]
     for t, row in zip(times, rows, strict=True):
         if abs(own[row] - t) > 1e-6:
@@ -99,13 +93,25 @@ def _at_times(model: LmHeadModel, select: Callable, times: tuple[float, ...]) ->
                 f"an ordinary model of {len(own)} layers has no weights at t = {t:.6g}: its layers stand at"
                 f" k/{len(own)}, k = 1..{len(own)}. Leave times out, or give some of these."
             )
-    part = select(stacked)
+    part = merge_lora_modules(select(layers_of(model)))
     if rows == list(range(len(own))):
-        return part
+        return part, None
     index = hax.named(jax.numpy.asarray(rows), LAYERS)
     return jax.tree.map(
         lambda a: hax.take(a.rename({LAYERS: "_from"}), "_from", index) if _is_named(a) else a, part, is_leaf=_is_named
-    )
+    ), None
+
+
+@eqx.filter_jit
+def _factors(part: eqx.Module, family: str, times: tuple[float, ...] | None) -> ThinProduct:
+    # Compiled in one piece: what `family` does not need is not computed.
+    module = part if times is None else at(part, grid(times))
+    if family == "ff":
+        maps = parts.feed_forward_maps(module)
+        return ThinProduct(_array(maps.first, LAYERS, EMBED, MLP), _array(maps.last, LAYERS, MLP, EMBED))
+    maps = parts.attention_maps(module)
+    left, right = (maps.q, maps.k) if family == "qk" else (maps.v, maps.o)
+    return ThinProduct(_array(left, LAYERS, HEADS, EMBED, HEAD_SIZE), _array(right, LAYERS, HEADS, HEAD_SIZE, EMBED))
 
 
 def _stack(blocks: BlockFoldable) -> eqx.Module:
