@@ -20,12 +20,14 @@ from qkvflow.weights import evaluate
 WITHIN = 0.2
 
 
-def order(error_of, steps) -> float:
-    """p of the regression log error = c + p log h + q h; the last term is what the next order adds."""
+def order(solver, error_of, steps) -> float:
+    """p of the regression log error = c + p log h + q h; the last term is what the next order adds (dopri8's errors
+    span too few step sizes for it: q = 0)."""
     h = 1 / np.asarray(steps)
     errors = np.asarray([error_of(n) for n in steps])
     assert errors.min() > 1e-15, "rounding hides the order"
-    return np.linalg.lstsq(np.stack([np.ones_like(h), np.log(h), h], axis=1), np.log(errors))[0][1]
+    terms = [np.log(h), np.ones_like(h)] + [h] * (ORDER[solver] < 8)
+    return np.linalg.lstsq(np.stack(terms, axis=1), np.log(errors))[0][0]
 
 
 @pytest.mark.parametrize("solver", list(ORDER))
@@ -45,7 +47,7 @@ def test_linear_field(solver):
         def error(n):
             return float(np.abs(integrate(field, times_of, None, x, plan(solver, n)).array - expm(A) @ x0).max())
 
-        check(solver, order(error, steps))
+        check(solver, order(solver, error, steps))
 
 
 def check(solver, found):
@@ -89,6 +91,6 @@ def test_trained_flow(tmp_path):
                 difference = end(weights, x0, plan(solver, n, endpoint="left")) - reference
                 return float(jnp.sqrt(jnp.mean(jnp.square(difference))))
 
-            found[solver] = order(error, steps)
+            found[solver] = order(solver, error, steps)
     for solver, p in found.items():
         check(solver, p)
