@@ -1,6 +1,6 @@
 """All benchmarks, one after the other: `make bench`."""
 
-from experiments.bench import analysis, training_step
+from experiments.bench import adjoints, analysis, ssm, training_step
 
-for benchmark in (training_step, analysis):
+for benchmark in (training_step, adjoints, ssm, analysis):
     benchmark.main()
