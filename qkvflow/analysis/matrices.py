@@ -12,6 +12,7 @@ from typing import NamedTuple
 import equinox as eqx
 import haliax as hax
 import jax
+import numpy as np
 from haliax import NamedArray
 from haliax.nn.scan import BlockFoldable, Stacked
 from levanter.adaptor.lora import merge_lora_modules
@@ -20,7 +21,7 @@ from levanter.models.llama import LlamaLMHeadModel
 from levanter.models.lm_model import LmHeadModel
 
 from qkvflow.analysis import parts
-from qkvflow.axes import EMBED, HEAD_SIZE, HEADS, LAYERS, MLP
+from qkvflow.axes import EMBED, HEADS, LAYERS
 from qkvflow.errors import UserError
 from qkvflow.models import NeuralOdeLMHeadModel
 from qkvflow.time import grid
@@ -32,8 +33,8 @@ FAMILIES = ("qk", "ov", "ff")
 class ThinProduct(NamedTuple):
     """M = left @ right, for all times and heads at once. left: [..., embed, inner]; right: [..., inner, embed]."""
 
-    left: jax.Array
-    right: jax.Array
+    left: np.ndarray
+    right: np.ndarray
 
 
 def training_times(model: LmHeadModel) -> tuple[float, ...]:
@@ -58,6 +59,18 @@ def products(model: LmHeadModel, family: str, times=None) -> ThinProduct:
     Returns: `ThinProduct` with leading axes [time, heads] for `qk` and `ov`, [time] for `ff`.
     Errors: `UserError` for a model without such matrices, times outside [0, 1] or unknown to the model.
     """
+    return thin(*factors(model, family, times))
+
+
+def thin(left: NamedArray, right: NamedArray) -> ThinProduct:
+    """The two factors with their axes in order. These are views: nothing is moved in memory."""
+    heads = (HEADS,) if HEADS in {a.name for a in left.axes} else ()
+    (inner,) = {a.name for a in left.axes} - {LAYERS, HEADS, EMBED}
+    return ThinProduct(_view(left, LAYERS, *heads, EMBED, inner), _view(right, LAYERS, *heads, inner, EMBED))
+
+
+def factors(model: LmHeadModel, family: str, times=None) -> tuple[NamedArray, NamedArray]:
+    """What `products` is made of, with axes in any order: {layers, [heads,] embed, head_size or mlp} both."""
     if family not in FAMILIES:
         raise UserError(f"family: {family!r} is not known. Choices: {', '.join(FAMILIES)}.")
     times = _checked(times, training_times(model) if times is None else times)
@@ -103,15 +116,14 @@ def _part(model: LmHeadModel, select: Callable, times: tuple[float, ...]):
 
 
 @eqx.filter_jit
-def _factors(part: eqx.Module, family: str, times: tuple[float, ...] | None) -> ThinProduct:
+def _factors(part: eqx.Module, family: str, times: tuple[float, ...] | None) -> tuple[NamedArray, NamedArray]:
     # Compiled in one piece: what `family` does not need is not computed.
     module = part if times is None else at(part, grid(times))
     if family == "ff":
         maps = parts.feed_forward_maps(module)
-        return ThinProduct(_array(maps.first, LAYERS, EMBED, MLP), _array(maps.last, LAYERS, MLP, EMBED))
+        return maps.first, maps.last
     maps = parts.attention_maps(module)
-    left, right = (maps.q, maps.k) if family == "qk" else (maps.v, maps.o)
-    return ThinProduct(_array(left, LAYERS, HEADS, EMBED, HEAD_SIZE), _array(right, LAYERS, HEADS, HEAD_SIZE, EMBED))
+    return (maps.q, maps.k) if family == "qk" else (maps.v, maps.o)
 
 
 def _stack(blocks: BlockFoldable) -> eqx.Module:
@@ -134,8 +146,9 @@ def _checked(given, times) -> tuple[float, ...]:
     return times
 
 
-def _array(array: NamedArray, *axes: str) -> jax.Array:
-    return array.rearrange(axes).array
+def _view(array: NamedArray, *axes: str) -> np.ndarray:
+    names = [a.name for a in array.axes]
+    return np.asarray(array.array).transpose([names.index(axis) for axis in axes])
 
 
 def _is_named(x) -> bool:

@@ -15,7 +15,7 @@ from levanter.models.lm_model import LmHeadModel
 
 from qkvflow.analysis import figures, spectrum
 from qkvflow.analysis.many import each
-from qkvflow.analysis.matrices import FAMILIES, ThinProduct, products
+from qkvflow.analysis.matrices import FAMILIES, ThinProduct, factors, products, thin
 from qkvflow.analysis.matrices import official_times as official_times
 from qkvflow.analysis.matrices import training_times as training_times
 from qkvflow.analysis.opening import opened, output_folder, texts_of, write
@@ -73,9 +73,9 @@ def random_summaries(model: LmHeadModel, family: str, times=None, *, draws: int 
 
     @eqx.filter_jit
     def draw(key):
-        return products(model.config.build(model.Vocab, key=key), family, times)
+        return factors(model.config.build(model.Vocab, key=key), family, times)
 
-    results = [_summary(draw(key), family) for key in jax.random.split(jax.random.PRNGKey(seed), draws)]
+    results = [_summary(thin(*draw(key)), family) for key in jax.random.split(jax.random.PRNGKey(seed), draws)]
     return Summary(**{f.name: np.stack([getattr(r, f.name) for r in results]) for f in fields(Summary)})
 
 
