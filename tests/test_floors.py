@@ -17,6 +17,7 @@ MAY_IMPORT = {
     "blocks": {"axes", "errors"},
     "depth": {"axes", "time", "errors"},
     "models": {"axes", "time", "errors", *ROOMS},
+    "generation": {"axes", "errors", "models", "blocks"},
     "official": {"axes", "errors", "models", *ROOMS},
     "data": {"axes", "errors"},
     "cli": {"errors", "models"},
@@ -24,7 +25,7 @@ MAY_IMPORT = {
     "progress": {"errors"},
     "runs": {"axes", "errors", "models", "data", "cli", "tracking"},
     "training": {"errors", "models", "data", "cli", "tracking", "progress", "runs"},
-    "__init__": {"models"},
+    "__init__": {"models", "generation"},
 }
 
 

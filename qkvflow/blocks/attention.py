@@ -9,7 +9,7 @@ import jax
 from haliax import Axis, NamedArray
 from levanter.layers.attention import AttentionBackend, AttentionMask, dot_product_attention
 
-from qkvflow.axes import HEAD_SIZE, HEADS, KEY_POSITION, POSITION, QKV
+from qkvflow.axes import BATCH_HEADS, HEAD_SIZE, HEADS, KEY_POSITION, POSITION, QKV
 from qkvflow.blocks.memory import KeysValues, Window
 
 
@@ -39,10 +39,12 @@ def attend(
     memory: of earlier positions, which q sees too; `mask` is then the `Window` of the new ones.
     """
     backend = layer.backend
+    Batch, Heads = (), ()
     if memory is not None:
+        Batch, Heads = (a for a in k.axes if a.name not in (POSITION, HEAD_SIZE))
         memory = memory.extended(k, v, mask)
-        mask = mask.visible(q.resolve_axis(POSITION), memory.length)
-        k, v = memory.k, memory.v
+        mask = memory.visible(q.resolve_axis(POSITION), mask)
+        q, k, v = memory.merged(q, Heads), memory.k, memory.v
         backend = AttentionBackend.VANILLA  # other kernels want as many queries as keys
     out = dot_product_attention(
         POSITION,
@@ -59,6 +61,8 @@ def attend(
         attn_backend=backend,
         flash_block_size=layer.flash_block_size,
     )
+    if memory is not None:
+        out = out.unflatten_axis(BATCH_HEADS, (Batch, Heads))
     return out, memory
 
 

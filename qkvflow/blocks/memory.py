@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from haliax import Axis, NamedArray
 
-from qkvflow.axes import BATCH, KEY_POSITION, POSITION
+from qkvflow.axes import BATCH, BATCH_HEADS, HEAD_SIZE, KEY_POSITION, POSITION
 
 
 class Window(eqx.Module):
@@ -31,39 +31,43 @@ class Window(eqx.Module):
         """{batch, position} bool: which new positions are real."""
         return hax.arange(New, dtype=jnp.int32) < self.count.broadcast_axis(New).rearrange((BATCH, New.name))
 
-    def visible(self, New: Axis, length: int) -> NamedArray:
-        """{batch, position, key_position} bool: a position sees itself and those before it."""
-        return self.positions(New).broadcast_axis(Axis(KEY_POSITION, length)) >= hax.arange(Axis(KEY_POSITION, length))
-
 
 class KeysValues(eqx.Module):
-    """Keys and values of one attention layer: {batch, heads, position, head_size}; column p holds position p."""
+    """Keys and values of one attention layer: {batch_heads, position, head_size}; column p holds position p.
+
+    The heads of all sequences lie along one axis, so that a product of matrices takes the arrays as they are. With two
+    axes XLA merges them first, and on the way copies the memory at each step.
+    """
 
     k: NamedArray
     v: NamedArray
 
     @staticmethod
     def empty(Batch: Axis, Heads: Axis, length: int, HeadSize: Axis, dtype) -> "KeysValues":
-        axes = (Batch, Heads, Axis(POSITION, length), HeadSize)
+        axes = (Axis(BATCH_HEADS, Batch.size * Heads.size), Axis(POSITION, length), HeadSize)
         return KeysValues(hax.zeros(axes, dtype), hax.zeros(axes, dtype))
-
-    @property
-    def length(self) -> int:
-        return self.k.axis_size(POSITION)
 
     def extended(self, k: NamedArray, v: NamedArray, window: Window) -> "KeysValues":
         """With the keys and values of the window's positions: {batch, heads, position, head_size}."""
         return KeysValues(_write(self.k, k, window.start), _write(self.v, v, window.start))
 
+    def merged(self, q: NamedArray, Heads: Axis) -> NamedArray:
+        """{batch, heads, ..., position, head_size} -> {batch_heads, ..., position, head_size}."""
+        Batch = q.resolve_axis(BATCH)
+        return q.rearrange((Batch, Heads, ...)).flatten_axes((Batch, Heads), self.k.axes[0])
+
+    def visible(self, New: Axis, window: Window) -> NamedArray:
+        """{batch_heads, position, key_position} bool: a position sees itself and those before it."""
+        Rows, Keys = self.k.axes[0], self.k.resolve_axis(POSITION).alias(KEY_POSITION)
+        Heads = Axis(BATCH_HEADS, Rows.size // window.start.size)
+        positions = window.positions(New).broadcast_axis(Heads).rearrange((BATCH, BATCH_HEADS, New.name))
+        positions = positions.flatten_axes((BATCH, BATCH_HEADS), Rows)
+        return positions.broadcast_axis(Keys) >= hax.arange(Keys)
+
 
 def _write(memory: NamedArray, new: NamedArray, start: NamedArray) -> NamedArray:
-    new = new.rearrange([a.name for a in memory.axes]).astype(memory.dtype)
-
-    def write(memory, new, start):
-        return jax.lax.dynamic_update_slice_in_dim(memory, new, start, axis=1)
-
-    if memory.axis_size(BATCH) == 1:  # one update in place, where the general form is a scatter
-        array = write(memory.array[0], new.array[0], start.array[0])[None]
-    else:
-        array = jax.vmap(write)(memory.array, new.array, start.array)
+    sequences = new.rearrange((BATCH, ..., POSITION, HEAD_SIZE)).array.astype(memory.dtype)
+    array = memory.array
+    for i, sequence in enumerate(sequences):  # updates in place; one for all sequences would be a scatter
+        array = jax.lax.dynamic_update_slice(array, sequence, (i * len(sequence), start.array[i], 0))
     return hax.named(array, memory.axes)

@@ -66,7 +66,9 @@ class CachedModel(eqx.Module):
         model = on_fixed_grid(model)
         parts = model.transformer
         prelude, flow, coda = (None if f is None else CachedFlow.of(f) for f in (parts.prelude, parts.flow, parts.coda))
-        return CachedModel(model.embeddings, prelude, flow, coda, parts.norm, model.get_lm_head(), model.config)
+        # A tied head lies the other way round: turned once, it is not turned for each token.
+        head = model.get_lm_head().rearrange((EMBED, ...))
+        return CachedModel(model.embeddings, prelude, flow, coda, parts.norm, head, model.config)
 
     def memory(self, Batch: Axis, length: int) -> tuple:
         """An empty memory for `length` positions of each sequence."""
@@ -80,7 +82,8 @@ class CachedModel(eqx.Module):
 
         tokens: {batch, position}: those of the window. control: {batch, position, control}.
         """
-        pos_ids = window.positions(tokens.resolve_axis(POSITION))
+        # Positions that fill up a window may lie beyond the last one.
+        pos_ids = hax.minimum(window.positions(tokens.resolve_axis(POSITION)), self.config.max_seq_len - 1)
         x = self.embeddings(tokens, pos_ids=pos_ids)
         in_blocks = pos_ids if self.embeddings.position_embeddings is None else None
         after = []
@@ -104,10 +107,9 @@ def on_fixed_grid(model: NeuralOdeLMHeadModel) -> NeuralOdeLMHeadModel:
     depth = model.config.depth
     if depth.is_adaptive:
         raise UserError(
-            "This model has adaptive steps (rtol, atol), and cannot be cached: step sizes are chosen from the whole text,"
-            " so a new token changes the states of all earlier ones too. Read it on a fixed grid,"
-            " model.with_depth(model.config.depth.on_grid(steps=12)), or generate with use_cache=False, which solves the"
-            " whole text again for each token."
+            "This model has adaptive steps (rtol, atol), and cannot generate as it is: step sizes are chosen from the"
+            " whole text, so a new token changes the states of all earlier ones too, and nothing of them can be kept."
+            " Read it on a fixed grid: model.with_depth(model.config.depth.on_grid(steps=12)), in programs --steps 12."
         )
     return model.with_depth(depth.on_grid()) if isinstance(model.config.plan, GeneralPlan) else model
 
