@@ -203,11 +203,20 @@ def _say_goodbye(run: PreparedRun[TrainConfig], outcome: Outcome, unigram: float
                 "(nats per token; unigram: what frequencies of single tokens reach, which a model must beat by far)"
             )
     lines.append(f"To see its curves:          tensorboard --logdir {path / 'tensorboard'}")
+    if not outcome.exit_status:
+        lines.append(f"To let it write:            {_sample_command(run)}")
     if not outcome.exit_status and isinstance(run.config.model, NeuralOdeConfig):
         lines.append(f"To read it at other depths: python -m qkvflow.eval_lm --run {path} --steps 3,6,12,24")
     if not outcome.exit_status:
         lines.append(f"To use it in Python:        config, model, tokenizer = qkvflow.runs.load_run({str(path)!r})")
     print("\n".join(lines), flush=True)
+
+
+def _sample_command(run: PreparedRun[TrainConfig]) -> str:
+    model = run.config.model
+    is_adaptive = isinstance(model, NeuralOdeConfig) and model.depth.is_adaptive
+    steps = f" --steps {model.depth.reading_steps}" if is_adaptive else ""
+    return f'python -m qkvflow.sample_lm --run {run.directory.path}{steps} --prompt "The"'
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "qkvflow"
 ROOMS = {"weights", "blocks", "depth"}
-PROGRAMS = {"train_lm", "eval_lm", "describe"}
+PROGRAMS = {"train_lm", "eval_lm", "describe", "sample_lm", "serve_lm"}
 # Each part may import from qkvflow only what is listed here.
 MAY_IMPORT = {
     "errors": set(),
@@ -17,7 +17,7 @@ MAY_IMPORT = {
     "blocks": {"axes", "errors"},
     "depth": {"axes", "time", "errors"},
     "models": {"axes", "time", "errors", *ROOMS},
-    "generation": {"axes", "errors", "models", "blocks"},
+    "generation": {"axes", "errors", "models", "blocks", "depth", "runs"},
     "official": {"axes", "errors", "models", *ROOMS},
     "data": {"axes", "errors"},
     "cli": {"errors", "models"},

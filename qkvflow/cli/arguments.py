@@ -14,6 +14,9 @@ from qkvflow.errors import UserError
 
 T = TypeVar("T")
 
+# Metadata of a field whose value on the command line is a text as it stands, not YAML: a prompt such as "Note: ".
+LITERAL = {"literal": True}
+
 
 def parse(config_class: type[T], argv: Sequence[str]) -> tuple[T, dict[str, Any]]:
     """Reads `--config_path FILE` and `--key.subkey value` overrides into `config_class`.
@@ -26,7 +29,7 @@ def parse(config_class: type[T], argv: Sequence[str]) -> tuple[T, dict[str, Any]
     Errors: `UserError` for anything the user can mend: an unknown flag or key, a missing file, bad YAML,
     a value of the wrong type, a rule of a configuration class that does not hold.
     """
-    path, overrides = _split(argv)
+    path, overrides = _split(argv, _literal_keys(config_class))
     raw = {} if path is None else read_yaml(Path(path))
     for key, value in overrides:
         _set(raw, key, value)
@@ -82,7 +85,11 @@ class _StrictLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep=deep)
 
 
-def _split(argv: Sequence[str]) -> tuple[str | None, list[tuple[str, Any]]]:
+def _literal_keys(config_class: type) -> set[str]:
+    return {f.name for f in dataclasses.fields(config_class) if f.metadata.get("literal")}  # pyright: ignore
+
+
+def _split(argv: Sequence[str], literal: set[str]) -> tuple[str | None, list[tuple[str, Any]]]:
     """Splits the words into the configuration file and the (dotted key, value) pairs."""
     path = None
     overrides = []
@@ -102,7 +109,7 @@ def _split(argv: Sequence[str]) -> tuple[str | None, list[tuple[str, Any]]]:
                 raise UserError("--config_path is given twice; one file is read")
             path = value
         else:
-            overrides.append((key, _scalar(key, value)))
+            overrides.append((key, value if key in literal else _scalar(key, value)))
     return path, overrides
 
 

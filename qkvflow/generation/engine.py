@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from haliax import Axis, NamedArray
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 from jaxtyping import Array, Int
 
 from qkvflow.axes import BATCH, CONTROL, POSITION
@@ -66,6 +67,7 @@ class Engine:
         self._model, self._model_kind = _flat(model)
         room = -(-length // self._chunks[-1]) * self._chunks[-1]
         self._state, self._state_kind = _flat(_empty(model, slots, length, room, control_dim))
+        self._model, self._state = _placed(self._model, self._state)
         one = jax.tree.structure(jax.eval_shape(lambda: _empty(model, 1, length, room, control_dim)))
         self._slot_kind = _Kind(one, self._state_kind.rest)
 
@@ -102,9 +104,8 @@ class Engine:
         All of a prompt but its last token must be read before `decode` continues it.
         """
         chunk = self._chunk(remaining)
-        row = np.int32(slot)
         kinds = self._model_kind, self._slot_kind
-        self._state = _prefill_slot(self._model, self._state, row, chunk, kinds=kinds)
+        self._state = _prefill_slot(self._model, self._state, np.int32(slot), chunk, self.slots, kinds=kinds)
         return min(chunk, remaining)
 
     def prefill_all(self, remaining: int) -> None:
@@ -112,20 +113,24 @@ class Engine:
         if remaining > 0:
             self._state = _prefill_all(self._model, self._state, self._chunk(remaining), kinds=self._kinds)
 
-    def decode(self, steps: int = 1) -> None:
-        """Adds up to `steps` tokens to every text that is neither complete nor unread."""
-        self._state = _decode(self._model, self._state, np.int32(steps), self._options, kinds=self._kinds)
+    def decode(self, steps: int = 1) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Adds up to `steps` tokens to every text that is neither complete nor unread, and waits for them.
+
+        Returns: (last token [slot], length [slot], complete [slot] bool).
+        """
+        self._state, newest = _decode(self._model, self._state, np.int32(steps), self._options, kinds=self._kinds)
+        token, length, limit = jax.device_get(newest)
+        return token, length, length >= limit
+
+    def wait(self) -> None:
+        """Waits for all steps so far, for those who measure time."""
+        jax.block_until_ready(self._state)
 
     def read(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """(text [slot, position], length [slot], complete [slot] bool). Waits for the steps before it."""
+        """(text [slot, position], length [slot], complete [slot] bool)."""
         state: State = self._state_kind.join(self._state)
         text, length, limit = jax.device_get((state.text, state.length, state.limit))
         return text, length, length >= limit
-
-    def last(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """(last token [slot], length [slot], complete [slot] bool): like `read`, but only the newest token."""
-        token, length, limit = jax.device_get(_last(self._state, kind=self._state_kind))
-        return token, length, length >= limit
 
     @property
     def _kinds(self) -> tuple["_Kind", "_Kind"]:
@@ -145,6 +150,16 @@ def _empty(model, slots: int, length: int, room: int, control_dim: int | None) -
     sampling = Sampling.of([SamplingOptions()] * slots)
     text = jnp.zeros((slots, length), jnp.int32)
     return State(text, zeros(), zeros(), zeros(), sampling, control, model.memory(Batch, room))
+
+
+def _placed(model: list, state: list) -> tuple[list, list]:
+    """Both where the steps will leave them, or the second step would be compiled anew: on the one device, or, if the
+    model is spread over several, the state on each of them."""
+    devices = {device for a in model for device in a.devices()}
+    if len(devices) == 1:
+        return jax.device_put((model, state), SingleDeviceSharding(*devices))
+    sharding = next(a.sharding for a in model if isinstance(a.sharding, NamedSharding))
+    return model, jax.device_put(state, NamedSharding(sharding.mesh, PartitionSpec()))
 
 
 def _extend(model, state: State, tokens, active, chunk: int):
@@ -223,8 +238,12 @@ _ARRAY = "array"  # marks the place of an array
 
 def _flat(tree) -> tuple[list, _Kind]:
     leaves, structure = jax.tree.flatten(tree)
-    arrays = [leaf for leaf in leaves if eqx.is_array(leaf)]
-    return arrays, _Kind(structure, tuple(_ARRAY if eqx.is_array(leaf) else leaf for leaf in leaves))
+    arrays = [jnp.asarray(leaf) for leaf in leaves if _is_array(leaf)]
+    return arrays, _Kind(structure, tuple(_ARRAY if _is_array(leaf) else leaf for leaf in leaves))
+
+
+def _is_array(leaf) -> bool:
+    return isinstance(leaf, jax.Array | np.ndarray)
 
 
 @partial(jax.jit, static_argnames=("options", "kinds"), donate_argnums=1)
@@ -236,7 +255,8 @@ def _decode(model, state, steps, options, *, kinds):
         return (done < steps) & jnp.any(_active(state))
 
     _, state = jax.lax.while_loop(going_on, lambda c: (c[0] + 1, _decode_one(model, c[1], *options)), (0, start))
-    return jax.tree.leaves(state)
+    last = jnp.take_along_axis(state.text, jnp.maximum(state.length - 1, 0)[:, None], axis=1)[:, 0]
+    return jax.tree.leaves(state), (last, state.length, state.limit)
 
 
 @partial(jax.jit, static_argnames=("chunk", "kinds"), donate_argnums=1)
@@ -246,19 +266,20 @@ def _prefill_all(model, state, chunk, *, kinds):
     return jax.tree.leaves(jax.lax.while_loop(unread, lambda state: _prefill(model, state, chunk), start))
 
 
-@partial(jax.jit, static_argnames=("chunk", "kinds"), donate_argnums=1)
-def _prefill_slot(model, state, slot, chunk, *, kinds):
+@partial(jax.jit, static_argnames=("chunk", "slots", "kinds"), donate_argnums=1)
+def _prefill_slot(model, state, slot, chunk, slots, *, kinds):
     model = kinds[0].join(model)
-    one = [jax.lax.dynamic_slice_in_dim(a, slot, 1) for a in state]
+    one = [_rows(a, slot, slots) for a in state]
     after = jax.tree.leaves(_prefill(model, kinds[1].join(one), chunk))
-    return [jax.lax.dynamic_update_slice_in_dim(a, b, slot, 0) for a, b in zip(state, after, strict=True)]
+    return [_put_rows(a, b, slot) for a, b in zip(state, after, strict=True)]
 
 
 @partial(jax.jit, static_argnames=("kind",), donate_argnums=0)
 def _admit(arrays, slot, row, *, kind):
     state: State = kind.join(arrays)
     text, length, limit, sampling, control = row
-    memory = jax.tree.map(lambda a: a.at[slot].set(0), state.memory)
+    slots = state.length.shape[0]
+    memory = jax.tree.map(lambda a: _put_rows(a, jnp.zeros_like(_rows(a, slot, slots)), slot), state.memory)
     if control is not None:
         control = hax.named(state.control.array.at[slot].set(control), state.control.axes)
     return jax.tree.leaves(
@@ -280,8 +301,11 @@ def _cancel(arrays, slot, *, kind):
     return jax.tree.leaves(_replace(state, limit=state.limit.at[slot].set(0)))
 
 
-@partial(jax.jit, static_argnames=("kind",))
-def _last(arrays, *, kind):
-    state: State = kind.join(arrays)
-    token = jnp.take_along_axis(state.text, jnp.maximum(state.length - 1, 0)[:, None], axis=1)[:, 0]
-    return token, state.length, state.limit
+def _rows(array, slot, slots: int):
+    """What belongs to a slot: an equal share of the first axis, which may hold several rows for each (heads)."""
+    rows = array.shape[0] // slots
+    return jax.lax.dynamic_slice_in_dim(array, slot * rows, rows)
+
+
+def _put_rows(array, rows, slot):
+    return jax.lax.dynamic_update_slice_in_dim(array, rows, slot * rows.shape[0], 0)
