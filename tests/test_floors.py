@@ -18,6 +18,7 @@ MAY_IMPORT = {
     "depth": {"axes", "time", "errors"},
     "models": {"axes", "time", "errors", *ROOMS},
     "generation": {"axes", "errors", "models", "blocks", "depth", "runs"},
+    "serving": {"errors", "generation"},
     "official": {"axes", "errors", "models", *ROOMS},
     "data": {"axes", "errors"},
     "cli": {"errors", "models"},

@@ -71,6 +71,11 @@ class Engine:
         one = jax.tree.structure(jax.eval_shape(lambda: _empty(model, 1, length, room, control_dim)))
         self._slot_kind = _Kind(one, self._state_kind.rest)
 
+    @property
+    def compile_lengths(self) -> list[int]:
+        """Lengths of prompts whose reading needs each of the compiled steps."""
+        return [min(chunk + 1, self.length - 1) for chunk in self._chunks]
+
     def admit(
         self,
         slot: int,
