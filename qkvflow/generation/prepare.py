@@ -15,7 +15,7 @@ from qkvflow.models.cached import CachedModel, on_fixed_grid
 from qkvflow.models.levanter_twin import twin
 
 # Room for texts is made in these amounts, so that calls of about the same length share one compiled step.
-LEAST_ROOM, ROOM_UNIT, RECOMPUTED_UNIT = 1024, 512, 1024
+LEAST_ROOM, ROOM_UNIT, RECOMPUTED_UNIT = 1024, 256, 1024
 
 
 class PreparedModel:
