@@ -1,5 +1,6 @@
 """Tokens are drawn from the distribution that temperature, top-k and top-p define."""
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +8,10 @@ import pytest
 from scipy import stats
 
 from qkvflow.errors import UserError
-from qkvflow.generation.sampling import Sampling, SamplingOptions, choose, log_probabilities
+from qkvflow.generation import sampling
+from qkvflow.generation.sampling import Sampling, SamplingOptions
+
+choose, log_probabilities = eqx.filter_jit(sampling.choose), eqx.filter_jit(sampling.log_probabilities)
 
 
 def reference(logits, temperature=1.0, top_k=None, top_p=None):
@@ -88,8 +92,8 @@ def test_chi_squared(options):
     draws = 20_000
     logits = np.random.default_rng(4).normal(0.0, 1.0, 12).astype(np.float32)
     given = {"temperature": 1.0} | options
-    sampling = jax.tree.map(lambda a: jnp.repeat(a, draws), Sampling.of([SamplingOptions(**given, seed=11)]))
-    tokens = choose(jnp.tile(jnp.asarray(logits), (draws, 1)), sampling, jnp.arange(draws))
+    options = jax.tree.map(lambda a: jnp.repeat(a, draws), Sampling.of([SamplingOptions(**given, seed=11)]))
+    tokens = choose(jnp.tile(jnp.asarray(logits), (draws, 1)), options, jnp.arange(draws))
     expected = reference(logits.astype(np.float64), **given)
     counts, kept = np.bincount(tokens, minlength=12), expected > 0
     assert counts[~kept].sum() == 0

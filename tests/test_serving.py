@@ -276,6 +276,7 @@ def test_a_client_that_leaves(server, client):
     wait_for(lambda: idle(scheduler), seconds=5)
 
 
+@pytest.mark.slow
 def test_time_out_and_overload(writer):
     with serving(writer, max_waiting=2, slots=1, request_timeout=0.5) as (url, scheduler):
         client, decode = client_of(url), scheduler._engine.decode
