@@ -20,6 +20,7 @@ import socket
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import uvicorn
 
@@ -59,6 +60,8 @@ def main(config: ServeConfig) -> None:
         progress = Progress(quiet.terminal)
         with progress.phase(f"Loading {config.run}"):
             writer = open_writer(config.run, config.checkpoint_step, config.steps, config.solver)
+        with contextlib.suppress(OSError):  # a run that cannot be written to can be served all the same
+            quiet.log_to(Path(config.run).expanduser() / "serve.log")
         length = _length(config.max_length, writer.prepared.max_seq_len)
         with progress.phase("Compiling"):
             scheduler = Scheduler(writer, config.max_concurrent, length, config.max_waiting)

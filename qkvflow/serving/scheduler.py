@@ -1,7 +1,8 @@
 """Continuous batching: a thread that moves requests through the slots of an engine, joining and leaving at any token.
 
-Each turn of the loop admits waiting requests to free slots, reads one piece of one prompt, and adds a token to every
-text whose prompt is read. So a long prompt delays others by a piece at a time, and a short text waits for no long one.
+Each turn of the loop admits waiting requests to free slots, reads a piece of the oldest unread prompt, and adds a token
+to every text whose prompt is read. So a long prompt delays others by a piece at a time, and a short text waits for no
+long one.
 """
 
 import logging
@@ -47,8 +48,8 @@ class Job:
 
 
 class _Slot:
-    def __init__(self, job: Job, text: Continuation):
-        self.job, self.text = job, text
+    def __init__(self, job: Job, text: Continuation, order: int):
+        self.job, self.text, self.order = job, text, order
         self.unread = len(job.tokens) - 1
 
 
@@ -67,6 +68,7 @@ class Scheduler:
         self._waiting: deque[Job] = deque()
         self._changed = threading.Condition()
         self._closing = False
+        self._admitted = 0
         self._thread = threading.Thread(target=self._run, name="scheduler", daemon=True)
 
     def warm_up(self) -> None:
@@ -145,7 +147,8 @@ class Scheduler:
             if slot is None and self._waiting:
                 job = self._waiting.popleft()
                 text = Continuation(self.writer.tokenizer, job.tokens, job.stops, self.writer.stop_tokens)
-                self._slots[index] = _Slot(job, text)
+                self._slots[index] = _Slot(job, text, self._admitted)
+                self._admitted += 1
                 admitted.append(index)
         return admitted
 
@@ -155,8 +158,7 @@ class Scheduler:
             self._engine.admit(index, job.tokens, job.max_new_tokens, job.options, job.control)
         unread = [i for i, slot in enumerate(self._slots) if slot is not None and slot.unread > 0]
         if unread:
-            # The shortest rest first: it is the soonest to be done.
-            index = min(unread, key=lambda i: self._slots[i].unread)
+            index = min(unread, key=lambda i: self._slots[i].order)
             slot = self._slots[index]
             slot.unread -= self._engine.prefill(index, slot.unread)
         if all(slot is None or slot.unread > 0 for slot in self._slots):
