@@ -5,7 +5,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TextIO
 
 from tqdm import tqdm
@@ -63,6 +63,27 @@ class Progress:
             if self._is_terminal:
                 self._stream.write(f"\r{text} ... {seconds()} s\x1b[K\n")
                 self._stream.flush()
+
+    @contextlib.contextmanager
+    def count(self, text: str) -> Iterator[Callable[[int, int], None]]:
+        """A bar for work in equal parts: yields `tick(done, total)`, to be called after each part."""
+        bar = _Bar(disable=not self._is_terminal, file=self._stream, desc=text, ncols=self._columns(), nrows=20)
+        if not self._is_terminal:
+            self.say(f"{text} ...")
+        last = time.monotonic()
+
+        def tick(done: int, total: int) -> None:
+            nonlocal last
+            bar.total = total
+            bar.update(done - bar.n)
+            if not self._is_terminal and time.monotonic() - last >= _LINE_EVERY:
+                last = time.monotonic()
+                self.say(f"{text} ... {done}/{total}")
+
+        try:
+            yield tick
+        finally:
+            bar.close()
 
     def start(self, done: int, total: int) -> None:
         """The bar begins: `done` of `total` steps are made already."""

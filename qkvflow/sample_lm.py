@@ -10,7 +10,7 @@
 --max_new_tokens N    by default 256, or what the model's context leaves room for
 --temperature T       0 is greedy; 0.8 by default. --top_k N, --top_p P: draw from the likeliest tokens only
 --seed N              the same seed gives the same text; sample i draws with seed + i
---stop TEXT           ends a text before TEXT (\\n is a line break); several as a list, ["\\n", "END"]
+--stop TEXT           ends a text before TEXT (\\n is a line break); may be given several times
 --num_samples N       texts for each prompt
 --steps N, --solver S the flow at another depth than it was trained at
 --control "[0, 1]"    control signal for all prompts of a model that has one
@@ -20,12 +20,12 @@
 
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
 import qkvflow as qkvflow  # registers the models
-from qkvflow.cli import LITERAL, run_program
+from qkvflow.cli import Text, run_program
 from qkvflow.cli.quiet import quiet_libraries
 from qkvflow.errors import UserError
 from qkvflow.generation.engine import Engine
@@ -43,14 +43,14 @@ class SampleConfig:
     """See the module. control: of all prompts whose file does not give them one of their own."""
 
     run: str
-    prompt: str | None = field(default=None, metadata=LITERAL)
+    prompt: Text | None = None
     prompt_file: str | None = None
     max_new_tokens: int | None = None
     temperature: float = 0.8
     top_k: int | None = None
     top_p: float | None = None
     seed: int = 0
-    stop: str | list[str] | None = field(default=None, metadata=LITERAL)
+    stop: list[Text] | None = None
     num_samples: int = 1
     steps: int | None = None
     solver: str | None = None
@@ -75,7 +75,7 @@ class Job:
 def main(config: SampleConfig) -> list[str]:
     """Prints the texts; returns them, prompts included."""
     SamplingOptions(config.temperature, config.top_k, config.top_p, config.seed)
-    stops = stop_strings(config.stop)
+    stops = [stop for given in config.stop or [] for stop in stop_strings(given)]
     for name in ("num_samples", "batch_size"):
         if getattr(config, name) < 1:
             raise UserError(f"{name} must be at least 1, got {getattr(config, name)}")

@@ -15,7 +15,7 @@ import jmp
 import pytest
 import yaml
 
-from qkvflow.cli import decode, parse
+from qkvflow.cli import Text, decode, parse
 from qkvflow.errors import UserError
 from qkvflow.runs.config import RunTrainerConfig, TrainConfig
 from qkvflow.runs.config_file import encode
@@ -270,3 +270,21 @@ def test_signals_end_a_program_with_the_status_that_shells_expect(number, status
     process.send_signal(number)
     assert process.communicate(timeout=30)[1] == stderr
     assert process.returncode == status
+
+
+@dataclass
+class Spoken:
+    text: Text | None = None
+    texts: list[Text] | None = None
+    count: int = 1
+
+
+def test_text_is_taken_as_it_stands():
+    """YAML would make a mapping, a number, null and a list of these."""
+    for words in ("Note: this", "1e3", "null", "[a, b]", "", "{", "a # b"):
+        assert parse(Spoken, ["--text", words])[0].text == words
+    several = parse(Spoken, ["--texts", "a: b", "true", "--count", "2", "--texts", "c"])[0]
+    assert (several.texts, several.count) == (["a: b", "true", "c"], 2)
+    assert parse(Spoken, [])[0] == Spoken()
+    with pytest.raises(UserError, match="unexpected word `b`"):
+        parse(Spoken, ["--text", "a", "b"])

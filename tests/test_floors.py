@@ -7,7 +7,7 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "qkvflow"
 ROOMS = {"weights", "blocks", "depth"}
-PROGRAMS = {"train_lm", "eval_lm", "describe", "sample_lm", "serve_lm"}
+PROGRAMS = {"train_lm", "eval_lm", "describe", "sample_lm", "serve_lm", "analysis"}
 # Each part may import from qkvflow only what is listed here.
 MAY_IMPORT = {
     "errors": set(),

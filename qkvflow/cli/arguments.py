@@ -3,19 +3,17 @@
 import dataclasses
 import difflib
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
 
 from qkvflow.cli.decode import decode
+from qkvflow.cli.scalars import text_fields
 from qkvflow.errors import UserError
 
 T = TypeVar("T")
-
-# Metadata of a field whose value on the command line is a text as it stands, not YAML: a prompt such as "Note: ".
-LITERAL = {"literal": True}
 
 
 def parse(config_class: type[T], argv: Sequence[str]) -> tuple[T, dict[str, Any]]:
@@ -29,10 +27,16 @@ def parse(config_class: type[T], argv: Sequence[str]) -> tuple[T, dict[str, Any]
     Errors: `UserError` for anything the user can mend: an unknown flag or key, a missing file, bad YAML,
     a value of the wrong type, a rule of a configuration class that does not hold.
     """
-    path, overrides = _split(argv, _literal_keys(config_class))
+    texts = text_fields(config_class)
+    path, overrides = _split(argv, texts)
     raw = {} if path is None else read_yaml(Path(path))
+    for key, several in texts.items():
+        values = [value for name, value in overrides if name == key]
+        if several and values:
+            raw[key] = values
     for key, value in overrides:
-        _set(raw, key, value)
+        if not texts.get(key):
+            _set(raw, key, value)
     if path is not None and any(field.name == "config_path" for field in dataclasses.fields(config_class)):  # pyright: ignore
         raw["config_path"] = path
     return decode(config_class, raw), raw
@@ -85,12 +89,8 @@ class _StrictLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep=deep)
 
 
-def _literal_keys(config_class: type) -> set[str]:
-    return {f.name for f in dataclasses.fields(config_class) if f.metadata.get("literal")}  # pyright: ignore
-
-
-def _split(argv: Sequence[str], literal: set[str]) -> tuple[str | None, list[tuple[str, Any]]]:
-    """Splits the words into the configuration file and the (dotted key, value) pairs."""
+def _split(argv: Sequence[str], texts: Mapping[str, bool]) -> tuple[str | None, list[tuple[str, Any]]]:
+    """Splits the words into the configuration file and the (dotted key, value) pairs; those of `texts` as they are."""
     path = None
     overrides = []
     words = list(argv)
@@ -104,12 +104,16 @@ def _split(argv: Sequence[str], literal: set[str]) -> tuple[str | None, list[tup
             if not words or (words[0].startswith("--") and words[0] != "--"):
                 raise UserError(f"the flag --{key} needs a value: `--{key} VALUE` (true or false for a switch)")
             value = words.pop(0)
+        if texts.get(key):  # takes several: `--text A B`
+            while words and not words[0].startswith("--"):
+                overrides.append((key, value))
+                value = words.pop(0)
         if key in ("config_path", "config"):
             if path is not None:
                 raise UserError("--config_path is given twice; one file is read")
             path = value
         else:
-            overrides.append((key, value if key in literal else _scalar(key, value)))
+            overrides.append((key, value if key in texts else _scalar(key, value)))
     return path, overrides
 
 

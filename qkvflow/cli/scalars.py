@@ -12,6 +12,13 @@ import jmp
 
 from qkvflow.errors import UserError
 
+
+class Text(str):
+    """Type of a field for words of a person: taken from the command line as they stand there, not read as YAML, so
+    that `--text "Note: this"` is text. As `list[Text]` it collects the values of a flag that is given several times.
+    """
+
+
 LISTS = (list, tuple, set, collections.abc.Sequence)
 
 _NAMES = {
@@ -20,6 +27,7 @@ _NAMES = {
     int: "an integer",
     float: "a number",
     str: "text",
+    Text: "text",
     Path: "a path",
     timedelta: "a time span such as 90s, 15m or 2h",
     jmp.Policy: "a precision such as f32 or p=f32,c=bf16",
@@ -29,6 +37,8 @@ _NAMES = {
 def describe(cls: Any) -> str:
     """A type in the words of the user."""
     origin = typing.get_origin(cls) or cls
+    if cls == list[Text]:
+        return "text; may be given several times"
     if origin in (typing.Union, types.UnionType):
         return " or ".join(describe(arg) for arg in typing.get_args(cls))
     if origin is typing.Literal:
@@ -50,6 +60,12 @@ def show(raw: Any) -> str:
 def is_mapping(origin: Any) -> bool:
     """Whether a type is a dictionary or the like."""
     return isinstance(origin, type) and issubclass(origin, Mapping)
+
+
+def text_fields(cls: type) -> dict[str, bool]:
+    """The fields of a class that take `Text`, and whether each takes several."""
+    options = {name: (hint, *typing.get_args(hint)) for name, hint in typing.get_type_hints(cls).items()}
+    return {name: list[Text] in hints for name, hints in options.items() if Text in hints or list[Text] in hints}
 
 
 def _decode_bool(raw: Any, path: str) -> bool:
@@ -89,4 +105,4 @@ def _decode_str(raw: Any, path: str) -> str:
     raise UserError(f"`{path}` must be text, but is {show(raw)}{quotes}")
 
 
-SCALARS = {bool: _decode_bool, int: _decode_int, float: _decode_float, str: _decode_str}
+SCALARS = {bool: _decode_bool, int: _decode_int, float: _decode_float, str: _decode_str, Text: _decode_str}

@@ -4,12 +4,13 @@ from typing import Any
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 from haliax import NamedArray
 from haliax.nn.scan import Stacked
 
-from qkvflow.depth import GeneralPlan, Plan, Statistics, integrate, solve
+from qkvflow.depth import GeneralPlan, Plan, Statistics, increment, integrate, solve
 from qkvflow.errors import UserError
-from qkvflow.time import grid
+from qkvflow.time import GridPoint, grid
 from qkvflow.weights import PerLayer, at, evaluate
 
 
@@ -51,6 +52,16 @@ class Flow(eqx.Module):
         if statistics is None:
             raise UserError("This flow has a fixed grid: its plan says what a solve costs (`plan.evaluations`).")
         return statistics
+
+    def increment(self, k, x: NamedArray, mask, **inputs: NamedArray | None) -> NamedArray:
+        """What step `k` of the grid (may be traced) adds to the state `x`, by the solver's plain step."""
+        args = (mask, {name: value for name, value in inputs.items() if value is not None})
+        rows = jnp.asarray(self.plan.time_rows)[k]
+
+        def field(slot: int, x: NamedArray) -> NamedArray:
+            return _field(evaluate(self.weights, GridPoint(self.plan.times, rows[slot])), x, args, None)
+
+        return increment(field, x, self.plan, self.plan.step)
 
     def discretise(self, plan: Plan) -> "Flow":
         """The same flow with its weights evaluated once and for all at the times of `plan`."""

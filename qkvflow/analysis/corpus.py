@@ -1,0 +1,59 @@
+"""Exponents over many texts, with confidence intervals and a baseline of shuffled tokens.
+
+Single examples prove nothing: what is the same for shuffled tokens does not come from the order of the words.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from scipy import stats
+
+from qkvflow.errors import UserError
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A mean over `count` independent samples and its confidence interval (Student's t)."""
+
+    mean: np.ndarray
+    low: np.ndarray
+    high: np.ndarray
+    count: int
+
+
+@dataclass(frozen=True)
+class CorpusExponents:
+    """Of n texts of equal length, and of the same texts with their tokens in random order.
+
+    spectrum, shuffled_spectrum: the k largest exponents of each text, [n, k].
+    scores, shuffled_scores: the paper's token score max_i sum_n log |R_n|_ii towards the last token, [n, position].
+    """
+
+    spectrum: np.ndarray
+    shuffled_spectrum: np.ndarray
+    scores: np.ndarray
+    shuffled_scores: np.ndarray
+
+    @property
+    def spectrum_difference(self) -> Interval:
+        """Text minus shuffled text, in pairs: [k]."""
+        return mean_interval(self.spectrum - self.shuffled_spectrum)
+
+    @property
+    def score_difference(self) -> Interval:
+        """The same for the token scores: [position]."""
+        return mean_interval(self.scores - self.shuffled_scores)
+
+
+def mean_interval(samples, level: float = 0.95) -> Interval:
+    """The mean over the first axis, and where the true mean lies with confidence `level`, if samples are independent.
+
+    Errors: `UserError` for fewer than two samples, which have no interval.
+    """
+    samples = np.asarray(samples, np.float64)
+    count = len(samples)
+    if count < 2:
+        raise UserError(f"an interval needs at least two texts, got {count}.")
+    mean = samples.mean(axis=0)
+    half = stats.t.ppf(0.5 + level / 2, count - 1) * samples.std(axis=0, ddof=1) / np.sqrt(count)
+    return Interval(mean, mean - half, mean + half, count)

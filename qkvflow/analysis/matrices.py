@@ -1,0 +1,142 @@
+"""The matrices of a model over layer-time, as thin products: QK and OV of each head, FF of the MLP.
+
+    QK_h = W_Q^h (W_K^h)^T,   OV_h = W_V^h W_O^h,   FF = W_1 W_2        all {embed, embed}, acting on rows: y = x M
+
+Without norms, biases, activation, gate, rotary positions, 1/sqrt(head_size) and the alpha of a controlled block.
+Source: the official analysis/spectral.py, which leaves out the same.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import equinox as eqx
+import haliax as hax
+import jax
+from haliax import NamedArray
+from haliax.nn.scan import BlockFoldable, Stacked
+from levanter.adaptor.lora import merge_lora_modules
+from levanter.models.gpt2 import Gpt2LMHeadModel
+from levanter.models.llama import LlamaLMHeadModel
+from levanter.models.lm_model import LmHeadModel
+
+from qkvflow.analysis import parts
+from qkvflow.axes import EMBED, HEAD_SIZE, HEADS, LAYERS, MLP
+from qkvflow.errors import UserError
+from qkvflow.models import NeuralOdeLMHeadModel
+from qkvflow.time import grid
+from qkvflow.weights import TimeDependent, at
+
+FAMILIES = ("qk", "ov", "ff")
+
+
+class ThinProduct(NamedTuple):
+    """M = left @ right, for all times and heads at once. left: [..., embed, inner]; right: [..., inner, embed]."""
+
+    left: jax.Array
+    right: jax.Array
+
+
+def training_times(model: LmHeadModel) -> tuple[float, ...]:
+    """The times in [0, 1] at which training evaluates W(t); layer k of an ordinary stack of L stands at (k + 1)/L."""
+    if isinstance(model, NeuralOdeLMHeadModel):
+        return model.config.plan.times
+    layers_of(model)  # refuses models of other kinds
+    layers = model.config.num_layers
+    return tuple((k + 1) / layers for k in range(layers))
+
+
+def official_times(steps: int) -> tuple[float, ...]:
+    """The times of the official analysis, k/steps for k = 0..steps-1: one step before those of training."""
+    return tuple(k / steps for k in range(steps))
+
+
+def products(model: LmHeadModel, family: str, times=None) -> ThinProduct:
+    """The matrices of `family` (`qk`, `ov`, `ff`) at `times`.
+
+    times: numbers in [0, 1]; the training times if not given. Only weights that are functions of time (generated,
+        modulated, constant) have values between those.
+    Returns: `ThinProduct` with leading axes [time, heads] for `qk` and `ov`, [time] for `ff`.
+    Errors: `UserError` for a model without such matrices, times outside [0, 1] or unknown to the model.
+    """
+    if family not in FAMILIES:
+        raise UserError(f"family: {family!r} is not known. Choices: {', '.join(FAMILIES)}.")
+    times = _checked(times, training_times(model) if times is None else times)
+    select = parts.feed_forward_of if family == "ff" else parts.attention_of
+    part, at_times = _part(model, select, times)
+    return _factors(part, family, at_times)
+
+
+def layers_of(model: LmHeadModel) -> eqx.Module:
+    """The blocks of one of Levanter's models, stacked along the axis `layers`."""
+    if isinstance(model, Gpt2LMHeadModel):
+        return _stack(model.transformer.blocks)
+    if isinstance(model, LlamaLMHeadModel):
+        return _stack(model.transformer.layers)
+    raise UserError(
+        f"{type(model).__name__} cannot be analysed: the analysis reads qkvflow's models, Levanter's gpt2 and llama."
+    )
+
+
+def _part(model: LmHeadModel, select: Callable, times: tuple[float, ...]):
+    """The part of the blocks that `select` chooses, and the times at which it is still to be evaluated (None: it is
+    stacked along `layers` already). Nothing else is touched."""
+    if isinstance(model, NeuralOdeLMHeadModel):
+        weights = model.transformer.flow.weights
+        if isinstance(weights, TimeDependent):  # a whole block at a time
+            return merge_lora_modules(select(weights.at(grid(times)))), None
+        return merge_lora_modules(select(weights)), times
+    own = training_times(model)
+    rows = [min(range(len(own)), key=lambda i: abs(own[i] - t)) for t in times]
+    for t, row in zip(times, rows, strict=True):
+        if abs(own[row] - t) > 1e-6:
+            raise UserError(
+                f"an ordinary model of {len(own)} layers has no weights at t = {t:.6g}: its layers stand at"
+                f" k/{len(own)}, k = 1..{len(own)}. Leave times out, or give some of these."
+            )
+    part = merge_lora_modules(select(layers_of(model)))
+    if rows == list(range(len(own))):
+        return part, None
+    index = hax.named(jax.numpy.asarray(rows), LAYERS)
+    return jax.tree.map(
+        lambda a: hax.take(a.rename({LAYERS: "_from"}), "_from", index) if _is_named(a) else a, part, is_leaf=_is_named
+    ), None
+
+
+@eqx.filter_jit
+def _factors(part: eqx.Module, family: str, times: tuple[float, ...] | None) -> ThinProduct:
+    # Compiled in one piece: what `family` does not need is not computed.
+    module = part if times is None else at(part, grid(times))
+    if family == "ff":
+        maps = parts.feed_forward_maps(module)
+        return ThinProduct(_array(maps.first, LAYERS, EMBED, MLP), _array(maps.last, LAYERS, MLP, EMBED))
+    maps = parts.attention_maps(module)
+    left, right = (maps.q, maps.k) if family == "qk" else (maps.v, maps.o)
+    return ThinProduct(_array(left, LAYERS, HEADS, EMBED, HEAD_SIZE), _array(right, LAYERS, HEADS, HEAD_SIZE, EMBED))
+
+
+def _stack(blocks: BlockFoldable) -> eqx.Module:
+    if isinstance(blocks, Stacked):
+        rename = {blocks.Block.name: LAYERS}
+        return jax.tree.map(lambda a: a.rename(rename) if _is_named(a) else a, blocks.stacked, is_leaf=_is_named)
+    layers = list(blocks.unstacked())
+    Layers = hax.Axis(LAYERS, len(layers))
+    return jax.tree.map(lambda *a: hax.stack(Layers, a) if _is_named(a[0]) else a[0], *layers, is_leaf=_is_named)
+
+
+def _checked(given, times) -> tuple[float, ...]:
+    try:
+        times = tuple(float(t) for t in times)
+    except (TypeError, ValueError):
+        raise UserError(f"times must be numbers in [0, 1], got {given!r}.") from None
+    outside = [t for t in times if not 0.0 <= t <= 1.0]
+    if not times or outside:
+        raise UserError(f"times must be at least one number in [0, 1], got {outside[0] if outside else 'none'}.")
+    return times
+
+
+def _array(array: NamedArray, *axes: str) -> jax.Array:
+    return array.rearrange(axes).array
+
+
+def _is_named(x) -> bool:
+    return isinstance(x, NamedArray)

@@ -1,0 +1,113 @@
+"""What the analysis programs share: opening a run, encoding texts of the user, writing into its `analysis/` folder."""
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from matplotlib.figure import Figure
+
+import qkvflow as qkvflow  # registers the models
+from qkvflow.analysis import figures
+from qkvflow.analysis.reading import Reading, read, sequence
+from qkvflow.cli.quiet import quiet_libraries
+from qkvflow.errors import UserError
+from qkvflow.progress import Progress
+from qkvflow.runs import load_run
+from qkvflow.runs.evaluate import RunEvaluator
+from qkvflow.runs.load import Run
+
+
+@dataclass(frozen=True)
+class EncodedText:
+    """A text of the user as the model sees it. labels: what each token stands for, joined the text itself (bytes that
+    are no character by themselves are shown as \\xE2)."""
+
+    text: str
+    ids: np.ndarray
+    labels: tuple[str, ...]
+
+
+@contextlib.contextmanager
+def opened(path: str, checkpoint_step: int | None) -> Iterator[tuple[Run, Progress]]:
+    """A run read back, and the progress of the program; library output is kept off the terminal."""
+    with quiet_libraries() as quiet:
+        progress = Progress(quiet.terminal)
+        with progress.phase(f"Loading {path}"):
+            run = load_run(path, checkpoint_step)
+        yield run, progress
+
+
+def encode(run: Run, reading: Reading, text: str) -> EncodedText:
+    """The tokens of a text, without special ones.
+
+    Errors: `UserError` for a text without tokens, or with more than the context.
+    """
+    ids = run.tokenizer.encode(text)
+    tokens = sequence(reading, np.asarray(ids, np.int64))
+    return EncodedText(text, np.asarray(tokens.array), tuple(label(run.tokenizer, int(i)) for i in ids))
+
+
+def texts_of(run: Run, texts: Sequence[str] | None, length: int = 64) -> tuple[Reading, list[EncodedText]]:
+    """The run's model read step by step, and the texts, by default the beginning of the run's validation text; all of
+    them are checked before anything is computed."""
+    reading = read(run.model)
+    if texts:
+        return reading, [encode(run, reading, text) for text in texts]
+    ids = validation_texts(run, 1, length)[0]
+    labels = tuple(label(run.tokenizer, int(i)) for i in ids)
+    return reading, [EncodedText(run.tokenizer.decode([int(i) for i in ids]), ids, labels)]
+
+
+def validation_texts(run: Run, count: int, length: int) -> np.ndarray:
+    """The first `length` tokens of the first `count` sequences of the run's validation text, int [count, length].
+
+    Errors: `UserError` if the run has no validation text, or too little.
+    """
+    evaluator = RunEvaluator(run, batch_size=count)
+    tokens = evaluator.example().tokens.rearrange(("batch", "position")).array
+    return np.asarray(tokens)[:count, :length]
+
+
+def output_folder(run: Run, out: str | None) -> Path:
+    """`out`, or `<run>/analysis`; made if it is not there."""
+    folder = run.path / "analysis" if out is None else Path(out).expanduser()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot make the folder {folder}: {error.strerror}. Give another one with --out DIR") from None
+    return folder
+
+
+def output_file(run: Run, out: str | None, name: str) -> Path:
+    """`out`, or `<run>/analysis/<name>`; its folder is made if it is not there."""
+    if out is None:
+        return output_folder(run, None) / name
+    path = Path(out).expanduser()
+    if path.is_dir():
+        raise UserError(f"{path} is a folder: give a file, such as --out {path / name}")
+    return output_folder(run, str(path.parent)) / path.name
+
+
+def write(folder: Path, name: str, arrays: Mapping[str, np.ndarray], drawn: Mapping[str, Figure]) -> None:
+    """`<name>.npz`, and `<name>-<figure>.png` and `.pdf` of each figure."""
+    np.savez_compressed(folder / f"{name}.npz", **arrays)
+    for title, figure in drawn.items():
+        figures.save(figure, folder / f"{name}-{title}")
+
+
+def label(tokenizer, token: int) -> str:
+    """What a token stands for; bytes that are no character by themselves as \\xE2."""
+    text = tokenizer.decode([token])
+    if "�" not in text:
+        return text
+    return "".join(f"\\x{b:02X}" for b in _bytes(tokenizer, token)) or text
+
+
+def _bytes(tokenizer, token: int) -> bytes:
+    from qkvflow.data.byte_level import byte_alphabet
+
+    back = {character: byte for byte, character in enumerate(byte_alphabet())}
+    name = tokenizer.convert_ids_to_tokens(token)
+    return bytes(back[c] for c in name) if all(c in back for c in name) else b""

@@ -1,0 +1,204 @@
+"""Spectra over layer-time: eigenvalues of QK, OV and FF, complex, at the times of training or any others.
+
+    python -m qkvflow.analysis.spectral --run runs/quickstart
+
+writes eigenvalues, singular values and what is read off them, beside a band of fresh models, into `<run>/analysis/`,
+as `spectral.npz` and figures (PNG and PDF). With `--text` also the eigenvalues of the field's own Jacobian there.
+"""
+
+from dataclasses import asdict, dataclass, fields
+
+import equinox as eqx
+import jax
+import numpy as np
+from levanter.models.lm_model import LmHeadModel
+
+from qkvflow.analysis import figures, spectrum
+from qkvflow.analysis.many import each
+from qkvflow.analysis.matrices import FAMILIES, ThinProduct, products
+from qkvflow.analysis.matrices import official_times as official_times
+from qkvflow.analysis.matrices import training_times as training_times
+from qkvflow.analysis.opening import opened, output_folder, texts_of, write
+from qkvflow.analysis.reading import Reading, read, sequence
+from qkvflow.analysis.spectrum import Summary
+from qkvflow.analysis.tangent import Tangent
+from qkvflow.blocks import SsmBlockConfig
+from qkvflow.cli import Text, run_program
+from qkvflow.errors import UserError
+from qkvflow.models import NeuralOdeConfig
+
+
+def qk_eigenvalues(model: LmHeadModel, times=None) -> np.ndarray:
+    """Non-zero eigenvalues of W_Q^h (W_K^h)^T, complex128 [time, heads, head_size], by decreasing modulus.
+
+    times: numbers in [0, 1]; those of training if not given. See `qkvflow.analysis.matrices` for what is left out.
+    """
+    return eigenvalues(model, "qk", times)
+
+
+def ov_eigenvalues(model: LmHeadModel, times=None) -> np.ndarray:
+    """Non-zero eigenvalues of W_V^h W_O^h, complex128 [time, heads, head_size], by decreasing modulus."""
+    return eigenvalues(model, "ov", times)
+
+
+def ff_eigenvalues(model: LmHeadModel, times=None) -> np.ndarray:
+    """Eigenvalues of W_1 W_2, the MLP without its nonlinearity, complex128 [time, embed], by decreasing modulus."""
+    return eigenvalues(model, "ff", times)
+
+
+def eigenvalues(model: LmHeadModel, family: str, times=None) -> np.ndarray:
+    """The eigenvalues of `family` (`qk`, `ov`, `ff`): see the functions above."""
+    product = products(model, family, times)
+    return spectrum.eigenvalues(product, _count(product, family))
+
+
+def singular_values(model: LmHeadModel, family: str, times=None) -> np.ndarray:
+    """Singular values of the same matrices, float64, descending: [time, heads, head_size], for `ff` [time, embed]."""
+    return spectrum.singular_values(products(model, family, times))
+
+
+def summary(model: LmHeadModel, family: str, times=None) -> Summary:
+    """Radius, signs, parts, norm and symmetry of the matrices: each [time, heads], for `ff` [time]."""
+    return _summary(products(model, family, times), family)
+
+
+def random_summaries(model: LmHeadModel, family: str, times=None, *, draws: int = 5, seed: int = 0) -> Summary:
+    """`summary` of fresh models of the same configuration, before any training: each field [draws, time, heads].
+
+    Only the matrices that are asked for are drawn. What training did is what leaves this band.
+    """
+    if draws < 1:
+        raise UserError(f"draws must be at least 1, got {draws}.")
+    times = training_times(model) if times is None else times
+
+    @eqx.filter_jit
+    def draw(key):
+        return products(model.config.build(model.Vocab, key=key), family, times)
+
+    results = [_summary(draw(key), family) for key in jax.random.split(jax.random.PRNGKey(seed), draws)]
+    return Summary(**{f.name: np.stack([getattr(r, f.name) for r in results]) for f in fields(Summary)})
+
+
+def jacobian_eigenvalues(model: LmHeadModel | Reading, tokens, position: int = -1) -> np.ndarray:
+    """Eigenvalues of d F_n(x)_j / d x_j at the states of a text, complex128 [steps, embed], by decreasing modulus.
+
+    F is the whole vector field, with norms and nonlinearities; j is `position`. Positive real parts push states of
+    this token apart, negative ones draw them together. A step of length h is I + h J.
+    """
+    reading = model if isinstance(model, Reading) else read(model)
+    tangent = Tangent(reading, sequence(reading, tokens))
+    j = range(tangent.shape[0])[position]
+    blocks = [np.asarray(tangent.jacobian_rows(n, j)[:, j], np.float64) for n in range(tangent.steps)]
+    return spectrum.sort(each(np.linalg.eigvals, np.stack(blocks) / reading.step))
+
+
+@dataclass
+class SpectralConfig:
+    """
+    run: the run directory.
+    checkpoint_step: N of the checkpoint step-N; the newest by default.
+    times: layer-times, `0,0.5,1`, or a number of them, spread over [0, 1]; those of training by default.
+    text: a text at whose states the eigenvalues of the field's Jacobian are taken, too; at its last token.
+    draws: of fresh models to compare with; 0 for none.
+    out: where files go; `<run>/analysis` by default.
+    """
+
+    run: str
+    checkpoint_step: int | None = None
+    times: int | float | str | list[float] | None = None
+    text: Text | None = None
+    draws: int = 5
+    out: str | None = None
+
+
+def main(config: SpectralConfig) -> dict[str, np.ndarray]:
+    """Computes, writes and prints; returns what `spectral.npz` holds."""
+    if config.draws < 0:
+        raise UserError(f"draws must be at least 0, got {config.draws}")
+    times = _times(config.times)
+    with opened(config.run, config.checkpoint_step) as (run, progress):
+        model, folder = run.model, output_folder(run, config.out)
+        times = training_times(model) if times is None else times
+        kinds = families(model)
+        reading, texts = texts_of(run, [config.text]) if config.text is not None else (None, [])
+        thin = {kind: products(model, kind, times) for kind in kinds}  # refuses times before the work begins
+        arrays: dict[str, np.ndarray] = {"times": np.asarray(times)}
+        values, singular, own, bands = {}, {}, {}, {}
+        with progress.count("Eigenvalues") as tick:
+            for done, (kind, product) in enumerate(thin.items()):
+                values[kind] = spectrum.eigenvalues(product, _count(product, kind))
+                singular[kind] = spectrum.singular_values(product)
+                own[kind] = spectrum.summary(values[kind], singular[kind])
+                tick(done + 1, len(thin))
+        if config.draws:
+            with progress.count("Fresh models") as tick:
+                for done, kind in enumerate(kinds):
+                    bands[kind] = random_summaries(model, kind, times, draws=config.draws)
+                    tick(done + 1, len(kinds))
+        for kind in kinds:
+            arrays |= {f"{kind}_eigenvalues": values[kind], f"{kind}_singular_values": singular[kind]}
+            arrays |= {f"{kind}_{name}": array for name, array in asdict(own[kind]).items()}
+            if config.draws:
+                arrays |= {f"{kind}_untrained_{name}": array for name, array in asdict(bands[kind]).items()}
+        drawn = {
+            "eigenvalues": figures.eigenvalues(times, values),
+            "summary": figures.summaries(times, own, bands or None),
+            "singular-values": figures.singular_values(times, singular),
+        }
+        if reading is not None:
+            with progress.phase("Jacobian of the field"):
+                arrays["jacobian_eigenvalues"] = jacobian_eigenvalues(reading, texts[0].ids)
+                arrays["jacobian_times"] = np.asarray(reading.ends[:-1])
+                arrays["tokens"] = texts[0].ids
+            at = reading.ends[:-1]
+            drawn["jacobian"] = figures.eigenvalues(at, {"jacobian": arrays["jacobian_eigenvalues"]})
+        write(folder, "spectral", arrays, drawn)
+    print(_table(times, own))
+    print(f"Written to {folder}: spectral.npz, " + ", ".join(f"spectral-{name}.png, .pdf" for name in drawn))
+    return arrays
+
+
+def families(model: LmHeadModel) -> tuple[str, ...]:
+    """Those of `qk`, `ov`, `ff` that the model has: a state-space block has no `ff`."""
+    config = model.config
+    is_ssm = isinstance(config, NeuralOdeConfig) and isinstance(config.block, SsmBlockConfig)
+    return FAMILIES[:2] if is_ssm else FAMILIES
+
+
+def _summary(product: ThinProduct, family: str) -> Summary:
+    return spectrum.summary(spectrum.eigenvalues(product, _count(product, family)), spectrum.singular_values(product))
+
+
+def _count(product: ThinProduct, family: str) -> int:
+    """How many eigenvalues there are to show: of `ff` as many as the state has dimensions."""
+    embed, inner = product.left.shape[-2:]
+    return embed if family == "ff" else min(embed, inner)
+
+
+def _table(times, summaries: dict[str, Summary]) -> str:
+    lines = [f"{'':<4}{'t':>7}{'radius':>10}{'Re > 0':>9}{'symmetric':>11}   (median over heads)"]
+    for kind, own in summaries.items():
+        for i, t in enumerate(times):
+            row = (float(np.median(x[i])) for x in (own.radius, own.positive, own.symmetric))
+            lines.append("{:<4}{:>7.3f}{:>10.4f}{:>9.2f}{:>11.3f}".format(kind, t, *row))
+    return "\n".join(lines)
+
+
+def _times(value) -> tuple[float, ...] | None:
+    if value is None:
+        return None
+    if isinstance(value, int):
+        if value < 2:
+            raise UserError(f"times: a number of times must be at least 2, got {value}; one time is written 0.5")
+        return tuple(np.linspace(0.0, 1.0, value).tolist())
+    items = value if isinstance(value, list) else str(value).split(",")
+    try:
+        return tuple(float(item) for item in items)
+    except ValueError:
+        raise UserError(
+            f"times must be numbers in [0, 1] such as 0,0.5,1, or a number of them; got {value!r}"
+        ) from None
+
+
+if __name__ == "__main__":
+    run_program(main, SpectralConfig)
