@@ -3,7 +3,7 @@
 import dataclasses
 import difflib
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,7 +18,8 @@ T = TypeVar("T")
 def parse(config_class: type[T], argv: Sequence[str]) -> tuple[T, dict[str, Any]]:
     """Reads `--config_path FILE` and `--key.subkey value` overrides into `config_class`.
 
-    If the class has a field `config_path`, it receives the file's path.
+    If the class has a field `config_path`, it receives the file's path. A bare `--key` means `--key true` if the
+    class has a truth value of that name.
 
     Returns:
         the configuration and the nested dictionary it was made from.
@@ -26,7 +27,8 @@ def parse(config_class: type[T], argv: Sequence[str]) -> tuple[T, dict[str, Any]
     Errors: `UserError` for anything the user can mend: an unknown flag or key, a missing file, bad YAML,
     a value of the wrong type, a rule of a configuration class that does not hold.
     """
-    path, overrides = _split(argv)
+    switches = {f.name for f in dataclasses.fields(config_class) if f.type in (bool, "bool")}  # pyright: ignore
+    path, overrides = _split(argv, switches)
     raw = {} if path is None else read_yaml(Path(path))
     for key, value in overrides:
         _set(raw, key, value)
@@ -82,8 +84,8 @@ class _StrictLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep=deep)
 
 
-def _split(argv: Sequence[str]) -> tuple[str | None, list[tuple[str, Any]]]:
-    """Splits the words into the configuration file and the (dotted key, value) pairs."""
+def _split(argv: Sequence[str], switches: Collection[str] = ()) -> tuple[str | None, list[tuple[str, Any]]]:
+    """Splits the words into the configuration file and the (dotted key, value) pairs. `switches` need no value."""
     path = None
     overrides = []
     words = list(argv)
@@ -94,7 +96,10 @@ def _split(argv: Sequence[str]) -> tuple[str | None, list[tuple[str, Any]]]:
         key, equals, value = word[2:].partition("=")
         if not equals:
             # A negative number is a value; anything else that starts with a dash is the next flag.
-            if not words or (words[0].startswith("--") and words[0] != "--"):
+            is_bare = not words or (words[0].startswith("--") and words[0] != "--")
+            if is_bare and key in switches:
+                words.insert(0, "true")
+            elif is_bare:
                 raise UserError(f"the flag --{key} needs a value: `--{key} VALUE` (true or false for a switch)")
             value = words.pop(0)
         if key in ("config_path", "config"):
