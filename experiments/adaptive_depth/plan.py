@@ -30,7 +30,7 @@ class Scale:
     time_embed_dim: int = 16
     sinusoidal_dim: int = 32
     depths: tuple[int, ...] = (8, 6, 4, 3)
-    pretrain: int = 700
+    pretrain: int = 800
     tune: int = 240
     evaluations: int = 6
     eval_batches: int = 24
