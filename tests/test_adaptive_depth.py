@@ -1,6 +1,7 @@
 """The experiment of adaptive fine-tuning: what it compares is comparable, and its statistics are what they say."""
 
 import json
+from pathlib import Path
 
 import equinox as eqx
 import haliax as hax
@@ -54,7 +55,7 @@ def test_flow_and_gpt2_have_the_same_size_once_materialised(texts, tmp_path):
 
 def test_texts_are_split_without_overlap(texts, tmp_path):
     for text in texts:
-        parts = [open(text.file(part)).read() for part in ("select", "report")]
+        parts = [Path(text.file(part)).read_text() for part in ("select", "report")]
         assert all(len(part) > 20_000 for part in parts)
         assert parts[0][-1] == "\n"
     with pytest.raises(UserError, match="give both texts"):

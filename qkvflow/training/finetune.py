@@ -83,11 +83,15 @@ def _tokenizer(asked: str | None, base: Base) -> str:
     if asked is None or asked == name:
         return name
     with tempfile.TemporaryDirectory() as scratch:
-        if not same_tokenizer(resolve_tokenizer(asked, Path(scratch)), folder):
-            raise UserError(
-                f"`data.tokenizer` is {asked!r}, but {base.path} was trained with another one ({name!r}), and its"
-                " embeddings mean nothing for other tokens. Leave `data.tokenizer` out"
-            )
+        try:
+            is_same, reason = same_tokenizer(resolve_tokenizer(asked, Path(scratch)), folder), ""
+        except UserError as error:
+            is_same, reason = False, f" ({error})"
+    if not is_same:
+        raise UserError(
+            f"`data.tokenizer` is {asked!r}, but {base.path} was trained with another one ({name!r}), and its"
+            f" embeddings mean nothing for other tokens. Leave `data.tokenizer` out{reason}"
+        )
     return name
 
 
