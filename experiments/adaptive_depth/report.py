@@ -84,6 +84,7 @@ def draw(record: dict[str, Any], path: Path) -> None:
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
+    from matplotlib.ticker import MaxNLocator
 
     results, scale = record["results"], record["settings"]
     directions = ways(results)
@@ -102,6 +103,7 @@ def draw(record: dict[str, Any], path: Path) -> None:
             _band(panel, select(tuned, system="gpt2"), f"GPT-2, {scale['layers']} layers", "black", "--")
             _band(panel, select(results, kind="scratch", target=target), "GPT-2 from scratch", "tab:red", ":")
             panel.set_title(f"{source} to {target}: {words}", fontsize=10)
+            panel.xaxis.set_major_locator(MaxNLocator(integer=True))
             panel.grid(alpha=0.3)
         row[0].set_ylabel("loss (nats per byte)")
         _differences(row[2], select(results, source=source, target=target), depths)
