@@ -1,5 +1,7 @@
 """Laws of the state-space block: parallel equals sequential, gradients too; causal, segmented, stable, decodable."""
 
+import functools
+
 import equinox as eqx
 import haliax as hax
 import jax
@@ -10,7 +12,8 @@ from conftest import VOCAB, build, random_tokens, small_config
 from haliax import Axis
 from levanter.layers.attention import AttentionMask
 
-from qkvflow.blocks import SsmBlockConfig, SsmMixer
+from qkvflow.blocks import SsmBlockConfig, SsmMixer, state_space
+from qkvflow.blocks.chunked import CHUNK, chunked
 from qkvflow.depth import DepthConfig
 from qkvflow.errors import UserError
 
@@ -30,10 +33,14 @@ def segments(length):
     return AttentionMask.causal().with_segment_ids(ids)
 
 
+@pytest.mark.parametrize("method", list(CHUNK))
 @pytest.mark.parametrize("selective", [False, True])
 @pytest.mark.parametrize("length", [1, 7, 16, 37])
 @pytest.mark.parametrize("mask", [None, "segments"])
-def test_parallel_is_sequential(selective, length, mask):
+def test_chunked_is_sequential(method, selective, length, mask, monkeypatch):
+    """Values and every gradient, by both ways of doing a chunk; `associative` is what GPUs and TPUs run."""
+    monkeypatch.setitem(CHUNK, "associative", 8)
+    monkeypatch.setattr(state_space, "chunked", functools.partial(chunked, method=method))
     m, x = mixer(selective), signal(length)
     mask = segments(length) if mask else None
 

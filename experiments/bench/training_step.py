@@ -45,17 +45,17 @@ def models():
     }
 
 
-def example() -> LmExample:
-    Batch, Pos = hax.Axis("batch", BATCH), hax.Axis("position", SEQUENCE)
+def example(sequence: int = SEQUENCE, batch: int = BATCH) -> LmExample:
+    Batch, Pos = hax.Axis("batch", batch), hax.Axis("position", sequence)
     tokens = hax.random.randint(jax.random.PRNGKey(0), (Batch, Pos), 0, Vocab.size)
     weight = LmExample.causal_loss_mask(Pos).astype(jnp.float32).broadcast_axis(Batch)
     return LmExample(tokens=tokens, loss_weight=weight, attn_mask=AttentionMask.causal())
 
 
-def gradient(config):
-    """A call that computes loss and gradients once."""
+def gradient(config, batch: int = BATCH):
+    """A call that computes loss and gradients once, at the model's full length."""
     params, static = eqx.partition(config.build(Vocab, key=jax.random.PRNGKey(0)), eqx.is_inexact_array)
-    data = example()
+    data = example(config.max_seq_len, batch)
     compute = jax.jit(jax.value_and_grad(lambda p: eqx.combine(p, static).compute_next_token_loss(data).scalar()))
     return lambda: compute(params)
 

@@ -15,7 +15,6 @@ from levanter.layers.attention import AttentionMask
 from qkvflow.axes import STATE
 from qkvflow.blocks.attention import Gpt2Attention
 from qkvflow.blocks.config import BlockConfig
-from qkvflow.blocks.convolution import CHUNK
 from qkvflow.blocks.gpt2 import Gpt2LikeConfig
 from qkvflow.blocks.state_space import SsmMixer, delta_rank
 from qkvflow.errors import UserError
@@ -66,12 +65,11 @@ class SsmBlockConfig(Gpt2LikeConfig):
     def flops_per_token(self, hidden_dim: int, context_length: int) -> float:
         """Forward FLOPs of one evaluation of B for width d, state N: attention 8 d^2 + 4 n d, and the mixer.
 
-        Not selective: in chunks of Q, 2 Q + 4 N for each channel. Selective: projections 4 d (r + N) with r = d/16, and
-        40 N for each channel, as XLA counts it: 9 N of the recurrence itself, and the rest of the exact hold (its
-        series) and of doing it in parallel.
+        Not selective: 6 N for each channel. Selective: projections 4 d (r + N), r = d/16, and 30 N for each channel,
+        as XLA counts it: 9 N of the recurrence itself, and the rest of the exact hold (its series).
         """
         d, N = hidden_dim, self.state_size
         attention = 8 * d**2 + 4 * context_length * d
         if self.selective:
-            return attention + 4 * d * (delta_rank(d) + N) + 40 * N * d
-        return attention + (2 * CHUNK + 4 * N) * d
+            return attention + 4 * d * (delta_rank(d) + N) + 30 * N * d
+        return attention + 6 * N * d

@@ -23,7 +23,7 @@ from levanter.layers.attention import AttentionMask
 
 from qkvflow.axes import DELTA_RANK, EMBED, POSITION, STATE
 from qkvflow.blocks import recurrence
-from qkvflow.blocks.convolution import time_invariant
+from qkvflow.blocks.chunked import chunked
 
 DELTA_RANGE = (1e-3, 1e-1)
 
@@ -83,13 +83,13 @@ class SsmMixer(eqx.Module):
         return SsmMixer(space, Selection.init(Embed, State, key=k_selection) if selective else None)
 
     def __call__(self, x: NamedArray, mask: AttentionMask | NamedArray | None) -> NamedArray:
-        """Parallel over positions. The state is reset where the segment ids of `mask` change, so that documents packed
+        """In chunks of positions. The state is reset where the segment ids of `mask` change, so that documents packed
         in one sequence do not see each other; nothing else of the mask is read (an SSM is causal by itself)."""
-        return self._over_positions(x, mask, parallel=True)
+        return self._over_positions(x, mask, fast=True)
 
     def sequential(self, x: NamedArray, mask: AttentionMask | NamedArray | None) -> NamedArray:
         """The same, one position after another."""
-        return self._over_positions(x, mask, parallel=False)
+        return self._over_positions(x, mask, fast=False)
 
     def initial_state(self, *batch: Axis) -> NamedArray:
         """The state before the first position: zeros {batch, state, embed}, fp32."""
@@ -104,14 +104,12 @@ class SsmMixer(eqx.Module):
         new, y = recurrence.step(raw, wide[0], A, wide[1], wide[2], _flat(x, EMBED).astype(A.dtype)[:, None])
         return _unflat(new, batch, self.space.A_raw.axes), self._output(_unflat(y, batch, (x.resolve_axis(EMBED),)), x)
 
-    def _over_positions(self, x: NamedArray, mask, *, parallel: bool) -> NamedArray:
+    def _over_positions(self, x: NamedArray, mask, *, fast: bool) -> NamedArray:
         Pos, Embed = x.resolve_axis(POSITION), x.resolve_axis(EMBED)
         batch = tuple(a for a in x.axes if a.name not in (POSITION, EMBED))
         system = self._system(x, (POSITION,))
-        over = recurrence.sequential
-        if parallel:
-            over = time_invariant if self.selection is None else recurrence.selective
         start = _flat(segment_starts(mask, Pos).broadcast_axis(batch), POSITION)
+        over = chunked if fast else recurrence.sequential
         y = over(*system, _flat(x, POSITION, EMBED).astype(system[1].dtype), start)
         return self._output(_unflat(y, batch, (Pos, Embed)), x)
 
