@@ -50,7 +50,13 @@ def main(config: FinetuneConfig) -> Path:
             return FromBase(run.config.model, run.directory, base, mode)
 
         train_run(settled, start)
-    return _merge(directory, config) if config.merge else directory.path
+    if config.merge:
+        return _merge(directory, config)
+    if not mode.stores_base:
+        print(
+            f"To write LoRA into the weights: python -m qkvflow.finetune_lm --run {directory.path} --merge", flush=True
+        )
+    return directory.path
 
 
 def _is_finished(directory: RunDirectory, config: FinetuneConfig) -> bool:
