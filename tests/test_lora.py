@@ -60,7 +60,7 @@ def stir(model):
     return lora._map_lora(change, model)
 
 
-@pytest.mark.parametrize("name", ["parallel", "llama", *(pytest.param(n, marks=SLOW) for n in ("surrounded", "ssm"))])
+@pytest.mark.parametrize("name", ["parallel", *(pytest.param(n, marks=SLOW) for n in ("llama", "surrounded", "ssm"))])
 def test_it_starts_at_the_base_and_merges_exactly(name):
     base, model = adapted(name)
     tokens = random_tokens()
