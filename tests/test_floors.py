@@ -7,7 +7,7 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "qkvflow"
 ROOMS = {"weights", "blocks", "depth"}
-PROGRAMS = {"train_lm", "eval_lm", "describe", "sample_lm", "serve_lm", "analysis"}
+PROGRAMS = {"train_lm", "finetune_lm", "eval_lm", "describe", "sample_lm", "serve_lm", "analysis"}
 # Each part may import from qkvflow only what is listed here.
 MAY_IMPORT = {
     "errors": set(),
@@ -24,8 +24,8 @@ MAY_IMPORT = {
     "cli": {"errors", "models"},
     "tracking": {"errors"},
     "progress": {"errors"},
-    "runs": {"axes", "errors", "models", "data", "cli", "tracking"},
-    "training": {"errors", "models", "data", "cli", "tracking", "progress", "runs"},
+    "runs": {"axes", "errors", "weights", "models", "official", "data", "cli", "tracking"},
+    "training": {"errors", "weights", "models", "data", "cli", "tracking", "progress", "runs"},
     "__init__": {"models", "generation"},
 }
 
