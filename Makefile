@@ -1,4 +1,4 @@
-# Verbs: setup, train, test, check, bench. Each sets up .venv first if it is not there.
+# Verbs: setup, train, sample, test, check, bench. Each sets up .venv first if it is not there.
 SHELL := /bin/bash
 VENV  := .venv
 PY    := $(VENV)/bin/python
@@ -8,12 +8,13 @@ ARGS  ?=
 # Two workers: most of a test's time is compilation, which uses one core.
 PYTEST := $(PY) -m pytest tests -n 2 --dist loadfile
 
-.PHONY: setup train test test-slow lint check bench help
+.PHONY: setup train sample test test-slow lint check bench help
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make setup   create .venv and install qkvflow with exactly pinned dependencies (EXTRA=dev,cuda12 for a GPU)"
 	@echo "make train   train the quickstart: a small continuous-depth language model, on this machine, in minutes"
+	@echo "make sample  let the quickstart write (ARGS='--prompt \"Once\" --temperature 0.5' for another beginning)"
 	@echo "make test    all tests but the slow ones (make test-slow: those)"
 	@echo "make check   what to run before a commit: ruff, codespell, pyright, fast tests"
 	@echo "make bench   benchmarks, JSON and a table"
@@ -33,6 +34,9 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 
 train: setup
 	@$(PY) -m qkvflow.train_lm --config_path configs/quickstart.yaml $(ARGS)
+
+sample: setup
+	@$(PY) -m qkvflow.sample_lm --run runs/quickstart --prompt "The" $(ARGS)
 
 test: setup
 	@$(PYTEST) -m "not slow" $(ARGS)

@@ -4,3 +4,4 @@ Importing qkvflow registers the model `type: neuralode` with Levanter.
 """
 
 from qkvflow import models as models
+from qkvflow.generation import generate as generate

@@ -6,6 +6,7 @@
 | `position`, `key_position` | place in the sequence; attention renames it for keys, since one name is one axis |
 | `vocab` | tokens of the vocabulary |
 | `embed` | the state x(t), width d |
+| `batch_heads` | the heads of all sequences, along one axis |
 | `heads`, `head_size`, `qkv` | attention heads, their width, and the stack of query, key and value |
 | `kv_head`, `q_heads_per_group` | heads of keys and values, and the query heads that share each |
 | `mlp` | hidden units of the feed-forward block |
@@ -19,6 +20,7 @@
 """
 
 BATCH = "batch"
+BATCH_HEADS = "batch_heads"
 POSITION = "position"
 KEY_POSITION = "key_position"
 VOCAB = "vocab"

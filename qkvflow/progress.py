@@ -150,9 +150,9 @@ class Progress:
         return tqdm.format_interval(round(left))
 
 
-def describe_loss(loss: float, unigram: float | None) -> str:
+def describe_loss(loss: float, unigram: float | None, digits: int = 3) -> str:
     """A validation loss (nats per token) in words, with the unigram entropy as the mark to beat."""
-    text = f"validation loss {loss:.3f}  perplexity {perplexity(loss):,.2f}"
+    text = f"validation loss {loss:.{digits}f}  perplexity {perplexity(loss):,.2f}"
     return text if unigram is None else f"{text}  (unigram {unigram:.2f})"
 
 

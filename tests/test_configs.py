@@ -8,13 +8,17 @@ import jax
 import jax.numpy as jnp
 import pytest
 import yaml
+from levanter.trainer_state import trainables_only
 
 from qkvflow.cli import parse
 from qkvflow.models import decay
-from qkvflow.runs.config import TrainConfig
+from qkvflow.runs.config import FinetuneConfig, TrainConfig
+from qkvflow.runs.directory import run_id
+from qkvflow.runs.modes import LoraMode
 
 ROOT = Path(__file__).parent.parent
-FILES = sorted((ROOT / "configs").rglob("*.yaml"))
+FINETUNES = [p for p in sorted((ROOT / "configs" / "finetune").glob("*.yaml")) if not p.stem.startswith("pretrain")]
+FILES = [p for p in sorted((ROOT / "configs").rglob("*.yaml")) if p not in FINETUNES]
 IDS = [str(p.relative_to(ROOT / "configs")) for p in FILES]
 
 
@@ -35,6 +39,29 @@ def test_parses_and_builds(path):
     tokens = eqx.filter_eval_shape(lambda: hax.zeros((Batch, Pos), dtype=jnp.int32))
     logits = eqx.filter_eval_shape(lambda m, t: m(t, key=jax.random.PRNGKey(0)), model, tokens)
     assert {a.name: a.size for a in logits.axes} == {"batch": 1, "position": Pos.size, "vocab": vocab.size}
+    decay.configure(config.optimizer, config.weight_decay_on).build(config.trainer.num_train_steps)
+
+
+@pytest.mark.parametrize("path", FINETUNES, ids=lambda p: p.stem)
+def test_finetunes_parse_and_build_on_their_base(path):
+    config = parse(FinetuneConfig, ["--config_path", str(path)])[0]
+    bases = {f"runs/{run_id(None, str(p))}": p for p in FILES}  # where each configuration's run goes
+    base = config_of(bases[config.run])
+    vocab = vocabulary(base)
+    for steps in {config.steps, 24, 18, 12, 9}:
+        model = config.mode.model_config(base.model, steps)
+        shape = eqx.filter_eval_shape(lambda: base.model.build(vocab, key=jax.random.PRNGKey(0)))
+        shape = eqx.filter_eval_shape(lambda m, c: config.mode.adapt(m, c, key=jax.random.PRNGKey(0)), shape, model)
+        assert shape.transformer.blocks.Block.size == steps
+        d, layers = base.model.hidden_dim, steps
+        ordinary = layers * (12 * d * d + 13 * d) + 2 * d + (vocab.size + base.model.max_seq_len) * d
+        trained = trainables_only(shape, config.mode.trainable(shape))
+        count = sum(x.size for x in jax.tree.leaves(trained) if hasattr(x, "size"))
+        if isinstance(config.mode, LoraMode):
+            terms = layers * config.mode.r * ((d + 3 * d) + (d + d) + 2 * (d + 4 * d))
+            assert count == terms + (vocab.size + base.model.max_seq_len) * d
+        else:
+            assert count == ordinary
     decay.configure(config.optimizer, config.weight_decay_on).build(config.trainer.num_train_steps)
 
 

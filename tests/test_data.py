@@ -171,6 +171,17 @@ def test_builtin_text_is_split_without_leaks():
 # Configuration
 
 
+def test_the_library_is_a_second_text():
+    parts = {split: list(BuiltinSource(text="library").documents(split)) for split in ("train", "validation")}
+    assert not set(parts["train"]) & set(parts["validation"])
+    sizes = {split: sum(map(len, texts)) for split, texts in parts.items()}
+    assert 0.03 < sizes["validation"] / sizes["train"] < 0.3
+    assert sum(sizes.values()) > 900_000
+    assert any("def " in text for text in parts["validation"])
+    with pytest.raises(UserError, match=r"text: 'novel' is not known\. Choices: topics, library"):
+        BuiltinSource(text="novel")
+
+
 def test_default_is_the_builtin_text_in_bytes():
     data = resolve()
     assert type(data).__mro__[1] is LmDataConfig

@@ -6,6 +6,7 @@ from qkvflow.blocks.gpt2 import Gpt2Block as Gpt2Block
 from qkvflow.blocks.gpt2 import Gpt2BlockConfig as Gpt2BlockConfig
 from qkvflow.blocks.llama import LlamaBlock as LlamaBlock
 from qkvflow.blocks.llama import LlamaBlockConfig as LlamaBlockConfig
+from qkvflow.blocks.memory import Window as Window
 from qkvflow.blocks.ssm import SsmBlock as SsmBlock
 from qkvflow.blocks.ssm import SsmBlockConfig as SsmBlockConfig
 from qkvflow.blocks.state_space import SsmMixer as SsmMixer

@@ -9,7 +9,8 @@ import jax
 from haliax import Axis, NamedArray
 from levanter.layers.attention import AttentionBackend, AttentionMask, dot_product_attention
 
-from qkvflow.axes import HEAD_SIZE, HEADS, KEY_POSITION, POSITION, QKV
+from qkvflow.axes import BATCH_HEADS, HEAD_SIZE, HEADS, KEY_POSITION, POSITION, QKV
+from qkvflow.blocks.memory import KeysValues, Window
 
 
 class AttentionKernel(Protocol):
@@ -21,13 +22,31 @@ class AttentionKernel(Protocol):
     flash_block_size: int | None
 
 
-def attend(layer: AttentionKernel, q: NamedArray, k: NamedArray, v: NamedArray, mask, *, key=None) -> NamedArray:
-    """softmax(q k^T / sqrt(head_size)) v, with dropout of the weights.
+def attend(
+    layer: AttentionKernel,
+    q: NamedArray,
+    k: NamedArray,
+    v: NamedArray,
+    mask: AttentionMask | NamedArray | Window | None,
+    memory: KeysValues | None = None,
+    *,
+    key=None,
+) -> tuple[NamedArray, KeysValues | None]:
+    """softmax(q k^T / sqrt(head_size)) v, with dropout of the weights; and the memory with k and v in it.
 
     q: {..., position, head_size}; k, v: {..., position, head_size}; axes that all three have are heads, those that
     only q has share the keys and values (grouped queries). `mask=None` attends to everything.
+    memory: of earlier positions, which q sees too; `mask` is then the `Window` of the new ones.
     """
-    return dot_product_attention(
+    backend = layer.backend
+    Batch, Heads = (), ()
+    if memory is not None:
+        Batch, Heads = (a for a in k.axes if a.name not in (POSITION, HEAD_SIZE))
+        memory = memory.extended(k, v, mask)
+        mask = memory.visible(q.resolve_axis(POSITION), mask)
+        q, k, v = memory.merged(q, Heads), memory.k, memory.v
+        backend = AttentionBackend.VANILLA  # other kernels want as many queries as keys
+    out = dot_product_attention(
         POSITION,
         KEY_POSITION,
         HEAD_SIZE,
@@ -39,9 +58,12 @@ def attend(layer: AttentionKernel, q: NamedArray, k: NamedArray, v: NamedArray, 
         dropout=layer.dropout,
         inference=layer.inference,
         prng=key,
-        attn_backend=layer.backend,
+        attn_backend=backend,
         flash_block_size=layer.flash_block_size,
     )
+    if memory is not None:
+        out = out.unflatten_axis(BATCH_HEADS, (Batch, Heads))
+    return out, memory
 
 
 class Gpt2Attention(eqx.Module):
@@ -77,7 +99,16 @@ class Gpt2Attention(eqx.Module):
 
     def __call__(self, x: NamedArray, mask: AttentionMask | NamedArray | None, *, key=None) -> NamedArray:
         """{..., position, embed} -> {..., position, embed}. `mask=None` attends to everything."""
+        return self.extend(x, mask, None, key=key)[0]
+
+    def extend(self, x: NamedArray, mask, memory: KeysValues | None, *, key=None):
+        """The same and the memory extended; with a memory `mask` is the `Window` of the positions of x."""
         qkv = self.c_attn(x).rearrange((..., QKV, HEADS, POSITION, HEAD_SIZE))
         q, k, v = qkv.unbind(QKV)
-        out = attend(self, q, k, v, mask, key=key)
-        return self.c_proj(hax.auto_sharded(out.astype(x.dtype)))
+        out, memory = attend(self, q, k, v, mask, memory, key=key)
+        return self.c_proj(hax.auto_sharded(out.astype(x.dtype))), memory
+
+    def memory(self, Batch: Axis, length: int, dtype) -> KeysValues:
+        """Room for `length` positions."""
+        _, Heads, HeadSize = self.c_attn.Out
+        return KeysValues.empty(Batch, Heads, length, HeadSize, dtype)

@@ -41,7 +41,18 @@ class Controlled(eqx.Module):
         **inputs: NamedArray,
     ) -> NamedArray:
         """`inputs`: what else the block inside takes, such as `pos_ids`."""
+        return self.extend(x, mask, None, control=control, key=key, **inputs)[0]
+
+    def extend(self, x: NamedArray, mask, memory, *, control: NamedArray | None = None, key=None, **inputs: NamedArray):
+        """B_u(x) and the memory of the block inside, extended; with a memory `mask` is the `Window` of x."""
         h = x + self.shift.astype(x.dtype)
         if control is not None:
             h = h + self.control(control.astype(x.dtype))
-        return self.block(h.rearrange(x.axes), mask, key=key, **inputs) * self.alpha.astype(x.dtype)
+        if memory is None:
+            return self.block(h.rearrange(x.axes), mask, key=key, **inputs) * self.alpha.astype(x.dtype), None
+        dx, memory = self.block.extend(h.rearrange(x.axes), mask, memory, key=key, **inputs)
+        return dx * self.alpha.astype(x.dtype), memory
+
+    def memory(self, Batch: Axis, length: int, dtype):
+        """An empty memory of the block inside."""
+        return self.block.memory(Batch, length, dtype)

@@ -17,6 +17,7 @@ from levanter.utils.activation import ActivationFunctionEnum
 from qkvflow.axes import HEAD_SIZE, HEADS, MLP
 from qkvflow.blocks.attention import Gpt2Attention
 from qkvflow.blocks.config import BlockConfig, check_choice, check_heads, check_probability
+from qkvflow.blocks.memory import KeysValues
 from qkvflow.errors import UserError
 
 FORMS = ("parallel", "sequential")
@@ -51,10 +52,19 @@ class Gpt2Block(eqx.Module):
     form: str = eqx.field(static=True)
 
     def __call__(self, x: NamedArray, mask: AttentionMask | NamedArray | None, *, key=None) -> NamedArray:
+        return self.extend(x, mask, None, key=key)[0]
+
+    def extend(self, x: NamedArray, mask, memory: KeysValues | None, *, key=None):
+        """B(x) and the memory extended; with a memory `mask` is the `Window` of the positions of x."""
         k_attn, k_attn_out, k_mlp_out = maybe_rng_split(key, 3)
-        attn = self.resid_dropout(self.attn(self.attn_ln(x), mask, key=k_attn), key=k_attn_out)
+        attn, memory = self.attn.extend(self.attn_ln(x), mask, memory, key=k_attn)
+        attn = self.resid_dropout(attn, key=k_attn_out)
         mlp = self.mlp(self.mlp_ln(x if self.form == "parallel" else x + attn))
-        return attn + self.resid_dropout(mlp, key=k_mlp_out)
+        return attn + self.resid_dropout(mlp, key=k_mlp_out), memory
+
+    def memory(self, Batch: Axis, length: int, dtype) -> KeysValues:
+        """An empty memory for `length` positions."""
+        return self.attn.memory(Batch, length, dtype)
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from levanter.layers.rotary import RotaryEmbeddings, RotaryEmbeddingsConfig
 
 from qkvflow.axes import HEAD_SIZE, HEADS, KV_HEAD, POSITION, Q_HEADS_PER_GROUP
 from qkvflow.blocks.attention import attend
+from qkvflow.blocks.memory import KeysValues
 
 
 class GroupedQueryAttention(eqx.Module):
@@ -70,6 +71,10 @@ class GroupedQueryAttention(eqx.Module):
 
         `mask=None` attends to everything.
         """
+        return self.extend(x, mask, None, key=key, pos_ids=pos_ids)[0]
+
+    def extend(self, x: NamedArray, mask, memory: KeysValues | None, *, key=None, pos_ids: NamedArray | None = None):
+        """The same and the memory extended; with a memory `mask` is the `Window` of the positions of x."""
         if pos_ids is None:
             pos_ids = hax.arange(x.resolve_axis(POSITION))
         q = self.rotary(self.q_proj(x), pos_ids)
@@ -79,5 +84,10 @@ class GroupedQueryAttention(eqx.Module):
         Group = Axis(Q_HEADS_PER_GROUP, Heads.size // KvHead.size)
         q = q.unflatten_axis(HEADS, (KvHead, Group))
         q = q.rearrange((..., KV_HEAD, Q_HEADS_PER_GROUP, POSITION, HEAD_SIZE))
-        out = attend(self, q, k, v, mask, key=key).astype(x.dtype)
-        return self.o_proj(hax.auto_sharded(out.flatten_axes((KvHead, Group), Heads)))
+        out, memory = attend(self, q, k, v, mask, memory, key=key)
+        return self.o_proj(hax.auto_sharded(out.astype(x.dtype).flatten_axes((KvHead, Group), Heads))), memory
+
+    def memory(self, Batch: Axis, length: int, dtype) -> KeysValues:
+        """Room for `length` positions."""
+        KvHead, HeadSize = self.k_proj.Out
+        return KeysValues.empty(Batch, KvHead, length, HeadSize, dtype)

@@ -21,6 +21,7 @@ from levanter.utils.activation import ActivationFunctionEnum
 from qkvflow.axes import HEAD_SIZE, HEADS, KV_HEAD, MLP
 from qkvflow.blocks.config import BlockConfig, check_choice, check_heads, check_probability
 from qkvflow.blocks.grouped_query import GroupedQueryAttention
+from qkvflow.blocks.memory import KeysValues
 from qkvflow.errors import UserError
 
 FORMS = ("parallel", "sequential", "official")
@@ -60,14 +61,23 @@ class LlamaBlock(eqx.Module):
     def __call__(
         self, x: NamedArray, mask: AttentionMask | NamedArray | None, *, key=None, pos_ids: NamedArray | None = None
     ) -> NamedArray:
+        return self.extend(x, mask, None, key=key, pos_ids=pos_ids)[0]
+
+    def extend(self, x: NamedArray, mask, memory: KeysValues | None, *, key=None, pos_ids: NamedArray | None = None):
+        """B(x) and the memory extended; with a memory `mask` is the `Window` of the positions of x."""
         k_attn, k_attn_out, k_mlp_out = maybe_rng_split(key, 3)
         n1 = self.input_layernorm(x)
-        attn = self.resid_dropout(self.self_attn(n1, mask, key=k_attn, pos_ids=pos_ids), key=k_attn_out)
+        attn, memory = self.self_attn.extend(n1, mask, memory, key=k_attn, pos_ids=pos_ids)
+        attn = self.resid_dropout(attn, key=k_attn_out)
         if self.form == "sequential":
             x = x + attn
         elif self.form == "official":
             x = n1
-        return attn + self.resid_dropout(self.mlp(self.post_attention_layernorm(x)), key=k_mlp_out)
+        return attn + self.resid_dropout(self.mlp(self.post_attention_layernorm(x)), key=k_mlp_out), memory
+
+    def memory(self, Batch: Axis, length: int, dtype) -> KeysValues:
+        """An empty memory for `length` positions."""
+        return self.self_attn.memory(Batch, length, dtype)
 
 
 @BlockConfig.register_subclass("llama")

@@ -69,3 +69,21 @@ def sequential(delta, A, B, C, x, start):
     state = jnp.zeros((x.shape[0], *A.shape), x.dtype)
     _, y = lax.scan(body, state, tuple(jnp.moveaxis(a, 1, 0) for a in moving))
     return jnp.moveaxis(y, 0, 1)
+
+
+def continued(state, delta, A, B, C, x, real):
+    """From `state`, one `step` after another: (state, y). Where `real` [batch, position] is false nothing happens."""
+    selective = delta.ndim == 3
+
+    def body(state, now):
+        x, real, *rest = now
+        d, b, c = (rest[0][:, None], rest[1][..., None], rest[2][..., None]) if selective else (delta, B, C)
+        new, y = step(state, d, A, b, c, x[:, None])
+        return jnp.where(real[:, None, None], new, state), y
+
+    moving = tuple(jnp.moveaxis(a, 1, 0) for a in ((x, real, delta, B, C) if selective else (x, real)))
+    if x.shape[1] == 1:  # no loop around a single position
+        state, y = body(state, tuple(a[0] for a in moving))
+        return state, y[:, None]
+    state, y = lax.scan(body, state, moving)
+    return state, jnp.moveaxis(y, 0, 1)

@@ -16,6 +16,7 @@ from qkvflow.axes import STATE
 from qkvflow.blocks.attention import Gpt2Attention
 from qkvflow.blocks.config import BlockConfig
 from qkvflow.blocks.gpt2 import Gpt2LikeConfig
+from qkvflow.blocks.memory import KeysValues
 from qkvflow.blocks.state_space import SsmMixer, delta_rank
 from qkvflow.errors import UserError
 
@@ -31,10 +32,27 @@ class SsmBlock(eqx.Module):
     form: str = eqx.field(static=True)
 
     def __call__(self, x: NamedArray, mask: AttentionMask | NamedArray | None, *, key=None) -> NamedArray:
+        return self.extend(x, mask, None, key=key)[0]
+
+    def extend(self, x: NamedArray, mask, memory: "SsmMemory | None", *, key=None):
+        """B(x) and the memory extended; with a memory `mask` is the `Window` of the positions of x."""
         k_attn, k_attn_out, k_ssm_out = maybe_rng_split(key, 3)
-        attn = self.resid_dropout(self.attn(self.attn_ln(x), mask, key=k_attn), key=k_attn_out)
-        mixed = self.ssm(self.ssm_ln(x if self.form == "parallel" else x + attn), mask)
-        return attn + self.resid_dropout(mixed, key=k_ssm_out)
+        keys, state = (None, None) if memory is None else (memory.attn, memory.ssm)
+        attn, keys = self.attn.extend(self.attn_ln(x), mask, keys, key=k_attn)
+        attn = self.resid_dropout(attn, key=k_attn_out)
+        mixed, state = self.ssm.extend(self.ssm_ln(x if self.form == "parallel" else x + attn), mask, state)
+        return attn + self.resid_dropout(mixed, key=k_ssm_out), None if memory is None else SsmMemory(keys, state)
+
+    def memory(self, Batch: Axis, length: int, dtype) -> "SsmMemory":
+        """An empty memory for `length` positions."""
+        return SsmMemory(self.attn.memory(Batch, length, dtype), self.ssm.initial_state(Batch))
+
+
+class SsmMemory(eqx.Module):
+    """Keys and values of the attention, and the state of the mixer, {batch, state, embed}."""
+
+    attn: KeysValues
+    ssm: NamedArray
 
 
 @BlockConfig.register_subclass("ssm")

@@ -21,7 +21,7 @@ from haliax import Axis, NamedArray
 from haliax.jax_utils import maybe_rng_split
 from levanter.layers.attention import AttentionMask
 
-from qkvflow.axes import DELTA_RANK, EMBED, POSITION, STATE
+from qkvflow.axes import BATCH, DELTA_RANK, EMBED, POSITION, STATE
 from qkvflow.blocks import recurrence
 from qkvflow.blocks.chunked import chunked
 
@@ -86,6 +86,19 @@ class SsmMixer(eqx.Module):
         """In chunks of positions. The state is reset where the segment ids of `mask` change, so that documents packed
         in one sequence do not see each other; nothing else of the mask is read (an SSM is causal by itself)."""
         return self._over_positions(x, mask, fast=True)
+
+    def extend(self, x: NamedArray, mask, state: NamedArray | None) -> tuple[NamedArray, NamedArray | None]:
+        """The same, continued from `state` {batch, state, embed}, and the state after it; `mask` is then the `Window`
+        of the positions of x, whose unreal positions leave the state alone."""
+        if state is None:
+            return self(x, mask), None
+        New, Embed = x.resolve_axis(POSITION), x.resolve_axis(EMBED)
+        batch = (x.resolve_axis(BATCH),)
+        system, real = self._system(x, (POSITION,)), mask.real(New)
+        raw = _flat(state, *(a.name for a in self.space.A_raw.axes))
+        inputs = _flat(x, POSITION, EMBED).astype(system[1].dtype)
+        raw, y = recurrence.continued(raw, *system, inputs, _flat(real, POSITION))
+        return self._output(_unflat(y, batch, (New, Embed)), x), _unflat(raw, batch, self.space.A_raw.axes)
 
     def sequential(self, x: NamedArray, mask: AttentionMask | NamedArray | None) -> NamedArray:
         """The same, one position after another."""

@@ -3,7 +3,7 @@
 import dataclasses
 import difflib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,7 +19,8 @@ T = TypeVar("T")
 def parse(config_class: type[T], argv: Sequence[str]) -> tuple[T, dict[str, Any]]:
     """Reads `--config_path FILE` and `--key.subkey value` overrides into `config_class`.
 
-    If the class has a field `config_path`, it receives the file's path.
+    If the class has a field `config_path`, it receives the file's path. A bare `--key` means `--key true` if the
+    class has a truth value of that name.
 
     Returns:
         the configuration and the nested dictionary it was made from.
@@ -28,7 +29,8 @@ def parse(config_class: type[T], argv: Sequence[str]) -> tuple[T, dict[str, Any]
     a value of the wrong type, a rule of a configuration class that does not hold.
     """
     texts = text_fields(config_class)
-    path, overrides = _split(argv, texts)
+    switches = {f.name for f in dataclasses.fields(config_class) if f.type in (bool, "bool")}  # pyright: ignore
+    path, overrides = _split(argv, texts, switches)
     raw = {} if path is None else read_yaml(Path(path))
     for key, several in texts.items():
         values = [value for name, value in overrides if name == key]
@@ -89,8 +91,11 @@ class _StrictLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep=deep)
 
 
-def _split(argv: Sequence[str], texts: Mapping[str, bool]) -> tuple[str | None, list[tuple[str, Any]]]:
-    """Splits the words into the configuration file and the (dotted key, value) pairs; those of `texts` as they are."""
+def _split(
+    argv: Sequence[str], texts: Mapping[str, bool], switches: Collection[str]
+) -> tuple[str | None, list[tuple[str, Any]]]:
+    """Splits the words into the configuration file and the (dotted key, value) pairs; those of `texts` as they are.
+    `switches` need no value."""
     path = None
     overrides = []
     words = list(argv)
@@ -101,7 +106,10 @@ def _split(argv: Sequence[str], texts: Mapping[str, bool]) -> tuple[str | None, 
         key, equals, value = word[2:].partition("=")
         if not equals:
             # A negative number is a value; anything else that starts with a dash is the next flag.
-            if not words or (words[0].startswith("--") and words[0] != "--"):
+            is_bare = not words or (words[0].startswith("--") and words[0] != "--")
+            if is_bare and key in switches:
+                words.insert(0, "true")
+            elif is_bare:
                 raise UserError(f"the flag --{key} needs a value: `--{key} VALUE` (true or false for a switch)")
             value = words.pop(0)
         if texts.get(key):  # takes several: `--text A B`

@@ -3,7 +3,13 @@
 from qkvflow.data.checks import TokenCounts, check_enough_tokens
 from qkvflow.data.config import DataConfig
 from qkvflow.data.sources import BuiltinSource, FilesSource
-from qkvflow.data.tokenizers import load_tokenizer, resolve_tokenizer, tokenizer_fingerprint
+from qkvflow.data.tokenizers import (
+    copy_tokenizer,
+    load_tokenizer,
+    resolve_tokenizer,
+    same_tokenizer,
+    tokenizer_fingerprint,
+)
 
 __all__ = [
     "BuiltinSource",
@@ -11,7 +17,9 @@ __all__ = [
     "FilesSource",
     "TokenCounts",
     "check_enough_tokens",
+    "copy_tokenizer",
     "load_tokenizer",
     "resolve_tokenizer",
+    "same_tokenizer",
     "tokenizer_fingerprint",
 ]

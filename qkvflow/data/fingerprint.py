@@ -10,7 +10,6 @@ from typing import Any
 from levanter.data.text import HfDatasetSourceConfig, LmDatasetSourceConfigBase, UrlDatasetSourceConfig
 from levanter.utils.fsspec_utils import expand_glob
 
-from qkvflow.data import builtin
 from qkvflow.data.sources import BuiltinSource, FilesSource
 from qkvflow.errors import UserError
 
@@ -41,7 +40,7 @@ def source_identity(source: LmDatasetSourceConfigBase) -> Any:
         splits = [[file_identity(path) for path in source.files(split)] for split in ("train", "validation")]
         return ["files", *splits, source.validation_fraction, source.text_key]
     if isinstance(source, BuiltinSource):
-        texts = [[*builtin.text_of(split)] for split in ("train", "validation")]
+        texts = [[*source.documents(split)] for split in ("train", "validation")]
         return ["builtin", hashlib.sha256(json.dumps(texts).encode()).hexdigest()]
     if isinstance(source, HfDatasetSourceConfig):
         local = file_identities_below(Path(source.id)) if Path(source.id).is_dir() else None

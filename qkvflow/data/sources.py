@@ -10,10 +10,12 @@ from typing import Any
 from levanter.data.sharded_datasource import ShardedDataSource
 from levanter.data.text import LmDatasetSourceConfigBase
 
-from qkvflow.data import builtin
+from qkvflow.data import builtin, library
 from qkvflow.data.holdout import record_hash, record_threshold, text_boundary
 from qkvflow.data.readers import ENDINGS, is_plain_text, read_records, read_text
 from qkvflow.errors import UserError
+
+BUILTIN_TEXTS = {"topics": builtin.text_of, "library": library.text_of}
 
 
 @LmDatasetSourceConfigBase.register_subclass("files")
@@ -120,24 +122,38 @@ class FilesDataSource(ShardedDataSource[dict]):
 @LmDatasetSourceConfigBase.register_subclass("builtin")
 @dataclass(frozen=True)
 class BuiltinSource(LmDatasetSourceConfigBase):
-    """The English text that every Python carries: about 465 kB, a tenth of it for validation."""
+    """Text that every Python carries, about a tenth of it for validation.
+
+    text: `topics`, the English of its help, about 465 kB; `library`, sources of its standard library, about 1 MB.
+    """
+
+    text: str = "topics"
+
+    def __post_init__(self):
+        if self.text not in BUILTIN_TEXTS:
+            raise UserError(f"text: {self.text!r} is not known. Choices: {', '.join(BUILTIN_TEXTS)}.")
+
+    def documents(self, split: str) -> Iterator[str]:
+        """The documents of the split `train` or `validation`."""
+        return BUILTIN_TEXTS[self.text](split)
 
     def get_shard_source(self, split: str) -> ShardedDataSource[dict] | None:
-        return BuiltinDataSource(split)
+        return BuiltinDataSource(self, split)
 
 
 class BuiltinDataSource(ShardedDataSource[dict]):
-    """One shard; one record for each topic."""
+    """One shard; one record for each document."""
 
-    def __init__(self, split: str):
+    def __init__(self, source: BuiltinSource, split: str):
+        self.source = source
         self.split = split
 
     @property
     def shard_names(self) -> Sequence[str]:
-        return ["topics"]
+        return [self.source.text]
 
     def open_shard_at_row(self, shard_name: str, row: int) -> Iterator[dict[str, Any]]:
-        return islice(({"text": text} for text in builtin.text_of(self.split)), row, None)
+        return islice(({"text": text} for text in self.source.documents(self.split)), row, None)
 
 
 def _expand(pattern: str) -> list[Path]:

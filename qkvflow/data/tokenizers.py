@@ -25,6 +25,8 @@ TOKENIZER_FILES = (
 )
 # Says from which spec a folder was made, so that a run is continued without asking for the source again.
 ORIGIN_FILE = "origin.json"
+# Texts on which tokenizers with one vocabulary, but other rules, part.
+_PROBES = ("Hello, world! It's 12345.67 of them.", "  two  spaces\n\n\tand a tab", "naïve Ünïcödé 漢字 🙂 ﬁ")
 
 
 def resolve_tokenizer(spec: str, folder: Path) -> Path:
@@ -57,6 +59,33 @@ def resolve_tokenizer(spec: str, folder: Path) -> Path:
     except OSError as error:
         raise UserError(f"cannot write the tokenizer to {folder}: {error.strerror or error}") from error
     return folder
+
+
+def copy_tokenizer(source: Path, folder: Path) -> Path:
+    """Makes `folder` hold the tokenizer of another run, and say of it what that run says: where it came from.
+
+    If `folder` holds a tokenizer already it is used as it is. Returns: `folder`.
+    """
+    if not (folder / "tokenizer.json").is_file():
+        check_folder(source)
+        folder.mkdir(parents=True, exist_ok=True)
+        files = [name for name in (*TOKENIZER_FILES, ORIGIN_FILE) if (source / name).is_file()]
+        # tokenizer.json comes last: its presence says that the folder is complete.
+        for name in sorted(files, key=lambda name: name == "tokenizer.json"):
+            fresh = folder / f".{name}.tmp"
+            shutil.copyfile(source / name, fresh)
+            os.replace(fresh, folder / name)
+    return folder
+
+
+def same_tokenizer(one: Path, other: Path) -> bool:
+    """Whether two folders hold the same tokenizer: the same files, or the same ids on whatever is tried."""
+    if tokenizer_fingerprint(one) == tokenizer_fingerprint(other):
+        return True
+    first, second = (Tokenizer.from_file(str(folder / "tokenizer.json")) for folder in (one, other))
+    if first.get_vocab() != second.get_vocab():
+        return False
+    return all(first.encode(text).ids == second.encode(text).ids for text in _PROBES)
 
 
 def load_tokenizer(folder: Path) -> MarinTokenizer:

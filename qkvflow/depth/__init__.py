@@ -13,3 +13,4 @@ from qkvflow.depth.solvers import Tableau as Tableau
 from qkvflow.depth.solvers import solver_by_name as solver_by_name
 from qkvflow.depth.solvers import tableau as tableau
 from qkvflow.depth.steps import increment as increment
+from qkvflow.depth.stepwise import integrate_with_memory as integrate_with_memory

@@ -18,7 +18,7 @@ from qkvflow.axes import LAYERS, STEPS
 from qkvflow.depth import reversible
 from qkvflow.depth.jitter import jittered
 from qkvflow.depth.plan import Plan
-from qkvflow.depth.steps import forward, increment, pair_dtype
+from qkvflow.depth.steps import advance, increment, read, start
 from qkvflow.time import GridPoint, grid
 
 At = Callable[[Any, Any], Any]
@@ -74,16 +74,12 @@ def integrate(
         return reversible.integrate(psi, x, shared, rows, Steps, plan.coupling)
 
     def step(state, row: _Rows):
-        if plan.coupling is None:
-            state = state + psi(state, shared, row, False)
-        else:
-            state = forward(lambda x, backward: psi(x, shared, row, backward), state, plan.coupling)
-        return state, (_state(state, dtype) if trajectory else None)
+        state = advance(lambda x, backward: psi(x, shared, row, backward), state, plan.coupling)
+        return state, (read(state, dtype) if trajectory else None)
 
-    start = x if plan.coupling is None else (x.astype(pair_dtype(dtype)),) * 2
     # In a trajectory of the reversible scheme gradients are those of `checkpoint`: equal, and with its memory.
-    end, states = hax.scan(step, Steps, remat=plan.adjoint != "direct")(start, rows)
-    return (_state(end, dtype), states.rename({STEPS: LAYERS})) if trajectory else _state(end, dtype)
+    end, states = hax.scan(step, Steps, remat=plan.adjoint != "direct")(start(x, plan.coupling), rows)
+    return (read(end, dtype), states.rename({STEPS: LAYERS})) if trajectory else read(end, dtype)
 
 
 class _Shared(eqx.Module):
@@ -109,10 +105,6 @@ def _weights(slot: int, shared: _Shared, row: _Rows, plan: Plan, at: At):
         return eqx.combine(row.weights[slot], shared.unstacked[slot], is_leaf=_is_named)
     index = row.indices[slot]
     return at(shared.params, GridPoint(plan.times, index) if shared.times is None else shared.times.array[index])
-
-
-def _state(state, dtype) -> NamedArray:
-    return state if isinstance(state, NamedArray) else state[0].astype(dtype)
 
 
 def _slots(stacked, plan: Plan, Steps: Axis) -> list:

@@ -41,6 +41,24 @@ def increment(evaluate: Callable, x: NamedArray, plan: Plan, h, *, backward: boo
     return _scale(total, h).astype(x.dtype)
 
 
+def advance(psi: Callable, state, coupling: float | None):
+    """The state after a step: of the plain scheme, or with a `coupling` the pair of the reversible one.
+
+    psi: (x, backward) -> increment.
+    """
+    return state + psi(state, False) if coupling is None else forward(psi, state, coupling)
+
+
+def start(x: NamedArray, coupling: float | None):
+    """The state of the scheme at t = 0."""
+    return x if coupling is None else (x.astype(pair_dtype(x.dtype)),) * 2
+
+
+def read(state, dtype) -> NamedArray:
+    """x from the state of the scheme."""
+    return state if isinstance(state, NamedArray) else state[0].astype(dtype)
+
+
 def forward(psi: Callable, pair: Pair, coupling: float) -> Pair:
     """(y_n, z_n) -> (y_{n+1}, z_{n+1}). psi: (x, backward) -> increment."""
     y, z = pair

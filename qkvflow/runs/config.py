@@ -1,4 +1,4 @@
-"""The configuration of a training run: what a YAML file gives and a run's `config.yaml` holds."""
+"""The configurations of training and of fine-tuning: what a YAML file gives and a run's `config.yaml` holds."""
 
 from dataclasses import dataclass, field
 
@@ -9,6 +9,8 @@ from levanter.tracker import TrackerConfig
 from levanter.trainer import TrainerConfig
 
 from qkvflow.data import DataConfig
+from qkvflow.runs.base import OfficialConfig
+from qkvflow.runs.modes import FinetuneMode
 
 
 @dataclass
@@ -57,3 +59,32 @@ class TrainConfig:
     z_loss_weight: float = 0.0
     accept_changes: bool = False
     config_path: str | None = None
+
+
+@dataclass(frozen=True)
+class FinetuneDataConfig(DataConfig):
+    """`data:` of a fine-tune. The tokenizer is that of the base run; it may be named, and must then be the same."""
+
+    tokenizer: str | None = None
+
+
+@dataclass
+class FinetuneConfig(TrainConfig):
+    """
+    run: the run directory to begin from.
+    checkpoint_step: N of its checkpoint step-N; the last of a finished run if not given.
+    official: a checkpoint of the official implementation to begin from instead.
+    steps: M, the depth to fine-tune at; that of the base if not given.
+    mode: `{type: flow}`, `{type: full}` or `{type: lora, r, alpha, dropout, target_modules, train_embeddings}`.
+    merge: of a LoRA run: write, when it is finished, an ordinary run with LoRA in its weights, `<run>-merged`.
+    model: is not given: it follows from the base, `steps` and `mode`, and stands in the run's `config.yaml`.
+    """
+
+    model: LmConfig | None = None
+    data: FinetuneDataConfig = field(default_factory=FinetuneDataConfig)
+    run: str | None = None
+    checkpoint_step: int | None = None
+    official: OfficialConfig | None = None
+    steps: int | None = None
+    mode: FinetuneMode | None = None
+    merge: bool = False

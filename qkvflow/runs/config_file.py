@@ -25,6 +25,7 @@ FREE_KEYS = (
     "data.auto_build_caches",
     "data.cache_dir",
     "data.cache_options",
+    "merge",
     "trainer.checkpointer",
     "trainer.crash_on_inf",
     "trainer.crash_on_nan",

@@ -24,6 +24,11 @@ class RunDirectory:
         return self.path / "changes.jsonl"
 
     @property
+    def base(self) -> Path:
+        """Of a fine-tune: where its base lies, and what it must be (`qkvflow.runs.base`)."""
+        return self.path / "base.json"
+
+    @property
     def tokenizer(self) -> Path:
         """The tokenizer as a Hugging Face folder."""
         return self.path / "tokenizer"

@@ -5,23 +5,26 @@ import dataclasses
 import difflib
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import equinox as eqx
 import jax
-from haliax import Axis
+from haliax import Axis, NamedArray
 from levanter.checkpoint import load_checkpoint
 from levanter.models.lm_model import LmHeadModel
 from levanter.tokenizers import MarinTokenizer, load_tokenizer
 from levanter.trainer import TrainerConfig
+from levanter.trainer_state import trainables_only
 from levanter.utils.tree_utils import inference_mode
 
 from qkvflow.errors import UserError
+from qkvflow.models import lora
+from qkvflow.runs.base import Base, BaseRecord, OfficialBase
 from qkvflow.runs.checkpoints import checkpoint_steps
-from qkvflow.runs.config import TrainConfig
+from qkvflow.runs.config import FinetuneConfig, TrainConfig
 from qkvflow.runs.config_file import read_config
 from qkvflow.runs.directory import RunDirectory
 
@@ -47,36 +50,114 @@ class Run:
         return iter((self.config, self.model, self.tokenizer))
 
 
-def load_run(path: str | os.PathLike, checkpoint_step: int | None = None) -> Run:
+def load_run(path: str | os.PathLike, checkpoint_step: int | None = None, *, merge: bool = True) -> Run:
     """Reads a run directory.
 
     Args:
         path: the run directory, `runs/<id>`.
         checkpoint_step: N of the checkpoint `step-N`; the newest if not given.
+        merge: of a LoRA run: what it trained is added to its base's weights, which gives an ordinary model;
+            otherwise it stands beside them, as in training.
 
-    Errors: `UserError` if there is no such run, no checkpoint, or no checkpoint of that step.
+    Errors: `UserError` if there is no such run, no checkpoint, or no checkpoint of that step; and if the base of a
+        LoRA run is gone or has changed.
     """
     directory = find_run(path)
     config = read_config(directory.config, TrainConfig)
     step = _choose_step(directory, checkpoint_step)
     tokenizer = load_tokenizer(str(directory.tokenizer))
     vocab = Axis("vocab", config.vocab_size or len(tokenizer))
-    model_config = with_local_tokenizer(config.model, directory.tokenizer)
+    checkpoint = directory.checkpoints / f"step-{step}"
+    if is_adapter(directory):
+        model = _read_adapter(directory, checkpoint)
+        model = lora.merge(model) if merge else model
+    else:
+        model_config = with_local_tokenizer(config.model, directory.tokenizer)
+        model = _read_arrays(
+            checkpoint, lambda key: config.trainer.mp.cast_to_param(model_config.build(vocab, key=key))
+        )
+    return Run(config, inference_mode(model, True), tokenizer, step, directory.path)
 
-    def build(key: jax.Array) -> LmHeadModel:
-        return config.trainer.mp.cast_to_param(model_config.build(vocab, key=key))
 
-    # The mesh of all devices, whatever mesh the run was trained on; every device holds the whole model.
+def is_adapter(directory: RunDirectory) -> bool:
+    """Whether the checkpoints of a run hold only what LoRA trained."""
+    if not directory.base.is_file():
+        return False
+    mode = read_config(directory.config, FinetuneConfig).mode
+    return mode is not None and not mode.stores_base
+
+
+@dataclass(frozen=True)
+class RunBase(Base):
+    """A run that is fine-tuned."""
+
+    step: int
+
+    @staticmethod
+    def open(path: str | os.PathLike, checkpoint_step: int | None = None) -> "RunBase":
+        """A run at a checkpoint; the last one of a finished run if none is named.
+
+        Errors: `UserError` if there is no such run or checkpoint, or if the run is unfinished.
+        """
+        directory = find_run(path)
+        config = read_config(directory.config, TrainConfig)
+        step, total = _choose_step(directory, checkpoint_step), config.trainer.num_train_steps
+        if checkpoint_step is None and step + 1 < total:
+            raise UserError(
+                f"the run {directory.path} is unfinished: its newest checkpoint is step-{step}, after {step + 1} of"
+                f" {total} steps. Finish it, or take that checkpoint as it is with --checkpoint_step {step}"
+            )
+        assert config.vocab_size is not None  # `commit` has written it
+        tokenizer = (directory.tokenizer, config.data.tokenizer)
+        return RunBase(directory.path, config.model, Axis("vocab", config.vocab_size), tokenizer, step)
+
+    def load(self) -> LmHeadModel:
+        return load_run(self.path, self.step).model
+
+    @property
+    def checkpoint_step(self) -> int | None:
+        return self.step
+
+
+def load_base(directory: RunDirectory) -> LmHeadModel:
+    """The parameters that the run in `directory` was fine-tuned from, checked against its record.
+
+    Errors: `UserError` if they are gone or have changed.
+    """
+    record = BaseRecord.read(directory)
+    assert record is not None
+    path = record.find(directory)
+    if record.checkpoint_step is None:
+        source = read_config(directory.config, FinetuneConfig).official
+        assert source is not None
+        base = OfficialBase.open(dataclasses.replace(source, path=str(path)))
+    else:
+        base = RunBase.open(path, record.checkpoint_step)
+    loaded = base.load()
+    record.check(base, loaded)
+    return loaded
+
+
+def _read_adapter(directory: RunDirectory, checkpoint: Path) -> LmHeadModel:
+    """The base with what LoRA trained beside it, from the checkpoint of a run."""
+    config = read_config(directory.config, FinetuneConfig)
+    mode = config.mode
+    assert mode is not None
+    model = mode.adapt(load_base(directory), config.model, key=jax.random.PRNGKey(0))
+    trained = config.trainer.mp.cast_to_param(trainables_only(model, mode.trainable(model)))
+    return eqx.combine(_read_arrays(checkpoint, lambda key: trained), model, is_leaf=lambda x: isinstance(x, NamedArray))
+
+
+def _read_arrays(checkpoint: Path, build: Callable[[jax.Array], LmHeadModel]) -> LmHeadModel:
+    """The model part of a checkpoint, on the mesh of all devices, whatever mesh the run was trained on."""
     mesh = TrainerConfig().device_mesh
     with jax.set_mesh(mesh):
         shape = eqx.filter_eval_shape(build, jax.random.PRNGKey(0))
-        checkpoint = directory.checkpoints / f"step-{step}"
         try:
             with _without_warnings("levanter.tensorstore_serialization"):  # of parts that are None, as they should
-                model = load_checkpoint(shape, str(checkpoint), subpath="model", axis_mapping={}, mesh=mesh)
+                return load_checkpoint(shape, str(checkpoint), subpath="model", axis_mapping={}, mesh=mesh)
         except (ValueError, FileNotFoundError) as error:
             raise unreadable_checkpoint(checkpoint, error) from error
-    return Run(config, inference_mode(model, True), tokenizer, step, directory.path)
 
 
 def find_run(path: str | os.PathLike) -> RunDirectory:

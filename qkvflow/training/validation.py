@@ -46,14 +46,22 @@ class Validation:
         return self._evaluate is not None
 
     def __call__(self, info: StepInfo) -> float:
-        """The validation loss of the state after a step."""
+        """The validation loss of the state after a step, logged with its parts."""
+        metrics = self._measure(info)
+        loss = float(metrics["eval/loss"])
+        levanter.tracker.log({**metrics, "eval/perplexity": perplexity(loss)}, step=info.step)
+        return loss
+
+    def loss(self, info: StepInfo) -> float:
+        """The validation loss of a state, not logged."""
+        return float(self._measure(info)["eval/loss"])
+
+    def _measure(self, info: StepInfo) -> dict[str, Any]:
         assert self._evaluate is not None
         collected = _Collector()
         with levanter.tracker.current_tracker(collected):
             self._evaluate(info)
-        loss = float(collected.metrics["eval/loss"])
-        levanter.tracker.log({**collected.metrics, "eval/perplexity": perplexity(loss)}, step=info.step)
-        return loss
+        return collected.metrics
 
 
 class _Collector(NoopTracker):

@@ -1,0 +1,173 @@
+"""Generation with the cache: against reading the text anew, along the context, and against Levanter's GPT-2.
+
+- decoding a token at context 128 and at context 1024;
+- 512 tokens with the cache, and by reading the text anew for each token (at its own length, rounded up to 64, which is
+  less work than `use_cache=False`);
+- decoding a token of a discretised flow, and of Levanter's GPT-2 of the same size with a cache added in the way its
+  layers are written: one scan over stacked blocks, keys and values stacked along the layers.
+"""
+
+import time
+from collections.abc import Callable
+
+import equinox as eqx
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import numpy as np
+from haliax import NamedArray
+from levanter.layers.attention import AttentionBackend, dot_product_attention
+from levanter.models.gpt2 import Gpt2Config, Gpt2LMHeadModel
+from levanter.utils.tree_utils import inference_mode
+
+from experiments.bench.timing import interleaved, report
+from qkvflow.blocks import Gpt2BlockConfig
+from qkvflow.depth import DepthConfig
+from qkvflow.generation import Engine, SamplingOptions
+from qkvflow.generation.prepare import PreparedModel
+from qkvflow.models import NeuralOdeConfig, NeuralOdeLMHeadModel
+from qkvflow.weights import GeneratedConfig
+
+WIDTH, HEADS, LAYERS, MAX_SEQ_LEN = 256, 4, 6, 2048
+NEW, ROUNDS = 8, 15  # tokens in one timed run, which goes on where the one before ended
+TEXT = 512  # tokens made in the comparison with reading anew
+Vocab = hax.Axis("vocab", 257)
+Batch = hax.Axis("batch", 1)
+
+
+def flow() -> NeuralOdeLMHeadModel:
+    config = NeuralOdeConfig(
+        max_seq_len=MAX_SEQ_LEN,
+        hidden_dim=WIDTH,
+        block=Gpt2BlockConfig(num_heads=HEADS),
+        weights=GeneratedConfig(time_embed_dim=64, sinusoidal_dim=32),
+        depth=DepthConfig(steps=LAYERS),
+    )
+    return inference_mode(config.build(Vocab, key=jax.random.PRNGKey(0)), True)
+
+
+def prompt(length: int) -> list[int]:
+    return (np.arange(length) * 7 % Vocab.size).tolist()
+
+
+def engine_at(model, context: int, new: int) -> Engine:
+    """An engine with room as `generate` makes it, whose text has `context` tokens and may get `new` more."""
+    engine = PreparedModel(model).engine(1, context + new)
+    engine.admit(0, prompt(context), new, SamplingOptions())
+    engine.prefill_all(context - 1)
+    return engine
+
+
+def decoding(model, context: int) -> Callable[[], object]:
+    """Adds NEW tokens to a text that begins with `context` tokens."""
+    engine = engine_at(model, context, NEW * (ROUNDS + 2))
+    return lambda: engine.decode(NEW)
+
+
+def levanter_decoding(model: Gpt2LMHeadModel, context: int) -> Callable[[], object]:
+    """The same for Levanter's GPT-2, with the modules of its layers; it has no decoding of its own."""
+    Layers = model.config.Layers
+    Keys = hax.Axis("key_position", 1024)  # what our engine has for such a text
+    params, static = eqx.partition(model, eqx.is_array)
+
+    def layer(x: NamedArray, block, k: NamedArray, v: NamedArray, position):
+        q, new_k, new_v = block.attn.c_attn(block.ln_1(x)).unbind("qkv")
+        k = k.updated_slice({"key_position": position}, new_k.rename({"position": "key_position"}))
+        v = v.updated_slice({"key_position": position}, new_v.rename({"position": "key_position"}))
+        mask = hax.arange(Keys) <= position
+        backend = AttentionBackend.VANILLA
+        out = dot_product_attention(
+            "position",
+            "key_position",
+            "head_size",
+            q,
+            k,
+            v,
+            mask=mask.broadcast_axis(x.resolve_axis("position")),
+            attn_backend=backend,
+        )
+        x = x + block.attn.c_proj(out)
+        return x + block.mlp(block.ln_2(x), key=None), (k, v)
+
+    def token(params, carry):
+        token, position, k, v = carry
+        model = eqx.combine(params, static)
+        Position = hax.Axis("position", 1)
+        pos_ids = hax.named(position[None], Position)
+        x = model.embeddings.embed(hax.named(token[:, None], (Batch, Position)), key=None, pos_ids=pos_ids)
+
+        def body(x, block, k, v):
+            return layer(x, block, k, v, position)
+
+        x, (k, v) = hax.scan(body, Layers)(x, model.transformer.blocks.stacked, k, v)
+        logits = model.embeddings.unembed(model.transformer.ln_f(x))
+        return logits.rearrange((Batch, Position, Vocab)).array[:, 0].argmax(-1), position + 1, k, v
+
+    def decode(params, carry):
+        return jax.lax.fori_loop(0, NEW, lambda _, carry: token(params, carry), carry)
+
+    axes = (Layers, Batch, model.config.Heads, Keys, model.config.HeadSize)
+    step = jax.jit(decode, donate_argnums=1)
+    # Zeros stand for the keys of the prompt: what they hold does not change the time.
+    state = [(jnp.zeros(1, jnp.int32), jnp.int32(context - 1), hax.zeros(axes), hax.zeros(axes))]
+
+    def run():
+        state[0] = step(params, state[0])
+        return state[0][0]
+
+    return run
+
+
+def recomputation(model: NeuralOdeLMHeadModel, start: int) -> dict[str, dict[str, float]]:
+    """Seconds for TEXT tokens behind `start`, with the cache, and by reading the text anew for each of them."""
+
+    @jax.jit
+    def next_token(tokens):
+        return model(tokens)["position", -1].array.argmax(-1)
+
+    anew, seconds = {}, 0.0
+    for end in range(start, start + TEXT):
+        length = -(-end // 64) * 64
+        if length not in anew:
+            tokens = hax.named(jnp.asarray([prompt(length)]), (Batch, "position"))
+            anew[length] = min(_seconds(lambda tokens=tokens: next_token(tokens)) for _ in range(3))
+        seconds += anew[length]
+    engine = engine_at(model, start, TEXT)
+    engine.decode(1)
+    began = time.perf_counter()
+    engine.decode(TEXT - 1)
+    cached = (time.perf_counter() - began) * TEXT / (TEXT - 1)
+    return {
+        "cached": {"seconds": cached, "tokens_per_second": TEXT / cached, "ratio": 1.0},
+        "read anew": {"seconds": seconds, "tokens_per_second": TEXT / seconds, "ratio": seconds / cached},
+    }
+
+
+def _seconds(run: Callable[[], object]) -> float:
+    jax.block_until_ready(run())
+    began = time.perf_counter()
+    jax.block_until_ready(run())
+    return time.perf_counter() - began
+
+
+def main() -> None:
+    settings = {"width": WIDTH, "heads": HEADS, "layers": LAYERS, "batch": 1, "new tokens": NEW}
+    model = flow()
+    runs = {f"context {n}": decoding(model, n) for n in (128, 1024)}
+    report("decoding_along_the_context", settings, interleaved(runs, ROUNDS, reference="context 128"))
+
+    levanter = Gpt2Config(max_seq_len=MAX_SEQ_LEN, hidden_dim=WIDTH, num_heads=HEADS, num_layers=LAYERS)
+    theirs = inference_mode(levanter.build(Vocab, key=jax.random.PRNGKey(0)), True)
+    runs = {
+        "levanter gpt2, scan": levanter_decoding(theirs, 128),
+        "levanter gpt2, our engine": decoding(theirs, 128),
+        "flow, discretised": decoding(model.discretise(), 128),
+    }
+    report("decoding_against_levanter", settings, interleaved(runs, ROUNDS, reference="levanter gpt2, scan"))
+
+    rows = recomputation(model, 16)
+    report("cache_against_recomputation", {**settings, "new tokens": TEXT, "prompt": 16}, rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,73 @@
+"""What an evaluation of B keeps of earlier positions, so that later ones need not compute them again.
+
+Keys and values for attention, the state of a recurrence for a state-space mixer. Each evaluation of B has a memory of
+its own, since each sees other states x(t).
+"""
+
+import equinox as eqx
+import haliax as hax
+import jax
+import jax.numpy as jnp
+from haliax import Axis, NamedArray
+
+from qkvflow.axes import BATCH, BATCH_HEADS, HEAD_SIZE, KEY_POSITION, POSITION
+
+
+class Window(eqx.Module):
+    """The new positions start, start + 1, ... of each sequence, of which the first `count` are real.
+
+    The others fill up the batch: what they leave in a memory of keys is never seen, since the next window of their
+    sequence begins with them; states of recurrences they leave alone.
+    """
+
+    start: NamedArray  # {batch}, int32
+    count: NamedArray  # {batch}, int32
+
+    def positions(self, New: Axis) -> NamedArray:
+        """{batch, position}: the places in the sequence of the new positions `New`."""
+        return self.start.broadcast_axis(New).rearrange((BATCH, New.name)) + hax.arange(New, dtype=jnp.int32)
+
+    def real(self, New: Axis) -> NamedArray:
+        """{batch, position} bool: which new positions are real."""
+        return hax.arange(New, dtype=jnp.int32) < self.count.broadcast_axis(New).rearrange((BATCH, New.name))
+
+
+class KeysValues(eqx.Module):
+    """Keys and values of one attention layer: {batch_heads, position, head_size}; column p holds position p.
+
+    The heads of all sequences lie along one axis, so that a product of matrices takes the arrays as they are. With two
+    axes XLA merges them first, and on the way copies the memory at each step.
+    """
+
+    k: NamedArray
+    v: NamedArray
+
+    @staticmethod
+    def empty(Batch: Axis, Heads: Axis, length: int, HeadSize: Axis, dtype) -> "KeysValues":
+        axes = (Axis(BATCH_HEADS, Batch.size * Heads.size), Axis(POSITION, length), HeadSize)
+        return KeysValues(hax.zeros(axes, dtype), hax.zeros(axes, dtype))
+
+    def extended(self, k: NamedArray, v: NamedArray, window: Window) -> "KeysValues":
+        """With the keys and values of the window's positions: {batch, heads, position, head_size}."""
+        return KeysValues(_write(self.k, k, window.start), _write(self.v, v, window.start))
+
+    def merged(self, q: NamedArray, Heads: Axis) -> NamedArray:
+        """{batch, heads, ..., position, head_size} -> {batch_heads, ..., position, head_size}."""
+        Batch = q.resolve_axis(BATCH)
+        return q.rearrange((Batch, Heads, ...)).flatten_axes((Batch, Heads), self.k.axes[0])
+
+    def visible(self, New: Axis, window: Window) -> NamedArray:
+        """{batch_heads, position, key_position} bool: a position sees itself and those before it."""
+        Rows, Keys = self.k.axes[0], self.k.resolve_axis(POSITION).alias(KEY_POSITION)
+        Heads = Axis(BATCH_HEADS, Rows.size // window.start.size)
+        positions = window.positions(New).broadcast_axis(Heads).rearrange((BATCH, BATCH_HEADS, New.name))
+        positions = positions.flatten_axes((BATCH, BATCH_HEADS), Rows)
+        return positions.broadcast_axis(Keys) >= hax.arange(Keys)
+
+
+def _write(memory: NamedArray, new: NamedArray, start: NamedArray) -> NamedArray:
+    sequences = new.rearrange((BATCH, ..., POSITION, HEAD_SIZE)).array.astype(memory.dtype)
+    array = memory.array
+    for i, sequence in enumerate(sequences):  # updates in place; one for all sequences would be a scatter
+        array = jax.lax.dynamic_update_slice(array, sequence, (i * len(sequence), start.array[i], 0))
+    return hax.named(array, memory.axes)

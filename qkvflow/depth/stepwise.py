@@ -1,0 +1,47 @@
+"""Fixed-step integration of a field with memory: step by step, each evaluation of the field with a memory of its own.
+
+The steps stand one after another in the program, with the weights of each as arrays of their own. In a scan XLA would
+copy the weights and the memory of a step out of the stacked arrays first, which on a CPU costs several times what the
+field itself does for a single new token.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from haliax import NamedArray
+
+from qkvflow.depth.plan import Plan
+from qkvflow.depth.steps import advance, increment, read, start
+
+
+def integrate_with_memory(
+    field: Callable[[Any, NamedArray, Any, Any], tuple[NamedArray, Any]],
+    weights: Sequence,
+    x: NamedArray,
+    plan: Plan,
+    memory: Sequence,
+    *,
+    args=None,
+) -> tuple[NamedArray, tuple]:
+    """x(1) from x(0) = `x`, and the memory after it; the numbers of `integrate`.
+
+    Args:
+        field: (weights, x, args, memory) -> (dx/dt, memory).
+        weights: for each of `plan.times`.
+        memory: for each of the `plan.evaluations`, in the order in which they are made.
+    """
+    dtype = x.dtype
+    after: list = []
+    state = start(x, plan.coupling)
+    for rows in plan.time_rows:
+
+        def psi(x: NamedArray, backward: bool, rows=rows) -> NamedArray:
+            def evaluate(slot: int, x: NamedArray) -> NamedArray:
+                dx, remembered = field(weights[rows[slot]], x.astype(dtype), args, memory[len(after)])
+                after.append(remembered)
+                return dx.astype(x.dtype)
+
+            return increment(evaluate, x, plan, plan.step, backward=backward)
+
+        state = advance(psi, state, plan.coupling)
+    return read(state, dtype), tuple(after)

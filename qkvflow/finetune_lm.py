@@ -1,0 +1,90 @@
+"""Fine-tunes a trained run, at another depth if asked: the flow itself, all ordinary weights, or LoRA; merges LoRA.
+
+    python -m qkvflow.finetune_lm --config_path configs/finetune/quickstart_lora.yaml
+    python -m qkvflow.finetune_lm --run runs/finetune-quickstart_lora --merge
+
+The second writes `runs/finetune-quickstart_lora-merged`, an ordinary run that does not need its base.
+"""
+
+from pathlib import Path
+
+import qkvflow as qkvflow  # registers the models
+from qkvflow.cli import run_program
+from qkvflow.cli.quiet import quiet_libraries
+from qkvflow.data import copy_tokenizer
+from qkvflow.errors import UserError
+from qkvflow.progress import Progress
+from qkvflow.runs.checkpoints import checkpoint_steps
+from qkvflow.runs.config import FinetuneConfig
+from qkvflow.runs.directory import RunDirectory, run_id
+from qkvflow.runs.load import find_run
+from qkvflow.runs.merge import merge_run
+from qkvflow.runs.prepare import PreparedRun
+from qkvflow.training.finetune import finetune_directory, settle
+from qkvflow.training.session import train_run
+from qkvflow.training.start import FromBase
+
+
+def main(config: FinetuneConfig) -> Path:
+    """Fine-tunes, continues a fine-tune, or merges one; says what can be done next.
+
+    Returns:
+        the run directory; with `merge` that of the merged run.
+
+    Errors: `UserError` before any work if a setting cannot work. `SystemExit` with the signal's status if
+    SIGTERM or Ctrl-C stopped the training; a checkpoint is written first.
+    """
+    if config.merge and config.mode is None:
+        if config.run is None:
+            raise UserError("say which LoRA run to merge: --run runs/<id> --merge")
+        return _merge(find_run(config.run), config)
+    settled, base, mode = settle(config)
+    directory = finetune_directory(config)
+    if config.merge:
+        _target(directory, config, free=True)
+    if not (config.merge and _is_finished(directory, settled)):
+
+        def start(run: PreparedRun[FinetuneConfig]) -> FromBase:
+            if base.tokenizer is not None:
+                copy_tokenizer(base.tokenizer[0], run.directory.tokenizer)
+            return FromBase(run.config.model, run.directory, base, mode)
+
+        train_run(settled, start)
+    if config.merge:
+        return _merge(directory, config)
+    if not mode.stores_base:
+        print(
+            f"To write LoRA into the weights: python -m qkvflow.finetune_lm --run {directory.path} --merge", flush=True
+        )
+    return directory.path
+
+
+def _is_finished(directory: RunDirectory, config: FinetuneConfig) -> bool:
+    steps = checkpoint_steps(directory.checkpoints)
+    return bool(steps) and steps[-1] + 1 >= config.trainer.num_train_steps
+
+
+def _target(source: RunDirectory, config: FinetuneConfig, *, free: bool = False) -> Path:
+    """Where the merged run goes: beside the LoRA run, as `<id>-merged`, unless a name or place is given."""
+    name = f"{source.path.name}-merged"
+    if config.mode is None and config.trainer.id is not None:
+        name = run_id(config.trainer.id, None)
+    moved = config.mode is None and config.run_dir != FinetuneConfig().run_dir
+    target = (Path(config.run_dir).expanduser() if moved else source.path.parent) / name
+    if free and target.exists():
+        raise UserError(f"{target} exists already. Remove it, or give another name with --trainer.id NAME")
+    return target
+
+
+def _merge(source: RunDirectory, config: FinetuneConfig) -> Path:
+    step = config.checkpoint_step if config.mode is None else None
+    with quiet_libraries() as quiet:
+        progress = Progress(quiet.terminal)
+        with progress.phase(f"Merging {source.path}"):
+            merged = merge_run(source.path, _target(source, config), step)
+    print(f"The merged run is in {merged}; it does not need its base", flush=True)
+    return merged
+
+
+if __name__ == "__main__":
+    run_program(main, FinetuneConfig)

@@ -1,0 +1,5 @@
+"""Generation: text from a trained model, token by token, with what the blocks remember of earlier positions."""
+
+from qkvflow.generation.engine import Engine as Engine
+from qkvflow.generation.generate import generate as generate
+from qkvflow.generation.sampling import SamplingOptions as SamplingOptions

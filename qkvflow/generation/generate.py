@@ -1,0 +1,109 @@
+"""`qkvflow.generate`: continues a batch of token sequences."""
+
+from collections.abc import Sequence
+
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import numpy as np
+from haliax import Axis, NamedArray
+from levanter.models.lm_model import LmHeadModel
+
+from qkvflow.axes import BATCH, CONTROL, POSITION
+from qkvflow.errors import UserError
+from qkvflow.generation.prepare import PreparedModel
+from qkvflow.generation.sampling import SamplingOptions
+
+
+def generate(
+    model: LmHeadModel,
+    tokens: NamedArray,
+    max_new_tokens: int = 64,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    seed: int = 0,
+    use_cache: bool = True,
+    *,
+    lengths: Sequence[int] | NamedArray | None = None,
+    control: NamedArray | None = None,
+    stop_token: int | None = None,
+) -> NamedArray:
+    """Continues each sequence of `tokens` by up to `max_new_tokens` tokens.
+
+    Args:
+        model: of qkvflow, or Levanter's own. W(t) is evaluated once, before the first token.
+        tokens: {batch, position} or {position}, int; the prompts.
+        temperature, top_k, top_p: how tokens are chosen, see `qkvflow.generation.sampling`; 0 is greedy.
+        seed: sequence i of the batch draws with seed + i, so that it can be had again on its own.
+        use_cache: False reads the whole text again for each token: the same tokens, far slower.
+        lengths: [batch], for prompts of different lengths: how many tokens of each row are its prompt; the rest of the
+            row is not read. Each text goes on right behind its prompt.
+        control: {batch, control} or {control}, constant along the text; with an axis `position` it may change, and is 0
+            behind its end. None is zero control.
+        stop_token: a text ends with this token, if it comes.
+
+    Returns: {batch, position = that of `tokens` + max_new_tokens}, prompts included; behind the end of a text
+        `stop_token` is repeated, or 0 if there is none.
+
+    Errors: `UserError` if prompt and new tokens are more than `model.max_seq_len`; for adaptive steps.
+    """
+    Pos = tokens.resolve_axis(POSITION)
+    others = [a for a in tokens.axes if a.name != POSITION]
+    if [a.name for a in others] not in ([], [BATCH]):
+        raise UserError(f"tokens must have the axes batch and position, or position alone; got {tokens.axes}.")
+    Batch = others[0] if others else Axis(BATCH, 1)
+    rows = np.asarray(tokens.rearrange((..., POSITION)).array).reshape(Batch.size, Pos.size)
+    if not np.issubdtype(rows.dtype, np.integer):
+        raise UserError(f"tokens must be whole numbers, got {rows.dtype}.")
+    vocab = model.Vocab.size
+    counts = _lengths(lengths, Batch.size, Pos.size)
+    prompts = [row[:n] for row, n in zip(rows, counts, strict=True)]
+    for i, prompt in enumerate(prompts):
+        if len(prompt) and not 0 <= prompt.min() <= prompt.max() < vocab:
+            raise UserError(
+                f"tokens of sequence {i} run from {prompt.min()} to {prompt.max()}, the vocabulary to {vocab}."
+            )
+    options = [SamplingOptions(temperature, top_k, top_p, seed + i) for i in range(Batch.size)]
+
+    prepared = PreparedModel(model, use_cache)
+    for i, n in enumerate(counts):
+        prepared.check_length(n, max_new_tokens, f"the prompt of sequence {i}" if Batch.size > 1 else "the prompt")
+    controls = _controls(prepared, control, Batch)
+    length = max(counts) + max_new_tokens
+    engine = prepared.engine(Batch.size, length, () if stop_token is None else (stop_token,))
+    for i, prompt in enumerate(prompts):
+        engine.admit(i, prompt, max_new_tokens, options[i], controls[i])
+    engine.prefill_all(max(counts) - 1)
+    engine.decode(max_new_tokens)
+    text, ends, _ = engine.read()
+
+    end = Pos.size + max_new_tokens
+    text = np.pad(text[:, :end], ((0, 0), (0, max(0, end - text.shape[1]))))
+    text = np.where(np.arange(end) < ends[:, None], text, 0 if stop_token is None else stop_token)
+    named = hax.named(jnp.asarray(text, tokens.dtype), (Batch, Pos.resize(end)))
+    return named if others else named[BATCH, 0]
+
+
+def _lengths(lengths, batch: int, longest: int) -> list[int]:
+    if lengths is None:
+        return [longest] * batch
+    array = np.asarray(lengths.array if isinstance(lengths, NamedArray) else lengths)
+    if array.shape != (batch,) or not np.issubdtype(array.dtype, np.integer):
+        raise UserError(f"lengths must be one whole number for each of the {batch} sequences, got {lengths!r:.80}.")
+    if array.min() < 1 or array.max() > longest:
+        raise UserError(f"lengths must lie between 1 and {longest}, the positions of `tokens`; got {array.tolist()}.")
+    return array.tolist()
+
+
+def _controls(prepared: PreparedModel, control: NamedArray | None, Batch: Axis) -> list[np.ndarray | None]:
+    if control is None:
+        return [None] * Batch.size
+    prepared.check_control([0.0] * (prepared.control_dim or 0))  # refuses a model without control
+    names = {a.name for a in control.axes}
+    if CONTROL not in names or not names <= {BATCH, POSITION, CONTROL}:
+        raise UserError(f"The control needs the axis control, and may have batch and position; got {control.axes}.")
+    if BATCH in names and control.resolve_axis(BATCH) != Batch:
+        raise UserError(f"The control is for {control.axis_size(BATCH)} sequences, but there are {Batch.size}.")
+    control = control.broadcast_axis(Batch).rearrange((BATCH, ..., CONTROL))
+    return [prepared.check_control(row) for row in np.asarray(jax.device_get(control.array))]

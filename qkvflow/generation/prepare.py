@@ -1,0 +1,93 @@
+"""A model made ready to generate: weights evaluated once, a memory for each evaluation of B, limits checked."""
+
+from collections.abc import Sequence
+
+import equinox as eqx
+import numpy as np
+from levanter.models.lm_model import LmHeadModel
+from levanter.utils.tree_utils import inference_mode
+
+from qkvflow.errors import UserError
+from qkvflow.generation.engine import Engine
+from qkvflow.generation.recomputed import RecomputedModel
+from qkvflow.models import NeuralOdeLMHeadModel
+from qkvflow.models.cached import CachedModel, on_fixed_grid
+from qkvflow.models.levanter_twin import twin
+
+# Room for texts is made in these amounts, so that calls of about the same length share one compiled step.
+LEAST_ROOM, ROOM_UNIT, RECOMPUTED_UNIT = 1024, 256, 1024
+
+
+class PreparedModel:
+    """A model made ready to generate by any number of engines.
+
+    model: of qkvflow or of Levanter.
+    use_cache: False reads the whole text again for each token. Levanter's models other than GPT-2 and Llama are always
+        read so.
+
+    Errors: `UserError` for a model with adaptive steps.
+    """
+
+    def __init__(self, model: LmHeadModel, use_cache: bool = True):
+        if isinstance(model, NeuralOdeLMHeadModel):
+            model = on_fixed_grid(model)
+            self.control_dim = None if model.config.control is None else model.config.control.dim
+        else:
+            self.control_dim = None
+            model = (twin(model) if use_cache else None) or model
+        model = inference_mode(model, True)
+        self.max_seq_len = model.Pos.size
+        self.is_cached = use_cache and isinstance(model, NeuralOdeLMHeadModel)
+        self.model = _evaluate_weights(model) if self.is_cached else RecomputedModel(model)
+
+    def engine(self, slots: int, length: int, stop_tokens: Sequence[int] = (), vocab_size: int | None = None) -> Engine:
+        """An engine for texts of up to `length` tokens, prompt included."""
+        unit = ROOM_UNIT if self.is_cached else RECOMPUTED_UNIT
+        room = min(self.max_seq_len, max(LEAST_ROOM, -(-length // unit) * unit))
+        return Engine(
+            self.model,
+            slots=slots,
+            length=room,
+            stop_tokens=stop_tokens,
+            vocab_size=vocab_size,
+            control_dim=self.control_dim,
+        )
+
+    def check_length(self, prompt: int, max_new_tokens: int, what: str = "the prompt") -> None:
+        """Errors: `UserError` if a prompt of `prompt` tokens and the new ones do not fit the context."""
+        if max_new_tokens < 1:
+            raise UserError(f"max_new_tokens must be at least 1, got {max_new_tokens}.")
+        if prompt < 1:
+            raise UserError(f"{what} is empty: a model continues a text, so give at least one token to begin with.")
+        room = self.max_seq_len - prompt
+        if max_new_tokens > room:
+            fix = f"Ask for at most {room} new tokens, or shorten it." if room > 0 else "Shorten it."
+            raise UserError(
+                f"{what} has {prompt} tokens and {max_new_tokens} new ones are asked for, but the model has"
+                f" {self.max_seq_len} positions (model.max_seq_len), and none was trained beyond them. {fix}"
+            )
+
+    def check_control(self, control) -> np.ndarray | None:
+        """One control, [control] or [position, control], as an array. Errors: `UserError` if it does not fit."""
+        if control is None:
+            return None
+        if self.control_dim is None:
+            raise UserError(
+                "This model has no control (`model.control` is null), so it cannot be given one. Train a model with"
+                " `model.control: {dim: N}`, or leave the control out."
+            )
+        try:
+            array = np.asarray(control, np.float32)
+        except (TypeError, ValueError):
+            array = None
+        if array is None or array.ndim not in (1, 2) or array.shape[-1] != self.control_dim:
+            found = f"{control!r:.80}" if array is None else f"shape {array.shape}"
+            raise UserError(f"A control is a list of {self.control_dim} numbers (`model.control.dim`), got {found}.")
+        if not np.isfinite(array).all():
+            raise UserError(f"A control must be finite numbers, got {control!r:.80}.")
+        return array
+
+
+@eqx.filter_jit
+def _evaluate_weights(model: NeuralOdeLMHeadModel) -> CachedModel:
+    return CachedModel.of(model)

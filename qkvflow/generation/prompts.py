@@ -1,0 +1,91 @@
+"""Prompts as programs are given them: on the command line, from standard input, from a file."""
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TextIO
+
+from qkvflow.errors import UserError
+
+_ESCAPES = {"\\n": "\n", "\\t": "\t", "\\r": "\r", "\\\\": "\\"}
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A text to be continued. control: its own control, if the file gives one. where: for messages."""
+
+    text: str
+    control: list[float] | None
+    where: str
+
+
+def read_prompts(prompt: str | None, file: str | None, stdin: TextIO | None = None) -> list[Prompt]:
+    """The prompt, or those of the file, or standard input as one prompt (without its last line break).
+
+    Errors: `UserError` if there is none or more than one source, or if the file cannot be read.
+    """
+    if prompt is not None and file is not None:
+        raise UserError("prompt and prompt_file are both given: leave one of them out")
+    if prompt is not None:
+        return [Prompt(prompt, None, "the prompt")]
+    if file is not None:
+        return _from_file(Path(file).expanduser())
+    stdin = sys.stdin if stdin is None else stdin
+    if stdin.isatty():
+        raise UserError(
+            'there is nothing to continue: give --prompt "..." or --prompt_file FILE, or pipe a text into the program'
+        )
+    try:
+        return [Prompt(stdin.read().removesuffix("\n"), None, "the prompt")]
+    except UnicodeDecodeError as error:
+        raise UserError(f"standard input is not text in UTF-8: {error}") from None
+
+
+def stop_strings(stop: str | list[str] | None) -> list[str]:
+    r"""One stop string, or several as a YAML list `["\n", "END"]`. In a single one \n, \t, \r and \\ are escapes."""
+    if stop is None:
+        return []
+    if isinstance(stop, str) and stop.startswith("["):
+        import yaml
+
+        try:
+            stop = yaml.safe_load(stop)
+        except yaml.YAMLError as error:
+            raise UserError(f'stop: {stop!r} is no list such as ["\\n", "END"]: {error}') from None
+    elif isinstance(stop, str):
+        text, stop = stop, ""
+        while text:
+            escape = _ESCAPES.get(text[:2])
+            stop, text = stop + (escape or text[0]), text[2 if escape else 1 :]
+        stop = [stop]
+    if not isinstance(stop, list) or not all(isinstance(s, str) and s for s in stop):
+        raise UserError(f"stop must be a text, or a list of texts, that are not empty; got {stop!r}")
+    return stop
+
+
+def _from_file(path: Path) -> list[Prompt]:
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except FileNotFoundError:
+        raise UserError(f"there is no prompt_file {path}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot read the prompt_file {path}: {error}") from None
+    numbered = [(f"{path}, line {i}", line) for i, line in enumerate(lines, start=1) if line.strip()]
+    if not numbered:
+        raise UserError(f"the prompt_file {path} is empty: it holds one prompt per line")
+    if path.suffix == ".jsonl":
+        return [_from_record(where, line) for where, line in numbered]
+    return [Prompt(line, None, where) for where, line in numbered]
+
+
+def _from_record(where: str, line: str) -> Prompt:
+    try:
+        record = json.loads(line)
+    except ValueError as error:
+        raise UserError(f"{where} is not JSON: {error}") from None
+    if not isinstance(record, dict) or not isinstance(record.get("prompt"), str):
+        raise UserError(
+            f'{where} must be an object with a text `prompt`, such as {{"prompt": "Once", "control": [0, 1]}}'
+        )
+    return Prompt(record["prompt"], record.get("control"), where)

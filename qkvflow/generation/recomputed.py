@@ -1,0 +1,60 @@
+"""The language model without memory: it reads the whole text again for each token. The law that caching must obey.
+
+It stands in wherever there is no cache: `use_cache=False`, and models of Levanter that qkvflow cannot cache.
+"""
+
+import equinox as eqx
+import haliax as hax
+import jax
+import jax.numpy as jnp
+from haliax import Axis, NamedArray
+from levanter.layers.attention import AttentionMask
+from levanter.models.lm_model import LmHeadModel
+
+from qkvflow.axes import BATCH, CONTROL, EMBED, POSITION
+from qkvflow.blocks import Window
+
+
+class RecomputedModel(eqx.Module):
+    """The interface of `CachedModel`; what it remembers of a sequence is its tokens, and its control."""
+
+    model: LmHeadModel
+
+    def memory(self, Batch: Axis, length: int) -> tuple[NamedArray, NamedArray | None]:
+        """No tokens yet, and room for `length`."""
+        Pos = Axis(POSITION, length)
+        control = getattr(self.model.config, "control", None)
+        controls = None if control is None else hax.zeros((Batch, Pos, Axis(CONTROL, control.dim)))
+        return hax.zeros((Batch, Pos), dtype=jnp.int32), controls
+
+    def extend(self, tokens: NamedArray, window: Window, memory, control: NamedArray | None = None):
+        """The last activations at the new positions, {batch, position, embed}, and the memory with them."""
+        text, controls = memory
+        text = _write(text, tokens, window)
+        inputs = {}
+        if control is not None:
+            controls = _write(controls, control, window)
+            inputs["control"] = controls
+        x = self.model.activations(text, AttentionMask.causal(), **inputs)
+        x = x[0] if isinstance(x, tuple) else x  # some of Levanter's models add a loss
+        New = tokens.resolve_axis(POSITION)
+
+        def read(x, start):
+            return jax.lax.dynamic_slice_in_dim(x, start, New.size, axis=0)
+
+        Batch, Embed = tokens.resolve_axis(BATCH), x.resolve_axis(EMBED)
+        new = jax.vmap(read)(x.rearrange((BATCH, POSITION, EMBED)).array, window.start.array)
+        return hax.named(new, (Batch, New, Embed)), (text, controls)
+
+    def logits(self, x: NamedArray) -> NamedArray:
+        """{..., vocab} from what `extend` gives."""
+        return hax.dot(x, self.model.get_lm_head(), axis=EMBED)
+
+
+def _write(memory: NamedArray, new: NamedArray, window: Window) -> NamedArray:
+    new = new.rearrange([a.name for a in memory.axes])
+
+    def write(memory, new, start):
+        return jax.lax.dynamic_update_slice_in_dim(memory, new, start, axis=0)
+
+    return hax.named(jax.vmap(write)(memory.array, new.array, window.start.array), memory.axes)

@@ -1,0 +1,58 @@
+"""A trained run made ready to generate text: model at the wanted depth, tokenizer, the tokens that end a text."""
+
+import os
+from dataclasses import dataclass
+
+from levanter.tokenizers import MarinTokenizer
+
+from qkvflow.depth import solver_by_name
+from qkvflow.errors import UserError
+from qkvflow.generation.engine import Engine
+from qkvflow.generation.prepare import PreparedModel
+from qkvflow.models import NeuralOdeLMHeadModel
+from qkvflow.runs.load import load_run
+
+
+@dataclass(frozen=True)
+class Writer:
+    """A model that writes text.
+
+    step: of the checkpoint.
+    stop_tokens: the end-of-text token, if the tokenizer has one.
+    """
+
+    name: str
+    step: int
+    prepared: PreparedModel
+    tokenizer: MarinTokenizer
+    stop_tokens: tuple[int, ...]
+
+    def engine(self, slots: int, length: int) -> Engine:
+        """An engine for texts of up to `length` tokens. It never writes tokens that the tokenizer does not have."""
+        return self.prepared.engine(slots, length, self.stop_tokens, vocab_size=len(self.tokenizer))
+
+
+def open_writer(
+    run: str | os.PathLike,
+    checkpoint_step: int | None = None,
+    steps: int | None = None,
+    solver: str | None = None,
+    use_cache: bool = True,
+) -> Writer:
+    """Reads a run and evaluates its weights, at another depth or with another solver if they are given.
+
+    Errors: `UserError` if there is no such run or checkpoint, and if the model cannot be read in this way.
+    """
+    if steps is not None and steps < 1:
+        raise UserError(f"steps must be at least 1, got {steps}")
+    if solver is not None:
+        solver_by_name(solver)
+    loaded = load_run(run, checkpoint_step)
+    model, tokenizer = loaded.model, loaded.tokenizer
+    if steps is not None or solver is not None:
+        if not isinstance(model, NeuralOdeLMHeadModel):
+            raise UserError(f"{run} is no flow but a Levanter model of one depth: leave out steps and solver")
+        depth = model.config.depth
+        model = model.with_depth(depth.on_grid(steps, solver=depth.solver if solver is None else solver))
+    stop = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
+    return Writer(loaded.path.name, loaded.step, PreparedModel(model, use_cache), tokenizer, stop)

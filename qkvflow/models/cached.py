@@ -1,0 +1,128 @@
+"""The language model token by token: the same blocks and plans, each evaluation of B with a memory of its own.
+
+    x = embed(new tokens);  every evaluation of B reads its memory of earlier positions and adds the new ones
+
+The weights are evaluated once, W(t) at all times of the grid, so that a token costs what it costs an ordinary model.
+"""
+
+from typing import Any
+
+import equinox as eqx
+import haliax as hax
+import jax
+from haliax import Axis, NamedArray
+
+from qkvflow.axes import EMBED, LAYERS, POSITION
+from qkvflow.blocks import Window
+from qkvflow.depth import GeneralPlan, Plan, integrate_with_memory
+from qkvflow.errors import UserError
+from qkvflow.models.config import NeuralOdeConfig
+from qkvflow.models.embeddings import Embeddings
+from qkvflow.models.flow import Flow
+from qkvflow.models.neuralode import NeuralOdeLMHeadModel
+from qkvflow.time import grid
+from qkvflow.weights import evaluate
+
+
+class CachedFlow(eqx.Module):
+    """A flow whose weights stand ready, for each distinct time of its plan an ordinary block."""
+
+    blocks: tuple
+    plan: Plan = eqx.field(static=True)
+
+    @staticmethod
+    def of(flow: Flow) -> "CachedFlow":
+        times = flow.plan.times
+        stacked = evaluate(flow.weights, grid(times))
+        return CachedFlow(tuple(_row(stacked, k) for k in range(len(times))), flow.plan)
+
+    def memory(self, Batch: Axis, length: int, dtype) -> tuple:
+        """An empty memory for `length` positions: one for each evaluation of B."""
+        return tuple(self.blocks[0].memory(Batch, length, dtype) for _ in range(self.plan.evaluations))
+
+    def extend(self, x: NamedArray, window: Window, memory: tuple, **inputs: NamedArray | None):
+        """x(1) at the new positions and the memory with them. inputs: as of `Flow`."""
+        args = (window, {name: value for name, value in inputs.items() if value is not None})
+        return integrate_with_memory(_field, self.blocks, x, self.plan, memory, args=args)
+
+
+class CachedModel(eqx.Module):
+    """A language model that continues sequences from what it remembers of them.
+
+    Memory is a pytree: for prelude, flow and coda one memory for each evaluation of B.
+    """
+
+    embeddings: Embeddings
+    prelude: CachedFlow | None
+    flow: CachedFlow
+    coda: CachedFlow | None
+    norm: eqx.Module
+    head: NamedArray
+    config: NeuralOdeConfig = eqx.field(static=True)
+
+    @staticmethod
+    def of(model: NeuralOdeLMHeadModel) -> "CachedModel":
+        """Evaluates all weights; `model` must be in inference mode. Errors: `UserError` for adaptive steps."""
+        model = on_fixed_grid(model)
+        parts = model.transformer
+        prelude, flow, coda = (None if f is None else CachedFlow.of(f) for f in (parts.prelude, parts.flow, parts.coda))
+        # A tied head lies the other way round: turned once, it is not turned for each token.
+        head = model.get_lm_head().rearrange((EMBED, ...))
+        return CachedModel(model.embeddings, prelude, flow, coda, parts.norm, head, model.config)
+
+    def memory(self, Batch: Axis, length: int) -> tuple:
+        """An empty memory for `length` positions of each sequence."""
+        dtype = self.embeddings.token_embeddings.weight.dtype
+        return tuple(() if flow is None else flow.memory(Batch, length, dtype) for flow in self._flows)
+
+    def extend(
+        self, tokens: NamedArray, window: Window, memory: tuple, control: NamedArray | None = None
+    ) -> tuple[NamedArray, tuple]:
+        """norm(x(1)) at the new positions, {batch, position, embed}, and the memory with them.
+
+        tokens: {batch, position}: those of the window. control: {batch, position, control}.
+        """
+        # Positions that fill up a window may lie beyond the last one.
+        pos_ids = hax.minimum(window.positions(tokens.resolve_axis(POSITION)), self.config.max_seq_len - 1)
+        x = self.embeddings(tokens, pos_ids=pos_ids)
+        in_blocks = pos_ids if self.embeddings.position_embeddings is None else None
+        after = []
+        for flow, part, inputs in zip(self._flows, memory, ({}, {"control": control}, {}), strict=True):
+            if flow is not None:
+                x, part = flow.extend(x, window, part, pos_ids=in_blocks, **inputs)
+            after.append(part)
+        return self.norm(x), tuple(after)
+
+    def logits(self, x: NamedArray) -> NamedArray:
+        """{..., vocab} from what `extend` gives."""
+        return hax.dot(x, self.head, axis=EMBED)
+
+    @property
+    def _flows(self) -> tuple[CachedFlow | None, ...]:
+        return self.prelude, self.flow, self.coda
+
+
+def on_fixed_grid(model: NeuralOdeLMHeadModel) -> NeuralOdeLMHeadModel:
+    """The model with a plan of fixed steps. Errors: `UserError` if its steps are adaptive."""
+    depth = model.config.depth
+    if depth.is_adaptive:
+        raise UserError(
+            "This model has adaptive steps (rtol, atol), and cannot generate as it is: step sizes are chosen from the"
+            " whole text, so a new token changes the states of all earlier ones too, and nothing of them can be kept."
+            " Read it on a fixed grid: model.with_depth(model.config.depth.on_grid(steps=12)), in programs --steps 12."
+        )
+    return model.with_depth(depth.on_grid()) if isinstance(model.config.plan, GeneralPlan) else model
+
+
+def _row(stacked, k: int):
+    def take(leaf):
+        if isinstance(leaf, NamedArray) and LAYERS in {a.name for a in leaf.axes}:
+            return leaf[LAYERS, k]
+        return leaf
+
+    return jax.tree.map(take, stacked, is_leaf=lambda leaf: isinstance(leaf, NamedArray))
+
+
+def _field(block, x: NamedArray, args, memory) -> tuple[NamedArray, Any]:
+    window, inputs = args
+    return block.extend(x, window, memory, **inputs)

@@ -1,0 +1,171 @@
+"""The base of a fine-tune: a finished run or an official checkpoint, checked before work and known again by its hash."""
+
+import abc
+import dataclasses
+import hashlib
+import json
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import equinox as eqx
+import jax
+import numpy as np
+from haliax import Axis
+from levanter.models.lm_model import LmConfig, LmHeadModel
+
+from qkvflow import official
+from qkvflow.cli.decode import decode
+from qkvflow.errors import UserError
+from qkvflow.runs.config_file import encode
+from qkvflow.runs.directory import RunDirectory
+
+_LLAMA = "transformer.block.self_attn."
+
+
+@dataclass(frozen=True)
+class OfficialConfig:
+    """A checkpoint of the official implementation (SDML-KU/qkvflow); its sizes are read off its arrays.
+
+    path: the folder of one checkpoint, `.../step-10000`.
+    num_heads: attention heads, which no array tells.
+    steps: number of Euler steps it was trained with.
+    max_seq_len: the longest sequence, for the Llama block; GPT-2's stands in its table of positions.
+    block: further keys of `model.block`, such as dropout: `{resid_pdrop: 0.1}`.
+    """
+
+    path: str
+    num_heads: int
+    steps: int
+    max_seq_len: int = 2048
+    block: dict[str, Any] = field(default_factory=dict)
+
+    def read(self) -> LmHeadModel:
+        """The model.
+
+        Errors: UserError if the folder holds no official model, or the sizes do not fit.
+        """
+        arrays = official.read_checkpoint(Path(self.path).expanduser())
+        try:
+            if any(name.startswith(_LLAMA) for name in arrays):
+                return official.load_llama(arrays, self.num_heads, self.steps, self.max_seq_len, **self.block)
+            return official.load_gpt2(arrays, self.num_heads, self.steps, **self.block)
+        except TypeError as error:
+            raise UserError(f"`official.block`: {error}") from None
+
+
+@dataclass(frozen=True)
+class BaseRecord:
+    """A run's `base.json`: where its base lies, and what it must be.
+
+    path: of the base run or checkpoint, absolute; relative: the same as seen from the run, so that both may be moved.
+    checkpoint_step: of a base run; None for an official checkpoint.
+    model: the base's configuration, as plain data.
+    sha256: of the base's arrays, see `fingerprint`.
+    """
+
+    path: str
+    relative: str
+    checkpoint_step: int | None
+    model: dict[str, Any]
+    sha256: str
+
+    def write(self, directory: RunDirectory) -> None:
+        fresh = directory.base.with_suffix(".tmp")
+        fresh.write_text(json.dumps(dataclasses.asdict(self), indent=2) + "\n", encoding="utf-8")
+        os.replace(fresh, directory.base)
+
+    @staticmethod
+    def read(directory: RunDirectory) -> "BaseRecord | None":
+        """What the run says of its base; None for a run without one.
+
+        Errors: UserError if the file is damaged.
+        """
+        if not directory.base.is_file():
+            return None
+        try:
+            return BaseRecord(**json.loads(directory.base.read_text(encoding="utf-8")))
+        except (ValueError, TypeError) as error:
+            raise UserError(f"{directory.base} cannot be read: {error}") from None
+
+    def find(self, directory: RunDirectory) -> Path:
+        """Where the base lies now: at the recorded place, or moved together with the run.
+
+        Errors: UserError if it is at neither.
+        """
+        places = [Path(self.path), directory.path / self.relative]
+        found = next((place for place in places if place.exists()), None)
+        if found is None:
+            raise UserError(
+                f"the run {directory.path} holds only what LoRA trained, and its base is gone: there is no"
+                f" {places[0]}. Put the base back, there or at {places[1]}"
+            )
+        return found
+
+    def check(self, base: "Base", loaded: LmHeadModel) -> None:
+        """Errors: UserError if `base`, whose parameters are those of `loaded`, is not the one recorded."""
+        if decode(LmConfig, self.model) != base.model or fingerprint(loaded) != self.sha256:
+            raise UserError(
+                f"{base.path} is not the base that this run was made from: its parameters or its model have changed since"
+                f" (expected sha256 {self.sha256[:12]}...). Put the original base back, or fine-tune the new one as"
+                " a new run with --trainer.id NAME"
+            )
+
+
+def fingerprint(model: eqx.Module) -> str:
+    """sha256 (hex) over all arrays of a model: where they stand in it, their types, shapes and bytes."""
+    digest = hashlib.sha256()
+    for path, leaf in jax.tree_util.tree_leaves_with_path(model):
+        if eqx.is_array(leaf):
+            array = np.ascontiguousarray(leaf)
+            digest.update(f"{jax.tree_util.keystr(path)} {array.dtype} {array.shape}\n".encode())
+            digest.update(array.view(np.uint8).data if array.ndim else array.tobytes())
+    return digest.hexdigest()
+
+
+@dataclass(frozen=True)
+class Base(abc.ABC):
+    """
+    path: where it lies.
+    model: its configuration.
+    Vocab: its vocabulary.
+    tokenizer: the folder of its tokenizer, and the name by which its run asked for it; None for an official checkpoint.
+    """
+
+    path: Path
+    model: Any
+    Vocab: Axis
+    tokenizer: tuple[Path, str] | None
+
+    @abc.abstractmethod
+    def load(self) -> LmHeadModel:
+        """Its parameters, on every device."""
+
+    @property
+    def checkpoint_step(self) -> int | None:
+        """The step of a run's checkpoint."""
+        return None
+
+    def record(self, directory: RunDirectory, loaded: LmHeadModel) -> BaseRecord:
+        """What the run in `directory` writes down of this base, whose parameters are those of `loaded`."""
+        path = str(self.path.resolve())
+        relative = os.path.relpath(path, directory.path.resolve())
+        return BaseRecord(path, relative, self.checkpoint_step, encode(self.model), fingerprint(loaded))
+
+
+@dataclass(frozen=True)
+class OfficialBase(Base):
+    """An official checkpoint; its arrays are read at once, because they tell its sizes."""
+
+    loaded: LmHeadModel
+
+    @staticmethod
+    def open(config: OfficialConfig) -> "OfficialBase":
+        model = config.read()
+        return OfficialBase(Path(config.path).expanduser(), model.config, model.Vocab, None, model)
+
+    def load(self) -> LmHeadModel:
+        return self.loaded
+
+

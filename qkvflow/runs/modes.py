@@ -1,0 +1,124 @@
+"""YAML `mode:` what is fine-tuned of a base model: the flow itself, the ordinary model it becomes at M steps, or LoRA."""
+
+import abc
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import draccus
+import equinox as eqx
+import jax
+from levanter.models.lm_model import LmConfig, LmHeadModel
+from levanter.utils.types import FilterTree
+
+from qkvflow.errors import UserError
+from qkvflow.models import NeuralOdeConfig, lora
+from qkvflow.weights import PerLayerConfig
+
+
+@dataclass(frozen=True)
+class FinetuneMode(draccus.ChoiceRegistry, abc.ABC):
+    """From a base model to the one that is trained."""
+
+    @abc.abstractmethod
+    def model_config(self, base: LmConfig, steps: int | None) -> Any:
+        """The configuration of the trained model at `steps` steps, by default those of the base.
+
+        Errors: UserError if the base cannot be had at that depth.
+        """
+
+    @abc.abstractmethod
+    def adapt(self, base: LmHeadModel, config: Any, *, key: jax.Array) -> LmHeadModel:
+        """The model to train: at the first step the base's function at the depth of `config`, a `model_config`."""
+
+    def trainable(self, model: eqx.Module) -> FilterTree:
+        """What of the adapted model is trained, as Levanter's filter; everything unless a mode says otherwise."""
+        del model
+        return True
+
+    @property
+    def stores_base(self) -> bool:
+        """Whether checkpoints hold the whole model, so that the base is not needed again."""
+        return True
+
+
+@FinetuneMode.register_subclass("flow")
+@dataclass(frozen=True)
+class FlowMode(FinetuneMode):
+    """The ODE stays one: what is trained are the functions of time W(t), read at M steps."""
+
+    def model_config(self, base: LmConfig, steps: int | None) -> Any:
+        if not isinstance(base, NeuralOdeConfig) or isinstance(base.weights, PerLayerConfig):
+            raise UserError(
+                "mode: flow trains weights that are functions of time, and this base has ordinary layers. Use"
+                " mode: {type: full} or {type: lora}."
+            )
+        if steps is None:
+            return base
+        sampling = "fixed" if base.depth.is_adaptive else base.depth.time_sampling
+        return dataclasses.replace(base, depth=base.depth.on_grid(steps, time_sampling=sampling))
+
+    def adapt(self, base: LmHeadModel, config: Any, *, key: jax.Array) -> LmHeadModel:
+        del key
+        return base.with_depth(config.depth)
+
+
+@FinetuneMode.register_subclass("full")
+@dataclass(frozen=True)
+class FullMode(FinetuneMode):
+    """The flow becomes an ordinary model of M layers, all of whose weights are trained."""
+
+    def model_config(self, base: LmConfig, steps: int | None) -> Any:
+        if isinstance(base, NeuralOdeConfig):
+            if steps is None and base.depth.is_adaptive:
+                raise UserError("an adaptive flow has no number of steps of its own: give `steps: M`.")
+            return base.at_depth(base.depth.reading_steps if steps is None else steps)
+        layers = getattr(base, "num_layers", None)
+        if steps not in (None, layers):
+            raise UserError(
+                f"`steps` is {steps}, but the base is an ordinary model (type {base.get_choice_name(type(base))}) of"
+                f" {layers} layers, which has no other depth. Leave `steps` out."
+            )
+        return base
+
+    def adapt(self, base: LmHeadModel, config: Any, *, key: jax.Array) -> LmHeadModel:
+        del key
+        if not isinstance(config, NeuralOdeConfig):
+            return base
+        return base.discretise(config.depth.steps)
+
+
+@FinetuneMode.register_subclass("lora")
+@dataclass(frozen=True)
+class LoraMode(FullMode):
+    """The ordinary model of M layers stays as it is; beside its linear maps W stands (alpha / r) B A, which is trained.
+
+    dropout: of the input of A.
+    target_modules: ends of the paths of linear maps (`[c_attn, mlp.c_fc]`) or a regular expression; null is all.
+    train_embeddings: the tables at the model's entrance are trained too.
+    """
+
+    r: int = 8
+    alpha: float = 8.0
+    dropout: float = 0.0
+    target_modules: list[str] | str | None = None
+    train_embeddings: bool = False
+
+    def __post_init__(self):
+        if self.r < 1:
+            raise UserError(f"r must be at least 1, got {self.r}: it is the rank of the term beside each matrix.")
+        if not self.alpha > 0.0:
+            raise UserError(f"alpha must be positive, got {self.alpha}: the term beside each matrix is alpha / r B A.")
+        if not 0.0 <= self.dropout < 1.0:
+            raise UserError(f"dropout must be at least 0 and below 1, got {self.dropout}.")
+
+    def adapt(self, base: LmHeadModel, config: Any, *, key: jax.Array) -> LmHeadModel:
+        ordinary = super().adapt(base, config, key=key)
+        return lora.add_lora(ordinary, self.r, self.alpha, self.dropout, self.target_modules, key=key)
+
+    def trainable(self, model: eqx.Module) -> FilterTree:
+        return lora.trainable(model, embeddings=self.train_embeddings)
+
+    @property
+    def stores_base(self) -> bool:
+        return False

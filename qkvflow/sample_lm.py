@@ -1,0 +1,202 @@
+"""Continues prompts with a trained run. Text streams to standard output, speed goes to standard error.
+
+    python -m qkvflow.sample_lm --run runs/quickstart --prompt "The for statement is used to"
+    python -m qkvflow.sample_lm --run runs/quickstart --prompt_file prompts.txt --temperature 0
+    echo "The for statement" | python -m qkvflow.sample_lm --run runs/quickstart
+
+--run DIR             the run; --checkpoint_step N for another checkpoint than its newest
+--prompt TEXT         or --prompt_file FILE: .txt, a prompt per line; .jsonl, {"prompt": "...", "control": [...]} per
+                      line; or standard input, as one prompt. All prompts of a file are continued together
+--max_new_tokens N    by default 256, or what the model's context leaves room for
+--temperature T       0 is greedy; 0.8 by default. --top_k N, --top_p P: draw from the likeliest tokens only
+--seed N              the same seed gives the same text; sample i draws with seed + i
+--stop TEXT           ends a text before TEXT (\\n is a line break); may be given several times
+--num_samples N       texts for each prompt
+--steps N, --solver S the flow at another depth than it was trained at
+--control "[0, 1]"    control signal for all prompts of a model that has one
+--use_cache false     read the whole text again for each token: the same text, slower
+--batch_size N        texts that are made together; 16 by default
+"""
+
+import sys
+import time
+from dataclasses import dataclass
+
+import numpy as np
+
+import qkvflow as qkvflow  # registers the models
+from qkvflow.cli import Text, run_program
+from qkvflow.cli.quiet import quiet_libraries
+from qkvflow.errors import UserError
+from qkvflow.generation.engine import Engine
+from qkvflow.generation.prompts import Prompt, read_prompts, stop_strings
+from qkvflow.generation.sampling import SamplingOptions
+from qkvflow.generation.text import Continuation, encode_prompt
+from qkvflow.generation.writer import Writer, open_writer
+from qkvflow.progress import Progress
+
+MAX_NEW_TOKENS = 256
+
+
+@dataclass
+class SampleConfig:
+    """See the module. control: of all prompts whose file does not give them one of their own."""
+
+    run: str
+    prompt: Text | None = None
+    prompt_file: str | None = None
+    max_new_tokens: int | None = None
+    temperature: float = 0.8
+    top_k: int | None = None
+    top_p: float | None = None
+    seed: int = 0
+    stop: list[Text] | None = None
+    num_samples: int = 1
+    steps: int | None = None
+    solver: str | None = None
+    control: list[float] | None = None
+    checkpoint_step: int | None = None
+    use_cache: bool = True
+    batch_size: int = 16
+
+
+@dataclass(frozen=True)
+class Job:
+    """One text to make. title: what stands above it if there are several."""
+
+    prompt: str
+    tokens: list[int]
+    max_new_tokens: int
+    options: SamplingOptions
+    control: np.ndarray | None
+    title: str
+
+
+def main(config: SampleConfig) -> list[str]:
+    """Prints the texts; returns them, prompts included."""
+    SamplingOptions(config.temperature, config.top_k, config.top_p, config.seed)
+    stops = [stop for given in config.stop or [] for stop in stop_strings(given)]
+    for name in ("num_samples", "batch_size"):
+        if getattr(config, name) < 1:
+            raise UserError(f"{name} must be at least 1, got {getattr(config, name)}")
+    if config.num_samples > 1 and config.temperature == 0:
+        raise UserError("num_samples: at temperature 0 all samples of a prompt are the same. Set --temperature 0.8")
+    prompts = read_prompts(config.prompt, config.prompt_file)
+    with quiet_libraries() as quiet:
+        progress = Progress(quiet.terminal)
+        with progress.phase(f"Loading {config.run}"):
+            writer = open_writer(config.run, config.checkpoint_step, config.steps, config.solver, config.use_cache)
+        jobs = _jobs(writer, prompts, config)
+        size = min(config.batch_size, len(jobs))
+        engine = writer.engine(size, max(len(job.tokens) + job.max_new_tokens for job in jobs))
+        with progress.phase("Compiling"):
+            _warm_up(engine, jobs[:size])
+        texts, clock = [], _Clock()
+        for first in range(0, len(jobs), size):
+            texts += _write(writer, engine, jobs[first : first + size], stops, len(jobs) > 1, clock)
+        sys.stdout.flush()
+        progress.say(clock.report())
+    return texts
+
+
+def _jobs(writer: Writer, prompts: list[Prompt], config: SampleConfig) -> list[Job]:
+    """Everything that is to be made, checked before any of it is."""
+    jobs, prepared = [], writer.prepared
+    for i, prompt in enumerate(prompts):
+        tokens = encode_prompt(writer.tokenizer, prompt.text)
+        new = config.max_new_tokens
+        if new is None:
+            new = max(1, min(MAX_NEW_TOKENS, prepared.max_seq_len - len(tokens)))
+        prepared.check_length(len(tokens), new, prompt.where)
+        try:
+            control = prepared.check_control(config.control if prompt.control is None else prompt.control)
+        except UserError as error:
+            raise UserError(f"{prompt.where}: {error}") from None
+        for sample in range(config.num_samples):
+            seed = config.seed + len(jobs)
+            options = SamplingOptions(config.temperature, config.top_k, config.top_p, seed)
+            title = f"prompt {i + 1} of {len(prompts)}" if len(prompts) > 1 else ""
+            if config.num_samples > 1:
+                title += f"{', ' if title else ''}sample {sample + 1} of {config.num_samples}"
+            jobs.append(Job(prompt.text, tokens, new, options, control, title))
+    return jobs
+
+
+def _warm_up(engine: Engine, jobs: list[Job]) -> None:
+    """Runs every compiled step once, so that the times are those of generation."""
+    _admit(engine, jobs)
+    engine.prefill_all(max(len(job.tokens) for job in jobs) - 1)
+    engine.decode(1)
+
+
+def _admit(engine: Engine, jobs: list[Job]) -> None:
+    for slot, job in enumerate(jobs):
+        engine.admit(slot, job.tokens, job.max_new_tokens, job.options, job.control)
+    for slot in range(len(jobs), engine.slots):
+        engine.cancel(slot)
+
+
+class _Clock:
+    """How long prefill and decoding took, and for how many tokens."""
+
+    def __init__(self):
+        self.prefill = self.decode = 0.0
+        self.prompt_tokens = self.new_tokens = 0
+
+    def report(self) -> str:
+        def speed(name: str, tokens: int, seconds: float) -> str:
+            rate = f" ({tokens / seconds:,.0f} tokens/s)" if seconds > 0 else ""
+            return f"{name}: {tokens} tokens in {seconds:.3f} s{rate}"
+
+        return f"{speed('prefill', self.prompt_tokens, self.prefill)}, {speed('decode', self.new_tokens, self.decode)}"
+
+
+def _write(writer: Writer, engine: Engine, jobs: list[Job], stops: list[str], titled: bool, clock: _Clock) -> list[str]:
+    """Makes the texts of one batch. The first unfinished one streams; those behind it wait for their turn."""
+    began = time.perf_counter()
+    _admit(engine, jobs)
+    engine.prefill_all(max(len(job.tokens) for job in jobs) - 1)
+    engine.wait()
+    clock.prefill += time.perf_counter() - began
+    clock.prompt_tokens += sum(len(job.tokens) for job in jobs)
+
+    going = [Continuation(writer.tokenizer, job.tokens, stops, writer.stop_tokens) for job in jobs]
+    texts, shown = [job.prompt for job in jobs], _Shown(jobs, titled)
+    while any(text.reason is None for text in going):
+        began = time.perf_counter()
+        token, _, complete = engine.decode(1)
+        clock.decode += time.perf_counter() - began
+        for slot, text in enumerate(going):
+            if text.reason is None:
+                clock.new_tokens += 1
+                texts[slot] += text.push(int(token[slot]), bool(complete[slot]))
+                if text.reason is not None and not complete[slot]:
+                    engine.cancel(slot)
+        shown.update(texts, [text.reason is not None for text in going])
+    return texts
+
+
+class _Shown:
+    """What of the texts stands on standard output: one after another, each as far as it has come."""
+
+    def __init__(self, jobs: list[Job], titled: bool):
+        self._jobs, self._titled = jobs, titled
+        self._at, self._length = 0, -1  # the text that streams, and how much of it is shown; -1: not even its title
+
+    def update(self, texts: list[str], finished: list[bool]) -> None:
+        while self._at < len(texts):
+            if self._length < 0:
+                title = self._jobs[self._at].title
+                sys.stdout.write(f"=== {title}\n" if self._titled else "")
+                self._length = 0
+            sys.stdout.write(texts[self._at][self._length :])
+            self._length = len(texts[self._at])
+            if not finished[self._at]:
+                break
+            sys.stdout.write("\n")
+            self._at, self._length = self._at + 1, -1
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    run_program(main, SampleConfig)

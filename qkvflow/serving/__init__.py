@@ -1,0 +1,5 @@
+"""Serving: completions over HTTP as OpenAI's clients expect them, many requests sharing the slots of one engine."""
+
+from qkvflow.serving.app import Limits as Limits
+from qkvflow.serving.app import build_app as build_app
+from qkvflow.serving.scheduler import Scheduler as Scheduler

@@ -1,0 +1,41 @@
+"""Bodies of requests are read here, with a limit on their size and on the time that they may take."""
+
+import asyncio
+import json
+from typing import Any
+
+from starlette.requests import ClientDisconnect, Request
+
+from qkvflow.serving.protocol import RequestError
+
+_DRAIN = 16  # bodies up to this many times the limit are read to their end, so that the client gets to hear the answer
+
+
+async def read_json(request: Request, max_bytes: int, timeout: float) -> Any:
+    """The JSON of a request. Errors: `RequestError` 413 if it is too large, 408 if too slow, 400 if it is no JSON."""
+    try:
+        body = await asyncio.wait_for(_read(request, max_bytes), timeout)
+    except TimeoutError:
+        raise RequestError(408, f"The body of the request did not arrive within {timeout:g} seconds.") from None
+    try:
+        return json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise RequestError(400, f"The body is not valid JSON: {error}.") from None
+
+
+async def _read(request: Request, max_bytes: int) -> bytes:
+    pieces, size = [], 0
+    try:
+        async for piece in request.stream():
+            size += len(piece)
+            if size <= max_bytes:
+                pieces.append(piece)
+            elif size > _DRAIN * max_bytes:
+                break
+            else:
+                pieces.clear()
+    except ClientDisconnect:
+        raise RequestError(400, "The client left before the request was complete.") from None
+    if size > max_bytes:
+        raise RequestError(413, f"The request has more than {max_bytes:,} bytes, which is all this server reads.")
+    return b"".join(pieces)

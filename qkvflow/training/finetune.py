@@ -1,0 +1,109 @@
+"""Settles the configuration of a fine-tune against its base, before any work: depth, tokenizer, vocabulary, targets."""
+
+import dataclasses
+import tempfile
+from pathlib import Path
+
+from qkvflow.data import load_tokenizer, resolve_tokenizer, same_tokenizer
+from qkvflow.errors import UserError
+from qkvflow.runs.base import Base, BaseRecord, OfficialBase
+from qkvflow.runs.config import FinetuneConfig
+from qkvflow.runs.directory import RunDirectory, run_id
+from qkvflow.runs.load import RunBase, find_run, is_adapter
+from qkvflow.runs.modes import FinetuneMode
+from qkvflow.training.start import adapted_shape
+
+
+def settle(config: FinetuneConfig) -> tuple[FinetuneConfig, Base, FinetuneMode]:
+    """The configuration with everything that follows from the base: model, vocabulary, tokenizer, checkpoint.
+
+    Errors: `UserError` for a base that is not there, unfinished, or has another tokenizer or vocabulary than asked for;
+        for a depth that it cannot have; for LoRA targets that match nothing.
+    """
+    mode = config.mode
+    if mode is None:
+        raise UserError("the key `mode` is missing: {type: flow}, {type: full} or {type: lora, r: 8, alpha: 8}")
+    if (config.run is None) == (config.official is None):
+        raise UserError("say what to begin from: either `run: runs/<id>`, or `official: {path, num_heads, steps}`")
+    if config.steps is not None and config.steps < 1:
+        raise UserError(f"`steps` must be at least 1, but is {config.steps}: it is the depth to fine-tune at")
+    if config.merge and mode.stores_base:
+        raise UserError(
+            "`merge` writes LoRA into the weights, and this mode trains the weights themselves: leave it out"
+        )
+    if config.trainer.initialize_from is not None:
+        raise UserError("`trainer.initialize_from` cannot be set: a fine-tune begins from `run` or `official`")
+    directory = finetune_directory(config)
+    base = _open(config, directory)
+    if directory.path.resolve() == base.path.resolve():
+        raise UserError(f"the fine-tune would write into its base {base.path}: give it a name with --trainer.id NAME")
+    if not mode.stores_base and config.run is not None and is_adapter(find_run(config.run)):
+        raise UserError(
+            f"{config.run} is a LoRA run, and LoRA needs whole weights to stand on. Merge it first: python -m"
+            f" qkvflow.finetune_lm --run {config.run} --merge"
+        )
+    model = mode.model_config(base.model, config.steps)
+    if config.model not in (None, model):
+        raise UserError("`model` cannot be set: it follows from the base, `steps` and `mode`. Leave it out")
+    if config.vocab_size not in (None, base.Vocab.size):
+        raise UserError(f"`vocab_size` is {config.vocab_size}, but {base.path} has a vocabulary of {base.Vocab.size}")
+    tokenizer = _tokenizer(config.data.tokenizer, base)
+    adapted_shape(base, mode, model)
+    settled = dataclasses.replace(
+        config,
+        model=model,
+        vocab_size=base.Vocab.size,
+        checkpoint_step=base.checkpoint_step,
+        data=dataclasses.replace(config.data, tokenizer=tokenizer),
+    )
+    return settled, base, mode
+
+
+def finetune_directory(config: FinetuneConfig) -> RunDirectory:
+    """Where the run of this configuration lies, or will lie."""
+    return RunDirectory(Path(config.run_dir).expanduser() / run_id(config.trainer.id, config.config_path))
+
+
+def _open(config: FinetuneConfig, directory: RunDirectory) -> Base:
+    if config.official is not None:
+        return OfficialBase.open(config.official)
+    assert config.run is not None
+    step = config.checkpoint_step
+    record = BaseRecord.read(directory)
+    if step is None and record is not None:  # the base may have been trained on since this run began
+        step = record.checkpoint_step
+    return RunBase.open(config.run, step)
+
+
+def _tokenizer(asked: str | None, base: Base) -> str:
+    """The name of the base's tokenizer; `asked` may be another name of the same."""
+    if base.tokenizer is None:
+        return _tokenizer_of_official(asked, base)
+    folder, name = base.tokenizer
+    if asked is None or asked == name:
+        return name
+    with tempfile.TemporaryDirectory() as scratch:
+        try:
+            is_same, reason = same_tokenizer(resolve_tokenizer(asked, Path(scratch)), folder), ""
+        except UserError as error:
+            is_same, reason = False, f" ({error})"
+    if not is_same:
+        raise UserError(
+            f"`data.tokenizer` is {asked!r}, but {base.path} was trained with another one ({name!r}), and its"
+            f" embeddings mean nothing for other tokens. Leave `data.tokenizer` out{reason}"
+        )
+    return name
+
+
+def _tokenizer_of_official(asked: str | None, base: Base) -> str:
+    if asked is None:
+        raise UserError(f"{base.path} does not name its tokenizer: give `data.tokenizer`, such as tiktoken:gpt2")
+    with tempfile.TemporaryDirectory() as scratch:
+        tokens = len(load_tokenizer(resolve_tokenizer(asked, Path(scratch))))
+    # A vocabulary is rounded up for the mesh, but never to twice its size.
+    if not tokens <= base.Vocab.size < 2 * tokens:
+        raise UserError(
+            f"`data.tokenizer` is {asked!r} with {tokens} tokens, but {base.path} has embeddings of {base.Vocab.size}:"
+            " give the tokenizer that it was trained with"
+        )
+    return asked

@@ -1,0 +1,230 @@
+"""One training from start to end, as all training programs do it: directory, data, model, loop, last words."""
+
+import dataclasses
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import levanter.tracker
+from haliax import Axis
+from haliax.partitioning import round_axis_for_partitioning
+from levanter.callbacks import StepInfo
+from levanter.models.lm_model import LmExample, LmHeadModel
+from levanter.trainer import Trainer, TrainerConfig
+from levanter.trainer_state import TrainerState
+from levanter.utils.jax_utils import parameter_count
+
+from qkvflow.cli.quiet import Quiet, quiet_libraries
+from qkvflow.errors import UserError
+from qkvflow.models import NeuralOdeConfig, NeuralOdeLMHeadModel, decay
+from qkvflow.models.metrics import depth_metrics
+from qkvflow.progress import Progress, describe_loss
+from qkvflow.runs.config import TrainConfig
+from qkvflow.runs.config_file import encode
+from qkvflow.runs.directory import RunDirectory
+from qkvflow.runs.load import unreadable_checkpoint
+from qkvflow.runs.prepare import C, PreparedRun, full_disk_is_told, prepare_run
+from qkvflow.tracking import start_trackers
+from qkvflow.training.checks import check_config, check_devices, tree_bytes
+from qkvflow.training.corpus import Corpus, open_corpus
+from qkvflow.training.loop import Outcome, train
+from qkvflow.training.share import TrainedShare
+from qkvflow.training.start import Start
+from qkvflow.training.validation import Validation
+from qkvflow.weights import PerLayerConfig
+
+
+def train_run(config: C, start_of: Callable[[PreparedRun[C]], Start]) -> Path:
+    """Trains in the run directory that `config` names, and says on standard output what can be done next.
+
+    Args:
+        start_of: for the opened run directory: where its model comes from. May prepare files in the directory.
+
+    Returns:
+        the run directory.
+
+    Errors: `UserError` before any work if a setting cannot work. `SystemExit` with the signal's status if
+    SIGTERM or Ctrl-C stopped the training; a checkpoint is written first.
+    """
+    check_config(config)
+    with quiet_libraries() as quiet:
+        for key, value in config.trainer.jax_config.items():
+            jax.config.update(key, value)
+        if config.trainer.jax_compilation_cache_dir is not None:
+            jax.config.update("jax_compilation_cache_dir", config.trainer.jax_compilation_cache_dir)
+        config.trainer.distributed.initialize()
+        with prepare_run(config) as run, full_disk_is_told(run.directory):
+            outcome, unigram = _train_in(run, start_of(run), quiet)
+    if jax.process_index() == 0:
+        _say_goodbye(run, outcome, unigram)
+    if outcome.exit_status:
+        raise SystemExit(outcome.exit_status)
+    return run.directory.path
+
+
+def _train_in(run: PreparedRun[C], start: Start, quiet: Quiet) -> tuple[Outcome, float | None]:
+    config, directory = run.config, run.directory
+    index = jax.process_index()
+    quiet.log_to(directory.log if index == 0 else directory.log.with_suffix(f".{index}.log"))
+    progress = Progress(quiet.terminal if index == 0 else open(os.devnull, "w"))  # noqa: SIM115
+    levanter_config = levanter_trainer(config.trainer, directory)
+    check_devices(levanter_config)
+    data_key, _, model_key, training_key = jax.random.split(jax.random.PRNGKey(config.trainer.seed), 4)
+    Pos = config.model.max_Pos.resize(config.train_seq_len or config.model.max_seq_len)
+
+    with progress.phase("Preparing data"):
+        corpus = open_corpus(config, directory, levanter_config, Pos, data_key)
+    vocab = vocabulary(config, len(corpus.tokenizer), levanter_config)
+    optimizer_config = decay.configure(config.optimizer, config.weight_decay_on)
+    optimizer = optimizer_config.build(config.trainer.num_train_steps)
+
+    with levanter_config.use_device_mesh():
+        shape = start.shape(vocab)
+        share = TrainedShare.of(shape, start.trainable(shape), optimizer)
+        run.require_space(share.checkpoint_bytes)
+    run.commit(dataclasses.replace(config, vocab_size=vocab.size))
+
+    def loss_function(model: LmHeadModel, example: LmExample, *, key=None):
+        model = start.in_step(model, key)
+        if isinstance(model, NeuralOdeLMHeadModel) and model.config.depth.is_adaptive:
+            loss, statistics = model.next_token_loss_and_statistics(
+                example, key=key, logsumexp_weight=config.z_loss_weight
+            )
+            return loss, depth_metrics(statistics)
+        return model.compute_next_token_loss(example, key=key, logsumexp_weight=config.z_loss_weight)
+
+    tracker = start_trackers(
+        directory.metrics, directory.tensorboard, run.last_step, config.trainer.tracker, directory.path.name
+    )
+    try:
+        with (
+            levanter.tracker.current_tracker(tracker),
+            Trainer(levanter_config, optimizer, loss_function, add_default_hooks=False) as trainer,
+        ):
+            tracker.log_hyperparameters(encode(config))
+            what = "Loading the base" if start.is_finetune else "Building the model"
+            what = what if run.last_step < 0 else f"Loading checkpoint step-{run.last_step}"
+            with progress.phase(what):
+                state = _initial_state(trainer, training_key, start, vocab, run, key=model_key)
+            progress.say(_headline(run, parameter_count(state.model), corpus))
+            validation = Validation(trainer, corpus.validation)
+            if start.is_finetune:
+                progress.say(share.describe(tree_bytes(state.opt_state)))
+                if run.last_step < 0:
+                    _log_beginning(state, share, validation, progress, corpus.unigram)
+            flops = config.model.flops_per_token(vocab.size, Pos.size)
+            outcome = train(
+                trainer,
+                state,
+                trainer.data_loader(corpus.train).iter_from_step(int(state.step)),
+                validation=validation,
+                tracker=tracker,
+                directory=directory,
+                progress=progress,
+                tokens_per_example=Pos.size,
+                flops_per_example=None if flops is None else 3 * flops * Pos.size,
+                unigram=corpus.unigram,
+            )
+    finally:
+        tracker.finish()
+    return outcome, corpus.unigram
+
+
+def levanter_trainer(trainer: TrainerConfig, directory: RunDirectory) -> TrainerConfig:
+    """A copy of the trainer's configuration that writes into the run directory."""
+    checkpointer = dataclasses.replace(
+        trainer.checkpointer, base_path=str(directory.checkpoints), append_run_id_to_base_path=False
+    )
+    # Levanter puts profiles and the like into <log_dir>/<id>.
+    return dataclasses.replace(trainer, checkpointer=checkpointer, log_dir=directory.path.parent)
+
+
+def vocabulary(config: TrainConfig, tokens: int, trainer: TrainerConfig) -> Axis:
+    """The model's vocabulary axis: as large as the tokenizer, or as `vocab_size` says if it is larger."""
+    if config.vocab_size is None:
+        with trainer.use_device_mesh():
+            return round_axis_for_partitioning(Axis("vocab", tokens), trainer.parameter_axis_mapping)
+    if config.vocab_size < tokens:
+        raise UserError(f"`vocab_size` is {config.vocab_size}, but the tokenizer has {tokens} tokens")
+    return Axis("vocab", config.vocab_size)
+
+
+def _initial_state(
+    trainer: Trainer, training_key: jax.Array, start: Start, vocab: Axis, run: PreparedRun[C], *, key: jax.Array
+) -> TrainerState:
+    """A new training state, or that of the newest checkpoint (Levanter finds it by itself)."""
+    mapping = trainer.parameter_axis_mapping
+    if run.last_step < 0 and trainer.config.initialize_from is None:
+        model = start.fresh(vocab, mapping, key=key)
+        return trainer.initial_state(training_key, model=model, is_trainable=start.trainable(model))
+    model = start.continued(mapping, key=key)
+    try:
+        if model is None:
+            return trainer.initial_state(training_key, model_init=lambda: start.local_model.build(vocab, key=key))
+        return trainer.initial_state(training_key, model=model, is_trainable=start.trainable(model))
+    except (ValueError, FileNotFoundError) as error:
+        source = trainer.config.initialize_from
+        if run.last_step >= 0:
+            source = run.directory.checkpoints / f"step-{run.last_step}"
+        if source is None:
+            raise
+        raise unreadable_checkpoint(Path(source), error) from error
+
+
+def _log_beginning(
+    state: TrainerState, share: TrainedShare, validation: Validation, progress: Progress, unigram: float | None
+) -> None:
+    """What a fine-tune begins with: logged with the first step."""
+    metrics = share.metrics(tree_bytes(state.opt_state))
+    if validation.is_possible:
+        with progress.phase("Validating the base"):
+            loss = validation.loss(StepInfo(state, 0.0, 0.0))
+        progress.say(f"before the first step  {describe_loss(loss, unigram, digits=4)}")
+        metrics["finetune/eval_loss_before"] = loss
+    levanter.tracker.log(metrics, step=0)
+
+
+def _headline(run: PreparedRun[TrainConfig], parameters: int, corpus: Corpus) -> str:
+    trainer = run.config.trainer
+    start = "new run" if run.last_step < 0 else f"continues after step {run.last_step}"
+    kind = run.config.model.get_choice_name(type(run.config.model))
+    return (
+        f"{run.directory.path} ({start}): {kind}, {parameters:,} parameters, {corpus.train_tokens:,} tokens "
+        f"of text, {trainer.num_train_steps} steps on {jax.device_count()} x {jax.devices()[0].device_kind}"
+    )
+
+
+def _say_goodbye(run: PreparedRun[TrainConfig], outcome: Outcome, unigram: float | None) -> None:
+    path = run.directory.path
+    lines = []
+    if outcome.exit_status:
+        name = signal.Signals(outcome.exit_status - 128).name
+        lines.append(f"Stopped by {name} after step {outcome.step}; a checkpoint is written.")
+        lines.append("To continue, give the same command again.")
+    else:
+        loss = outcome.validation_loss
+        result = f"training loss {outcome.loss:.3f}" if loss is None else describe_loss(loss, unigram)
+        lines += [f"Finished: {result}", f"The run is in {path}"]
+        if unigram is not None:
+            lines.append(
+                "(nats per token; unigram: what frequencies of single tokens reach, which a model must beat by far)"
+            )
+    lines.append(f"To see its curves:          tensorboard --logdir {path / 'tensorboard'}")
+    if not outcome.exit_status:
+        lines.append(f"To let it write:            {_sample_command(run)}")
+    model = run.config.model
+    is_flow = isinstance(model, NeuralOdeConfig) and not isinstance(model.weights, PerLayerConfig)
+    if not outcome.exit_status and is_flow:
+        lines.append(f"To read it at other depths: python -m qkvflow.eval_lm --run {path} --steps 3,6,12,24")
+    if not outcome.exit_status:
+        lines.append(f"To use it in Python:        config, model, tokenizer = qkvflow.runs.load_run({str(path)!r})")
+    print("\n".join(lines), flush=True)
+
+
+def _sample_command(run: PreparedRun[TrainConfig]) -> str:
+    model = run.config.model
+    is_adaptive = isinstance(model, NeuralOdeConfig) and model.depth.is_adaptive
+    steps = f" --steps {model.depth.reading_steps}" if is_adaptive else ""
+    return f'python -m qkvflow.sample_lm --run {run.directory.path}{steps} --prompt "The"'

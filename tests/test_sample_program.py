@@ -1,0 +1,125 @@
+"""`sample_lm` and `serve_lm` as processes, on a run that `train_lm` made: what a new user does."""
+
+import io
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+
+import httpx
+import pytest
+
+from qkvflow import sample_lm, serve_lm
+from qkvflow.errors import UserError
+from qkvflow.sample_lm import SampleConfig
+from qkvflow.serve_lm import ServeConfig
+
+pytestmark = pytest.mark.program
+
+CONFIG = """
+data: {tokenizer: byte, train: text.jsonl, validation_fraction: 0.2, control_key: control}
+model:
+  type: neuralode
+  max_seq_len: 256
+  hidden_dim: 16
+  control: {dim: 2}
+  block: {type: gpt2, num_heads: 2}
+  weights: {type: generated, time_embed_dim: 4, sinusoidal_dim: 4}
+  depth: {solver: euler, steps: 2}
+trainer: {train_batch_size: 2, num_train_steps: 3, max_eval_batches: 1}
+train_seq_len: 32
+"""
+
+
+def program(*words, cwd, **options):
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-m", *words]
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300, **options)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("sample")
+    records = [{"text": f"line {i} of a text that is long enough. " * 4, "control": [i % 2, 0.0]} for i in range(60)]
+    (folder / "text.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    (folder / "tiny.yaml").write_text(CONFIG)
+    result = program("qkvflow.train_lm", "--config_path", "tiny.yaml", cwd=folder)
+    assert result.returncode == 0, result.stderr
+    # The last lines say how to let the run write; the command works as it stands.
+    (hint,) = [line for line in result.stdout.splitlines() if "sample_lm" in line]
+    words = hint.split(":", 1)[1].split()
+    assert words[:3] == ["python", "-m", "qkvflow.sample_lm"]
+    return folder, words[4]
+
+
+def sample(trained, *words, **options):
+    folder, run = trained
+    return program("qkvflow.sample_lm", "--run", run, *words, cwd=folder, **options)
+
+
+def test_sample(trained):
+    words = ("--prompt", "Note: a # text ", "--max_new_tokens", "30", "--temperature", "1.0", "--control", "[5, -5]")
+    result = sample(trained, *words)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith("Note: a # text "), "the prompt is text, not YAML"
+    assert re.search(r"prefill: 15 tokens in .* tokens/s.*decode: \d+ tokens in .* tokens/s", result.stderr)
+
+
+def test_too_long_a_prompt_from_a_pipe(trained, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("x" * 150 + "\n"))
+    with pytest.raises(UserError, match=r"150 tokens and 150 new ones .* 256 positions"):
+        sample_lm.main(SampleConfig(run=str(trained[0] / trained[1]), max_new_tokens=150))
+
+
+@pytest.mark.slow
+def test_many_prompts(trained, capsys):
+    """Titles in order, each text as it is when it is made alone."""
+    folder, run = trained
+    (folder / "prompts.jsonl").write_text('{"prompt": "a"}\n{"prompt": "longer: ", "control": [9, 9]}\n')
+    common = {"run": str(folder / run), "max_new_tokens": 8, "steps": 3, "solver": "heun", "seed": 2}
+    file = str(folder / "prompts.jsonl")
+    texts = sample_lm.main(SampleConfig(prompt_file=file, num_samples=2, batch_size=3, **common))
+    shown = capsys.readouterr().out
+    titles = [f"=== prompt {p} of 2, sample {s} of 2" for p in (1, 2) for s in (1, 2)]
+    assert shown == "".join(f"{title}\n{text}\n" for title, text in zip(titles, texts, strict=True))
+    alone = sample_lm.main(SampleConfig(prompt="longer: ", control=[9, 9], **common | {"seed": 2 + 3}))
+    assert alone == texts[3:]
+
+
+def test_serve_finishes_what_runs_when_it_is_stopped(trained):
+    folder, run = trained
+    command = [sys.executable, "-m", "qkvflow.serve_lm", "--run", run, "--port", "0", "--max_concurrent", "2"]
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    with subprocess.Popen(command, cwd=folder, env=environment, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            line = ""
+            while "http://" not in line:
+                line = process.stderr.readline()
+                assert line, "it ended before it served"
+            url = line.split()[-1]
+            body = {"prompt": ["a", "b", "c"], "max_tokens": 250, "stream": True, "control": [1, 0]}
+            with httpx.stream("POST", f"{url}/completions", json=body, timeout=60) as answer:
+                lines = answer.iter_lines()
+                next(lines)
+                process.send_signal(signal.SIGTERM)
+                pieces = [json.loads(x[6:]) for x in lines if x.startswith("data: {")]
+                reasons = [p["choices"][0]["finish_reason"] for p in pieces]
+            # Two were running and one was waiting: all were promised an answer.
+            assert reasons.count("length") + reasons.count("stop") == 3
+            assert process.wait(30) == 0
+            with pytest.raises(httpx.ConnectError):
+                httpx.get(f"{url}/models")
+        finally:
+            process.kill()
+
+
+def test_serve_refuses_a_port_in_use():
+    """Before anything is loaded."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        sock.listen()
+        with pytest.raises(UserError, match="cannot listen"):
+            serve_lm.main(ServeConfig(run="nowhere", port=sock.getsockname()[1]))
