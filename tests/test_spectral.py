@@ -5,6 +5,7 @@ import jax
 import numpy as np
 import pytest
 from conftest import build, llama, random_tokens, small_config
+from levanter.adaptor.lora import LoraConfig, loraize, merge_lora_modules
 from levanter.layers.attention import AttentionMask
 from levanter.models.gpt2 import Gpt2Config
 from levanter.models.llama import LlamaConfig
@@ -117,6 +118,16 @@ def test_a_discretised_model_has_the_spectra_of_its_flow():
         np.testing.assert_array_equal(
             spectral.eigenvalues(model.discretise(), family), spectral.eigenvalues(model, family)
         )
+
+
+def test_lora_is_merged():
+    """Adapters change the spectra as their product with the weights does; the model itself is left alone."""
+    model = build(MODELS["Levanter gpt2"])
+    config = LoraConfig(r=2, alpha=2.0, a_init_mode="random", zero_init_b=False)
+    adapted = loraize(model, config, key=jax.random.PRNGKey(0))
+    ours = spectral.ov_eigenvalues(adapted)
+    np.testing.assert_array_equal(ours, spectral.ov_eigenvalues(merge_lora_modules(adapted)))
+    assert np.abs(ours - spectral.ov_eigenvalues(model)).max() > 1e-3
 
 
 def test_any_grid_of_times():

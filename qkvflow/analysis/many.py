@@ -21,6 +21,6 @@ def for_each(function: Callable[[int], object], count: int) -> list:
 def each(function: Callable[..., np.ndarray], *arrays: np.ndarray) -> np.ndarray:
     """`function` of every matrix (the last two axes) of the arrays, stacked along their (equal) leading axes."""
     leading = arrays[0].shape[:-2]
-    flat = [a.reshape(-1, *a.shape[-2:]) for a in arrays]
-    results = for_each(lambda i: function(*(a[i] for a in flat)), len(flat[0]))
+    places = list(np.ndindex(*leading))
+    results = for_each(lambda i: function(*(a[places[i]] for a in arrays)), len(places))
     return np.stack(results).reshape(*leading, *results[0].shape)

@@ -15,7 +15,6 @@ import jax
 import numpy as np
 from haliax import NamedArray
 from haliax.nn.scan import BlockFoldable, Stacked
-from levanter.adaptor.lora import merge_lora_modules
 from levanter.models.gpt2 import Gpt2LMHeadModel
 from levanter.models.llama import LlamaLMHeadModel
 from levanter.models.lm_model import LmHeadModel
@@ -96,8 +95,8 @@ def _part(model: LmHeadModel, select: Callable, times: tuple[float, ...]):
     if isinstance(model, NeuralOdeLMHeadModel):
         weights = model.transformer.flow.weights
         if isinstance(weights, TimeDependent):  # a whole block at a time
-            return merge_lora_modules(select(weights.at(grid(times)))), None
-        return merge_lora_modules(select(weights)), times
+            return parts.merged(select(weights.at(grid(times)))), None
+        return parts.merged(select(weights)), times
     own = training_times(model)
     rows = [min(range(len(own)), key=lambda i: abs(own[i] - t)) for t in times]
     for t, row in zip(times, rows, strict=True):
@@ -106,7 +105,7 @@ def _part(model: LmHeadModel, select: Callable, times: tuple[float, ...]):
                 f"an ordinary model of {len(own)} layers has no weights at t = {t:.6g}: its layers stand at"
                 f" k/{len(own)}, k = 1..{len(own)}. Leave times out, or give some of these."
             )
-    part = merge_lora_modules(select(layers_of(model)))
+    part = parts.merged(select(layers_of(model)))
     if rows == list(range(len(own))):
         return part, None
     index = hax.named(jax.numpy.asarray(rows), LAYERS)

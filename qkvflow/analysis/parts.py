@@ -8,7 +8,9 @@ from functools import singledispatch
 from typing import NamedTuple, NoReturn
 
 import equinox as eqx
+import jax
 from haliax import Axis, NamedArray
+from levanter.adaptor.lora import LoraLinear, merge_lora_modules
 from levanter.layers.attention import Attention, GatedAttention
 from levanter.models import gpt2, llama
 
@@ -136,6 +138,12 @@ def _(mlp):
 @feed_forward_maps.register(llama.LlamaMlp)
 def _(mlp):
     return FeedForwardMaps(mlp.up_proj.weight, mlp.down_proj.weight)
+
+
+def merged(module):
+    """The same with LoRA merged into the weights, if there is any: Levanter's function copies all arrays."""
+    leaves = jax.tree.leaves(module, is_leaf=lambda m: isinstance(m, LoraLinear))
+    return merge_lora_modules(module) if any(isinstance(m, LoraLinear) for m in leaves) else module
 
 
 def _repeat(array: NamedArray, Heads: Axis) -> NamedArray:

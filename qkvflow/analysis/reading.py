@@ -13,13 +13,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from haliax import NamedArray
-from levanter.adaptor.lora import merge_lora_modules
 from levanter.layers.attention import Attention, AttentionBackend, AttentionMask
 from levanter.models import gpt2
 from levanter.models.lm_model import LmHeadModel
 from levanter.utils.tree_utils import inference_mode
 
 from qkvflow.analysis.matrices import layers_of
+from qkvflow.analysis.parts import merged
 from qkvflow.axes import EMBED, LAYERS, POSITION
 from qkvflow.blocks.attention import Gpt2Attention
 from qkvflow.blocks.grouped_query import GroupedQueryAttention
@@ -183,7 +183,7 @@ def read(model: LmHeadModel, steps: int | None = None, *, endpoint: str | None =
 
     Errors: `UserError` for a model of an unknown kind, or steps that it has no weights for.
     """
-    model = jax.tree.map(_at_least_float32, inference_mode(merge_lora_modules(model), True))
+    model = jax.tree.map(_at_least_float32, inference_mode(merged(model), True))
     model = jax.tree.map(_plain, model, is_leaf=_is_attention)
     if not isinstance(model, NeuralOdeLMHeadModel):
         stacked = layers_of(model)
