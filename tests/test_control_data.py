@@ -274,6 +274,7 @@ def steered_records(count, seed):
     return records
 
 
+@pytest.mark.slow
 def test_a_hybrid_learns_to_hear_its_control():
     """Trained through cache, sequences and loss; evaluated on new documents under the right and the wrong control."""
     Pos = hax.Axis("position", 12)

@@ -66,9 +66,18 @@ def check(xla, config, shape, passes):
     return flops
 
 
-@pytest.mark.parametrize("solver", list(SOLVERS))
-@pytest.mark.parametrize("weights", list(WEIGHTS))
-@pytest.mark.parametrize("block", ["gpt2", "llama"])
+EVERY = [(b, w, s) for b in ("gpt2", "llama") for w in WEIGHTS for s in SOLVERS]
+
+
+def is_new(block, weights, solver) -> bool:
+    """One of each pair in the fast tests; the whole product is slow."""
+    return solver == "heun" or (block == "gpt2" and weights == "generated")
+
+
+@pytest.mark.parametrize(
+    ("block", "weights", "solver"),
+    [case if is_new(*case) else pytest.param(*case, marks=pytest.mark.slow) for case in EVERY],
+)
 def test_forward_with_every_solver(block, weights, solver, unrolled):
     config = config_of(block, weights, depth=DepthConfig(solver=solver, steps=2))
     computation, shape = lowered(config)

@@ -156,7 +156,7 @@ def _gradients(config, tokens):
     return jax.tree.leaves(grads)
 
 
-@pytest.mark.parametrize("solver", ["euler", "rk4"])
+@pytest.mark.parametrize("solver", ["euler", pytest.param("rk4", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("weights", ["generated", "per_layer", "constant"])
 def test_gradients_do_not_depend_on_adjoint_or_evaluation(solver, weights, tokens):
     """checkpoint = direct, batched = in_scan, for every parameter and for the input."""
@@ -170,6 +170,7 @@ def test_gradients_do_not_depend_on_adjoint_or_evaluation(solver, weights, token
             assert float(jnp.abs(a - b).max()) <= 1e-5 * max(1.0, float(jnp.abs(a).max()))
 
 
+@pytest.mark.slow
 def test_gradients_against_finite_differences():
     """Float64, along random directions: parameters and input."""
     with jax.enable_x64(True):

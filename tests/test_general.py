@@ -52,7 +52,7 @@ def distance(ours, theirs) -> float:
     return float(difference / size)
 
 
-@pytest.mark.parametrize("solver", ["bosh3", "tsit5"])
+@pytest.mark.parametrize("solver", [pytest.param("bosh3", marks=pytest.mark.slow), "tsit5"])
 def test_adaptive_steps_find_the_solution(solver, tokens):
     fine = build(smooth_config(solver="rk4", steps=32))
     adaptive = build(smooth_config(solver=solver, rtol=1e-5, atol=1e-5, max_steps=64))
@@ -74,6 +74,7 @@ def test_adaptive_gradients_are_those_of_the_solution():
         assert distance(backsolve, reference) < 1e-5
 
 
+@pytest.mark.slow
 def test_backsolve_forward_is_the_fixed_grid(tokens):
     for options in ({"solver": "heun"}, {"solver": "tsit5"}, {"solver": "euler", "endpoint": "left"}):
         models = [build(smooth_config(steps=4, adjoint=a, **options)) for a in ("backsolve", "checkpoint")]
@@ -82,6 +83,7 @@ def test_backsolve_forward_is_the_fixed_grid(tokens):
         np.testing.assert_allclose(eqx.filter_jit(models[0].discretise())(tokens).array, b, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_error_of_backsolve_falls_at_the_order_of_the_solver(record_property):
     """Its gradient is that of the solution, up to the error of solving backwards; it is not that of the steps made."""
     with jax.enable_x64(True):

@@ -35,8 +35,10 @@ def segments(length):
 
 @pytest.mark.parametrize("method", list(CHUNK))
 @pytest.mark.parametrize("selective", [False, True])
-@pytest.mark.parametrize("length", [1, 7, 16, 37])
-@pytest.mark.parametrize("mask", [None, "segments"])
+@pytest.mark.parametrize(
+    ("length", "mask"),
+    [(1, None), (37, "segments"), *(pytest.param(n, None, marks=pytest.mark.slow) for n in (7, 16, 37))],
+)
 def test_chunked_is_sequential(method, selective, length, mask, monkeypatch):
     """Values and every gradient, by both ways of doing a chunk; `associative` is what GPUs and TPUs run."""
     monkeypatch.setitem(CHUNK, "associative", 8)

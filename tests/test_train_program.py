@@ -209,6 +209,7 @@ def test_a_killed_and_a_terminated_run_continue_bit_for_bit(base, finished, stop
 # --- in this process --------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.program
 def test_validation_changes_no_training_number(tmp_path):
     one = main(decode(TrainConfig, _raw(tmp_path, id="often", steps_per_eval=1)))
