@@ -66,6 +66,11 @@ def tokens():
     return random_tokens()
 
 
+def heavy(*values):
+    """A case that only `make test-slow` runs, because a lighter one of the same law is among the fast tests."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 def random_tokens(seed=7, batch=2, length=12):
     axes = (hax.Axis("batch", batch), hax.Axis("position", length))
     return hax.random.randint(jax.random.PRNGKey(seed), axes, 0, VOCAB.size)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import VOCAB, build, llama, random_tokens, small_config
+from conftest import VOCAB, build, heavy, llama, random_tokens, small_config
 from levanter.layers.attention import AttentionMask
 
 from qkvflow.depth import SOLVERS, DepthConfig
@@ -41,14 +41,14 @@ def test_solvers_and_forms(solver, form):
 
 @pytest.mark.parametrize("weights", ["generated", "constant", "per_layer"])
 @pytest.mark.parametrize("evaluate", ["batched", "in_scan"])
-@pytest.mark.parametrize("adjoint", ["checkpoint", "direct"])
+@pytest.mark.parametrize("adjoint", ["checkpoint", heavy("direct")])
 def test_weights_and_adjoints(weights, evaluate, adjoint):
     depth = DepthConfig(steps=3, evaluate=evaluate, adjoint=adjoint, endpoint="left")
     check(small_config(weights=weights, depth=depth, prelude_layers=1, coda_layers=1))
 
 
-@pytest.mark.parametrize("solver", ["euler", "rk4"])
-@pytest.mark.parametrize("weights", ["generated", "constant", "per_layer"])
+@pytest.mark.parametrize("solver", [heavy("euler"), "rk4"])
+@pytest.mark.parametrize("weights", ["generated", heavy("constant"), heavy("per_layer")])
 @pytest.mark.parametrize("form", ["parallel", "sequential", "official"])
 def test_llama(form, weights, solver):
     depth = DepthConfig(solver=solver, steps=2)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import build, random_tokens, small_config
+from conftest import build, heavy, random_tokens, small_config
 from haliax import Axis
 from levanter.layers.attention import AttentionMask
 
@@ -134,7 +134,7 @@ def test_every_number_of_steps_gives_as_many_blocks():
         assert discrete.transformer.flow.plan.times == tuple(k / n for k in range(1, n + 1))
 
 
-@pytest.mark.parametrize("solver", ["euler", "midpoint", "heun", "rk4"])
+@pytest.mark.parametrize("solver", ["euler", heavy("midpoint"), heavy("heun"), "rk4"])
 @pytest.mark.parametrize("form", ["parallel", "sequential"])
 def test_discretised_at_the_trained_depth_is_the_same_function(solver, form, tokens):
     model = build(small_config(form=form, depth=DepthConfig(solver=solver, steps=4), prelude_layers=1, coda_layers=1))
@@ -157,7 +157,7 @@ def _gradients(config, tokens):
 
 
 @pytest.mark.parametrize("solver", ["euler", pytest.param("rk4", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("weights", ["generated", "per_layer", "constant"])
+@pytest.mark.parametrize("weights", ["generated", heavy("per_layer"), heavy("constant")])
 def test_gradients_do_not_depend_on_adjoint_or_evaluation(solver, weights, tokens):
     """checkpoint = direct, batched = in_scan, for every parameter and for the input."""
     grads = []

@@ -121,6 +121,7 @@ def test_what_does_not_vary():
     assert found["mlp.c_proj.weight"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.program
 def test_a_trained_run(tmp_path, capsys):
     raw = {

@@ -63,6 +63,7 @@ def test_adaptive_steps_find_the_solution(solver, tokens):
     np.testing.assert_allclose(found.array, reference.array, atol=3e-4)  # some tens of steps, each to 1e-5
 
 
+@pytest.mark.slow
 def test_adaptive_gradients_are_those_of_the_solution():
     """Against a fine fixed grid, fp64, by all parameters and x(0): none is lost in a closure."""
     with jax.enable_x64(True):

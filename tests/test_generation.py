@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import VOCAB, build, llama, random_tokens, small_config
+from conftest import VOCAB, build, heavy, llama, random_tokens, small_config
 from haliax import Axis
 from levanter.adaptor.lora import LoraConfig, loraize, merge_lora_modules
 from levanter.models.gpt2 import Gpt2Config
@@ -110,7 +110,10 @@ def greedy_by_hand(model, tokens, new, **options):
     return text
 
 
-@pytest.mark.parametrize("case", list(CASES))
+HEAVY = ("gpt2 rk4 around", "selective per layer", "llama heun")
+
+
+@pytest.mark.parametrize("case", [heavy(case) if case in HEAVY else case for case in CASES])
 def test_logits_at_every_position(case):
     check_logits(model_of(**CASES[case]))
 

@@ -124,7 +124,7 @@ SPECTRUM_MODELS = {
 
 
 @pytest.mark.parametrize(
-    "name", ["llama rk4", *(pytest.param(n, marks=pytest.mark.slow) for n in SPECTRUM_MODELS if n != "llama rk4")]
+    "name", ["generated", *(pytest.param(n, marks=pytest.mark.slow) for n in SPECTRUM_MODELS if n != "generated")]
 )
 def test_spectrum_is_that_of_the_dense_tangent_map(name):
     """All tokens coupled: log singular values of d x(1) / d x(0), all 32, and the leading ones without forming it."""

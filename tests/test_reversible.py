@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import build, random_tokens, small_config
+from conftest import build, heavy, random_tokens, small_config
 from haliax import Axis
 from levanter.layers.attention import AttentionMask
 from levanter.utils.tree_utils import inference_mode
@@ -57,9 +57,9 @@ def distance(ours, theirs) -> float:
     [
         ("generated", "euler", "batched", False, False),
         ("generated", "euler", "in_scan", True, False),
-        ("generated", "rk4", "batched", True, True),
+        heavy("generated", "rk4", "batched", True, True),
         ("constant", "bosh3", "auto", False, False),
-        ("per_layer", "heun", "batched", False, True),
+        heavy("per_layer", "heun", "batched", False, True),
     ],
 )
 def test_gradients_are_those_of_plain_autodiff(weights, solver, evaluate, dropout, x64):
@@ -82,6 +82,7 @@ def test_gradients_are_those_of_plain_autodiff(weights, solver, evaluate, dropou
     assert distance(ours, plain) < (1e-12 if x64 else 1e-5)
 
 
+@pytest.mark.slow
 def test_gradients_in_bf16(tokens):
     """The pair stays in fp32, so walking back costs nothing that bf16 does not cost anyway."""
     (_, ours), (_, plain), (_, exact) = (

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import VOCAB, build, random_tokens, small_config
+from conftest import VOCAB, build, heavy, random_tokens, small_config
 from haliax import Axis
 from levanter.layers.attention import AttentionMask
 
@@ -96,7 +96,7 @@ def test_bf16_input(selective):
 
 
 @pytest.mark.parametrize("selective", [False, True])
-@pytest.mark.parametrize("weights", ["generated", "modulated", "constant", "per_layer"])
+@pytest.mark.parametrize("weights", ["modulated", *map(heavy, ("generated", "constant", "per_layer"))])
 def test_causal_and_discretised(selective, weights):
     block = SsmBlockConfig(num_heads=2, state_size=4, selective=selective)
     model = build(small_config(weights, block=block, depth=DepthConfig(steps=2)))

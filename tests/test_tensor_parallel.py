@@ -49,6 +49,7 @@ print("equal")
 """
 
 
+@pytest.mark.slow
 @pytest.mark.program
 def test_llama_over_eight_devices():
     flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "PYTHONPATH": "tests:."}

@@ -219,6 +219,7 @@ def test_validation_changes_no_training_number(tmp_path):
     assert [record["step"] for record in read_metrics(two / "metrics.jsonl") if "eval/loss" in record] == [5]
 
 
+@pytest.mark.slow
 @pytest.mark.program
 def test_a_run_can_be_trained_longer(tmp_path):
     raw = _raw(tmp_path)
