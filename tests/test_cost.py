@@ -5,7 +5,7 @@ import haliax as hax
 import jax
 import jax.numpy as jnp
 import pytest
-from conftest import WEIGHTS, llama
+from conftest import WEIGHTS, heavy, llama
 from haliax import Axis
 from levanter.models.gpt2 import Gpt2Config
 from levanter.models.llama import LlamaConfig
@@ -76,7 +76,7 @@ def is_new(block, weights, solver) -> bool:
 
 @pytest.mark.parametrize(
     ("block", "weights", "solver"),
-    [case if is_new(*case) else pytest.param(*case, marks=pytest.mark.slow) for case in EVERY],
+    [case if is_new(*case) else heavy(*case) for case in EVERY],
 )
 def test_forward_with_every_solver(block, weights, solver, unrolled):
     config = config_of(block, weights, depth=DepthConfig(solver=solver, steps=2))
@@ -84,7 +84,7 @@ def test_forward_with_every_solver(block, weights, solver, unrolled):
     check(computation.cost_analysis()["flops"], config, shape, 1)
 
 
-@pytest.mark.parametrize("weights", list(WEIGHTS))
+@pytest.mark.parametrize("weights", [w if w == "modulated" else heavy(w) for w in WEIGHTS])
 @pytest.mark.parametrize("block", list(BLOCKS))
 def test_forward_as_compiled(block, weights, unrolled):
     config = config_of(block, weights, prelude_layers=1)

@@ -56,7 +56,7 @@ def distance(ours, theirs) -> float:
     ("weights", "solver", "evaluate", "dropout", "x64"),
     [
         ("generated", "euler", "batched", False, False),
-        ("generated", "euler", "in_scan", True, False),
+        heavy("generated", "euler", "in_scan", True, False),
         heavy("generated", "rk4", "batched", True, True),
         ("constant", "bosh3", "auto", False, False),
         heavy("per_layer", "heun", "batched", False, True),
@@ -92,6 +92,7 @@ def test_gradients_in_bf16(tokens):
     assert distance(ours, exact) < 1.5 * distance(plain, exact)
 
 
+@pytest.mark.slow
 def test_gradients_against_finite_differences():
     """Float64, along a random direction of all parameters and the input."""
     with jax.enable_x64(True):

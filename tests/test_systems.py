@@ -13,7 +13,7 @@ import haliax as hax
 import jax
 import numpy as np
 import pytest
-from conftest import VOCAB, build
+from conftest import VOCAB, build, heavy
 from test_configs import FILES, IDS, ROOT, config_of
 
 from qkvflow.models import NeuralOdeConfig
@@ -74,7 +74,7 @@ def check_causal(model, vocab, length, positions):
 checked = []
 
 
-@pytest.mark.parametrize("path", FILES, ids=IDS)
+@pytest.mark.parametrize("path", [p if p in SMALL else heavy(p) for p in FILES], ids=IDS)
 def test_causal(path):
     """Every configuration, with noise on all parameters, so that zeros of the initialisation hide no path."""
     config = lowered(config_of(path).model)
