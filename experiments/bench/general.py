@@ -46,6 +46,7 @@ def by_hand(flow, x):
         stepsize_controller=diffrax.PIDController(rtol=TOLERANCE, atol=TOLERANCE),
         max_steps=256,
     )
+    assert solution.ys is not None
     return hax.named(solution.ys[0], x.axes)
 
 
