@@ -288,9 +288,9 @@ def test_a_tracker_that_cannot_start_is_named(tmp_path):
 
 def test_library_output_goes_to_the_log(tmp_path, capfd):
     with quiet_libraries() as quiet:
-        logging.getLogger("some.library").warning("early")
+        logging.getLogger("another.package").warning("early")
         quiet.log_to(tmp_path / "log")
-        logging.getLogger("some.library").info("late")
+        logging.getLogger("another.package").info("late")
         os.write(2, b"from C++\n")
         print("a warning", file=sys.stderr)
         quiet.terminal.write("for people\n")
