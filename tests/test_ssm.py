@@ -12,7 +12,7 @@ from conftest import VOCAB, build, heavy, random_tokens, small_config
 from haliax import Axis
 from levanter.layers.attention import AttentionMask
 
-from qkvflow.blocks import SsmBlockConfig, SsmMixer, state_space
+from qkvflow.blocks import SsmBlockConfig, SsmMixer, Window, state_space
 from qkvflow.blocks.chunked import CHUNK, chunked
 from qkvflow.depth import DepthConfig
 from qkvflow.errors import UserError
@@ -66,11 +66,13 @@ def test_chunked_is_sequential(method, selective, length, mask, monkeypatch):
 @pytest.mark.parametrize("selective", [False, True])
 def test_one_step_after_another_is_the_whole(selective):
     m, x = mixer(selective), signal(9)
-    state = m.initial_state(x.resolve_axis("batch"))
+    Batch = x.resolve_axis("batch")
+    state = m.initial_state(Batch)
     whole = m(x, None)
     for k in range(9):
-        state, y = m.step(state, x["position", k])
-        np.testing.assert_allclose(y.array, whole["position", k].rearrange(y.axes).array, atol=1e-5)
+        window = Window(hax.full(Batch, k, jnp.int32), hax.ones(Batch, jnp.int32))
+        y, state = m.extend(x["position", k : k + 1], window, state)
+        np.testing.assert_allclose(y.array, whole["position", k : k + 1].rearrange(y.axes).array, atol=1e-5)
 
 
 @pytest.mark.parametrize("selective", [False, True])

@@ -56,34 +56,23 @@ def step(state, delta, A, B, C, x):
     return state, jnp.sum(C * state, axis=-2)
 
 
-def sequential(delta, A, B, C, x, start):
-    """y by one `step` after another: the reference for the fast forms."""
+def sequential(state, delta, A, B, C, x, start=None, real=None):
+    """From `state`, one `step` after another: (state, y). The reference for the fast forms, and what decoding runs.
+
+    start, real: [batch, position] bool. Where `real` is false nothing happens to the state.
+    """
     selective = delta.ndim == 3
 
     def body(state, now):
-        x, start, *rest = now
-        d, b, c = (rest[0][:, None], rest[1][..., None], rest[2][..., None]) if selective else (delta, B, C)
-        return step(jnp.where(start[:, None, None], 0.0, state), d, A, b, c, x[:, None])
+        d, b, c = (now["delta"][:, None], now["B"][..., None], now["C"][..., None]) if selective else (delta, B, C)
+        before = state if start is None else jnp.where(now["start"][:, None, None], 0.0, state)
+        after, y = step(before, d, A, b, c, now["x"][:, None])
+        return (after if real is None else jnp.where(now["real"][:, None, None], after, state)), y
 
-    moving = (x, start, delta, B, C) if selective else (x, start)
-    state = jnp.zeros((x.shape[0], *A.shape), x.dtype)
-    _, y = lax.scan(body, state, tuple(jnp.moveaxis(a, 1, 0) for a in moving))
-    return jnp.moveaxis(y, 0, 1)
-
-
-def continued(state, delta, A, B, C, x, real):
-    """From `state`, one `step` after another: (state, y). Where `real` [batch, position] is false nothing happens."""
-    selective = delta.ndim == 3
-
-    def body(state, now):
-        x, real, *rest = now
-        d, b, c = (rest[0][:, None], rest[1][..., None], rest[2][..., None]) if selective else (delta, B, C)
-        new, y = step(state, d, A, b, c, x[:, None])
-        return jnp.where(real[:, None, None], new, state), y
-
-    moving = tuple(jnp.moveaxis(a, 1, 0) for a in ((x, real, delta, B, C) if selective else (x, real)))
+    moving = {"x": x, "start": start, "real": real} | ({"delta": delta, "B": B, "C": C} if selective else {})
+    moving = {name: jnp.moveaxis(array, 1, 0) for name, array in moving.items() if array is not None}
     if x.shape[1] == 1:  # no loop around a single position
-        state, y = body(state, tuple(a[0] for a in moving))
+        state, y = body(state, {name: array[0] for name, array in moving.items()})
         return state, y[:, None]
     state, y = lax.scan(body, state, moving)
     return state, jnp.moveaxis(y, 0, 1)

@@ -94,10 +94,10 @@ class SsmMixer(eqx.Module):
             return self(x, mask), None
         New, Embed = x.resolve_axis(POSITION), x.resolve_axis(EMBED)
         batch = (x.resolve_axis(BATCH),)
-        system, real = self._system(x, (POSITION,)), mask.real(New)
+        system, real = self._system(x), mask.real(New)
         raw = _flat(state, *(a.name for a in self.space.A_raw.axes))
         inputs = _flat(x, POSITION, EMBED).astype(system[1].dtype)
-        raw, y = recurrence.continued(raw, *system, inputs, _flat(real, POSITION))
+        raw, y = recurrence.sequential(raw, *system, inputs, real=_flat(real, POSITION))
         return self._output(_unflat(y, batch, (New, Embed)), x), _unflat(raw, batch, self.space.A_raw.axes)
 
     def sequential(self, x: NamedArray, mask: AttentionMask | NamedArray | None) -> NamedArray:
@@ -108,26 +108,21 @@ class SsmMixer(eqx.Module):
         """The state before the first position: zeros {batch, state, embed}, fp32."""
         return hax.zeros((*batch, *self.space.A_raw.axes), dtype=jnp.float32)
 
-    def step(self, state: NamedArray, x: NamedArray) -> tuple[NamedArray, NamedArray]:
-        """One position: state {..., state, embed}, x {..., embed} -> (state, y). For decoding token by token."""
-        batch = tuple(a for a in x.axes if a.name != EMBED)
-        delta, A, B, C = self._system(x, ())
-        wide = (delta[:, None], B[..., None], C[..., None]) if self.selection is not None else (delta, B, C)
-        raw = _flat(state, *(a.name for a in self.space.A_raw.axes))
-        new, y = recurrence.step(raw, wide[0], A, wide[1], wide[2], _flat(x, EMBED).astype(A.dtype)[:, None])
-        return _unflat(new, batch, self.space.A_raw.axes), self._output(_unflat(y, batch, (x.resolve_axis(EMBED),)), x)
-
     def _over_positions(self, x: NamedArray, mask, *, fast: bool) -> NamedArray:
         Pos, Embed = x.resolve_axis(POSITION), x.resolve_axis(EMBED)
         batch = tuple(a for a in x.axes if a.name not in (POSITION, EMBED))
-        system = self._system(x, (POSITION,))
+        system = self._system(x)
         start = _flat(segment_starts(mask, Pos).broadcast_axis(batch), POSITION)
-        over = chunked if fast else recurrence.sequential
-        y = over(*system, _flat(x, POSITION, EMBED).astype(system[1].dtype), start)
+        inputs = _flat(x, POSITION, EMBED).astype(system[1].dtype)
+        if fast:
+            y = chunked(*system, inputs, start)
+        else:
+            state = jnp.zeros((len(inputs), *system[1].shape), inputs.dtype)
+            y = recurrence.sequential(state, *system, inputs, start)[1]
         return self._output(_unflat(y, batch, (Pos, Embed)), x)
 
-    def _system(self, x: NamedArray, along: tuple[str, ...]):
-        """Delta, A, B, C as plain arrays in fp32; if selective with the axes batch and `along` in front."""
+    def _system(self, x: NamedArray):
+        """Delta, A, B, C as plain arrays in fp32; if selective with the axes batch and position in front."""
         dtype = jnp.promote_types(x.dtype, jnp.float32)
         space = self.space
         A = -jax.nn.softplus(space.A_raw.array.astype(dtype))
@@ -136,8 +131,8 @@ class SsmMixer(eqx.Module):
             return delta, A, space.B.array.astype(dtype), space.C.array.astype(dtype)
         shift = self.selection.delta_up(self.selection.delta_down(x)).astype(dtype)
         delta = hnn.softplus(shift + space.delta_raw.astype(dtype))
-        B, C = (_flat(w(x), *along, STATE).astype(dtype) for w in (self.selection.B, self.selection.C))
-        return _flat(delta, *along, EMBED), A, B, C
+        B, C = (_flat(w(x), POSITION, STATE).astype(dtype) for w in (self.selection.B, self.selection.C))
+        return _flat(delta, POSITION, EMBED), A, B, C
 
     def _output(self, y: NamedArray, x: NamedArray) -> NamedArray:
         return (y + x * self.space.D).astype(x.dtype).rearrange(x.axes)
