@@ -72,6 +72,7 @@ def main(config: ServeConfig) -> None:
             app, log_config=None, access_log=False, timeout_graceful_shutdown=config.shutdown_timeout, lifespan="on"
         )
         host, port = sock.getsockname()[:2]
+        _listen(sock)  # before the address is told: who connects now waits, and is not refused
         url = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
         progress.say(f"Serving {writer.name} (step {writer.step}, texts of up to {length} tokens) at {url}")
         progress.say("Stop with Ctrl-C or SIGTERM.")
@@ -108,9 +109,21 @@ def _listening(host: str, port: int) -> Iterator[socket.socket]:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind((host, port))
     except OSError as error:
-        raise UserError(f"cannot listen on {host} port {port}: {error.strerror or error}. Try --port 0") from None
+        raise _cannot_listen(host, port, error) from None
     with sock:
         yield sock
+
+
+def _listen(sock: socket.socket) -> None:
+    """Errors: `UserError` if another server has bound the same port meanwhile, and listens already."""
+    try:
+        sock.listen(2048)
+    except OSError as error:
+        raise _cannot_listen(*sock.getsockname()[:2], error) from None
+
+
+def _cannot_listen(host: str, port: int, error: OSError) -> UserError:
+    return UserError(f"cannot listen on {host} port {port}: {error.strerror or error}. Try --port 0")
 
 
 def _length(wanted: int | None, longest: int) -> int:
