@@ -40,8 +40,8 @@ def end_process(status: int) -> NoReturn:
         if thread is not threading.current_thread() and not thread.daemon:
             thread.join()
     jax = sys.modules.get("jax")
-    if jax is not None and status == 0 and jax.distributed.is_initialized():
-        # After a failure the other processes may never reach this point, and the call would wait for them.
+    if jax is not None and status in (0, TERMINATED) and jax.distributed.is_initialized():
+        # All processes of a run finish or stop together; after a failure the call might wait for ever.
         jax.distributed.shutdown()
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):

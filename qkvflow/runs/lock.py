@@ -1,12 +1,16 @@
 """One process per run directory: a lock that the kernel releases when its holder ends, however it ends."""
 
 import contextlib
+import errno
 import fcntl
+import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
 from qkvflow.errors import UserError
+
+logger = logging.getLogger(__name__)
 
 _held: set[Path] = set()  # a process can take its own POSIX lock twice, so it remembers
 
@@ -32,6 +36,10 @@ def hold_lock(path: Path) -> Iterator[None]:
                 f"another process{number} is training in {path.parent}. Wait for it, stop it, or give this "
                 "run a name of its own with --trainer.id NAME"
             ) from None
+        except OSError as error:
+            if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
+                raise
+            logger.warning("%s has no file locks: do not start a run twice at once", path.parent)
         os.ftruncate(descriptor, 0)
         os.write(descriptor, f"{os.getpid()}\n".encode())
         _held.add(path)

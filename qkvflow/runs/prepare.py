@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Generic, TypeVar
 
 import jax
-from jax.experimental import multihost_utils
 
 from qkvflow.errors import UserError
 from qkvflow.runs.checkpoints import checkpoint_steps, clean_up
@@ -20,6 +19,7 @@ from qkvflow.runs.config import TrainConfig
 from qkvflow.runs.config_file import differences, read_config, write_config
 from qkvflow.runs.directory import RunDirectory, run_id
 from qkvflow.runs.lock import hold_lock
+from qkvflow.runs.processes import follow, tell_others
 
 C = TypeVar("C", bound=TrainConfig)
 
@@ -73,18 +73,25 @@ def prepare_run(config: C) -> Iterator[PreparedRun[C]]:
     """
     name = run_id(config.trainer.id, config.config_path)
     config = dataclasses.replace(config, trainer=dataclasses.replace(config.trainer, id=name))
+    if "://" in str(config.run_dir):
+        raise UserError(
+            f"`run_dir` is {config.run_dir}, but must be a folder: mount the bucket (gcsfuse, mountpoint-s3) and name"
+            " the folder where it is mounted"
+        )
     directory = RunDirectory(Path(config.run_dir).expanduser() / name)
-    if jax.process_index() > 0:  # one of several processes of a run: the first one has made all checks
-        multihost_utils.sync_global_devices("the run directory is prepared")
+    if jax.process_index() > 0:  # one of several processes of a run: the first one makes all checks
+        follow(directory.lock)
         yield _follow(directory, config)
         return
     is_new_folder = not directory.path.exists()
     try:
-        _make_writable(directory)
-        with hold_lock(directory.lock):
-            prepared = _reopen(directory, config) if directory.config.exists() else _begin(directory, config)
-            if jax.process_count() > 1:
-                multihost_utils.sync_global_devices("the run directory is prepared")
+        with contextlib.ExitStack() as stack:
+            try:
+                prepared = _open(directory, config, stack)
+            except UserError:
+                tell_others(False)
+                raise
+            tell_others(True, directory.lock)
             yield prepared
     except UserError:
         if is_new_folder and not directory.config.exists():
@@ -105,6 +112,12 @@ def full_disk_is_told(directory: RunDirectory) -> Iterator[None]:
                 "run continues from its newest complete checkpoint"
             ) from error
         raise
+
+
+def _open(directory: RunDirectory, config: C, stack: contextlib.ExitStack) -> PreparedRun[C]:
+    _make_writable(directory)
+    stack.enter_context(hold_lock(directory.lock))
+    return _reopen(directory, config) if directory.config.exists() else _begin(directory, config)
 
 
 def _make_writable(directory: RunDirectory) -> None:

@@ -93,7 +93,7 @@ def train(
                     validation_loss = validation(info)
                     progress.validation(done, validation_loss, unigram)
                 tracker.flush()
-                is_stopped = stop.signal is not None and not is_last
+                is_stopped = stop.is_due(done) and not is_last
                 if is_stopped:
                     checkpointer.save_checkpoint(
                         info.state.saveable_state, info.step, f"step-{info.step}", is_temporary=True
