@@ -25,8 +25,8 @@ from qkvflow.runs import TrainConfig, load_run, prepare_run
 from qkvflow.runs.checkpoints import checkpoint_steps, clean_up
 from qkvflow.runs.config import RunTrainerConfig
 from qkvflow.runs.config_file import differences, read_config
-from qkvflow.runs.directory import RunDirectory, run_id
-from qkvflow.runs.prepare import full_disk_is_told
+from qkvflow.runs.directory import run_id
+from qkvflow.runs.disk import full_disk_is_told
 from qkvflow.tracking import JsonlTracker, read_metrics, start_trackers
 
 
@@ -166,7 +166,7 @@ def test_a_disk_without_room_for_two_checkpoints_is_refused(tmp_path):
 
 def test_a_disk_that_becomes_full_is_told(tmp_path):
     def save():
-        with full_disk_is_told(RunDirectory(tmp_path)):
+        with full_disk_is_told(tmp_path):
             raise ValueError("RESOURCE_EXHAUSTED: write failed [No space left on device]")
 
     with pytest.raises(UserError, match="became full"):
@@ -207,8 +207,9 @@ def test_only_complete_checkpoints_count_and_the_rest_is_mended(tmp_path):
     folder = tmp_path / "checkpoints"
     (folder / "step-100" / "metadata.json").write_text("")
     (folder / "step-200").mkdir()
-    assert checkpoint_steps(folder) == [3, 12]
+    assert checkpoint_steps(folder) == [3, 12, 100]
     clean_up(folder)
+    assert json.loads((folder / "step-100" / "metadata.json").read_text())["step"] == 100
     assert checkpoint_steps(folder) == [3, 12, 100]
     assert not (folder / "step-200").exists()
 
