@@ -83,6 +83,7 @@ def train(
             what = {"Loss is Inf": "infinite", "Loss is NaN": _NAN}.get(str(error))
             if what is None and not isinstance(error, TooManyBadSteps):
                 raise
+            checkpointer.wait_until_finished()  # the newest may still be on its way to the disk
             saved = checkpoint_steps(directory.checkpoints)
             data = data_position(config.batch_schedule, done, sequences_per_epoch)
             raise stopped_at(done, what or _NAN, data, saved[-1] if saved else None, max_skipped_steps) from None
