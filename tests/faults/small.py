@@ -80,13 +80,15 @@ def _train(config: str, output: str) -> None:
 
 
 @contextlib.contextmanager
-def mounted(folder: Path, *options: str) -> Iterator[Path]:
+def mounted(folder: Path, *options: str, read_only: bool = False) -> Iterator[Path]:
     """A file system at `folder`; skips the test where mounting is not allowed."""
     folder.mkdir(exist_ok=True)
     made = subprocess.run(["mount", *options, str(folder)], capture_output=True, text=True)
     if made.returncode:
         pytest.skip(f"a file system cannot be mounted here: {made.stderr.strip()}")
     try:
+        if read_only:
+            subprocess.run(["mount", "-o", "remount,bind,ro", str(folder)], check=True)
         yield folder
     finally:
         subprocess.run(["umount", "-l", str(folder)], check=True)

@@ -63,9 +63,7 @@ def _arrays(run, step):
 def test_training_stops_at_the_step_with_its_data_and_a_good_checkpoint(training, spoil, kind):
     spoil(**{kind: [5]})
     name = f"stops-{kind}"
-    words = (
-        r"not a number \(NaN\) at step 5 \(sequences 20 to 23 .*epoch 1 of \d+ .*is step-4.*max_skipped"
-    )
+    words = r"not a number \(NaN\) at step 5 \(sequences 20 to 23 .*epoch 1 of \d+ .*is step-4.*max_skipped"
     with pytest.raises(UserError, match=words):
         training.run(name, checkpointer=EVERY)
     run = training.path(name)
