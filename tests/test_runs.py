@@ -9,11 +9,13 @@ import math
 import os
 import subprocess
 import sys
+from datetime import timedelta
 from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from levanter.checkpoint import CheckpointerConfig
 from levanter.models.gpt2 import Gpt2Config
 from levanter.tracker.tracker import NoopConfig
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -24,7 +26,7 @@ from qkvflow.progress import Progress
 from qkvflow.runs import TrainConfig, load_run, prepare_run
 from qkvflow.runs.checkpoints import checkpoint_steps, clean_up
 from qkvflow.runs.config import RunTrainerConfig
-from qkvflow.runs.config_file import differences, read_config
+from qkvflow.runs.config_file import differences, read_config, write_config
 from qkvflow.runs.directory import run_id
 from qkvflow.runs.disk import full_disk_is_told
 from qkvflow.tracking import JsonlTracker, read_metrics, start_trackers
@@ -229,6 +231,12 @@ def test_reading_a_run_that_is_not_there_says_what_is(tmp_path):
 
 def test_differences_ignore_order_and_defaults(tmp_path):
     assert differences(_config(tmp_path), _config(tmp_path)) == {}
+
+
+def test_an_interval_of_nothing_is_written_and_read_back(tmp_path):
+    config = _config(tmp_path, checkpointer=CheckpointerConfig(save_interval=timedelta(0)))
+    write_config(tmp_path / "config.yaml", config)
+    assert read_config(tmp_path / "config.yaml", TrainConfig) == config
 
 
 def test_metrics_of_a_step_make_one_record(tmp_path):

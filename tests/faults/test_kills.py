@@ -14,19 +14,28 @@ from qkvflow.runs.checksums import damage_of
 from qkvflow.tracking import read_metrics
 
 pytestmark = [pytest.mark.slow, pytest.mark.program]
-KILLS, STEPS = 20, 300
+KILLS, STEPS = 20, 80
 # A temporary checkpoint after every step, each removed when the next is there; a lasting one now and then.
-OFTEN = {"checkpointer": {"keep": [{"every": 25}], "save_interval": "0s"}}
+OFTEN = {"keep": [{"every": 25}], "save_interval": "0.001s"}
+SELDOM = {"keep": None, "save_interval": None}
 
 
 @pytest.fixture(scope="module")
 def whole(training):
-    return training.run("whole", STEPS)
+    process = training.start("whole", STEPS, **_cached(training), checkpointer=SELDOM)
+    process.join()
+    assert process.exitcode == 0, training.output("whole").read_text()
+    return training.path("whole")
+
+
+def _cached(training):
+    """Compiled once for all processes: that is most of what a small training costs."""
+    return {"jax_compilation_cache_dir": str(training.base / "compiled")}
 
 
 def _last_step(run):
     metrics = run / "metrics.jsonl"
-    return read_metrics(metrics)[-1]["step"] if metrics.is_file() and metrics.stat().st_size else -1
+    return max([record["step"] for record in read_metrics(metrics)] if metrics.is_file() else [], default=-1)
 
 
 def _partial(run):
@@ -39,19 +48,20 @@ def test_twenty_random_kills_leave_no_trace(training, whole):
     in_save = 0
     for _ in range(KILLS):
         before = _last_step(run)
-        process = training.start("killed", STEPS, **OFTEN)
+        process = training.start("killed", STEPS, checkpointer=OFTEN, **_cached(training))
         if choose.random() < 0.8:  # among the steps and saves; otherwise anywhere in the start
             wait_until(lambda before=before: _last_step(run) > before, process)
             time.sleep(choose.uniform(0, 0.3))
         else:
             time.sleep(choose.uniform(0, 8))
+        assert process.exitcode is None, training.output("killed").read_text()
         os.kill(process.pid, signal.SIGKILL)
         process.join()
         assert process.exitcode == -signal.SIGKILL, training.output("killed").read_text()
         in_save += bool(_partial(run))
     print(f"{KILLS} kills, {in_save} in a save, after step {_last_step(run)}")
     assert in_save > 0
-    last = training.start("killed", STEPS, **OFTEN)
+    last = training.start("killed", STEPS, checkpointer=OFTEN, **_cached(training))
     last.join()
     assert last.exitcode == 0, training.output("killed").read_text()
     assert_same(run, whole)
@@ -64,7 +74,7 @@ def test_twenty_random_kills_leave_no_trace(training, whole):
 
 def test_a_kill_in_the_middle_of_a_save_costs_that_checkpoint_only(training, whole):
     run = training.path("in-save")
-    process = training.start("in-save", STEPS, **OFTEN)
+    process = training.start("in-save", STEPS, checkpointer=OFTEN, **_cached(training))
     wait_until(lambda: len(checkpoint_steps(run / "checkpoints")) > 0, process)
     while not _partial(run):
         assert process.exitcode is None
@@ -72,7 +82,7 @@ def test_a_kill_in_the_middle_of_a_save_costs_that_checkpoint_only(training, who
     process.join()
     kept = checkpoint_steps(run / "checkpoints")[-1]
     assert damage_of(run / "checkpoints" / f"step-{kept}") is None
-    process = training.start("in-save", STEPS, **OFTEN)
+    process = training.start("in-save", STEPS, checkpointer=OFTEN, **_cached(training))
     process.join()
     assert f"continues after step {kept}" in training.output("in-save").read_text()
     assert_same(run, whole)
@@ -80,7 +90,7 @@ def test_a_kill_in_the_middle_of_a_save_costs_that_checkpoint_only(training, who
 
 def test_a_terminated_run_saves_where_it_stands_and_a_second_process_is_refused(training, whole):
     run = training.path("terminated")
-    keep = {"checkpointer": {"keep": None, "save_interval": None}}
+    keep = {"checkpointer": SELDOM, **_cached(training)}
     first = training.start("terminated", STEPS, **keep)
     wait_until(lambda: (run / "config.yaml").is_file(), first)
     second = training.start("terminated", STEPS, **keep)
