@@ -101,6 +101,14 @@ def test_a_start_that_fails_leaves_nothing(tmp_path):
     assert not (tmp_path / "a").exists()
 
 
+def test_a_start_that_was_killed_is_begun_again(tmp_path):
+    (tmp_path / "a").mkdir()
+    for name in (".probe", ".lock", "config.tmp", "train.log"):
+        (tmp_path / "a" / name).touch()
+    with prepare_run(_config(tmp_path)) as run:
+        assert run.last_step == -1
+
+
 def test_a_different_configuration_is_refused_with_its_keys(tmp_path):
     run = _start(tmp_path, 3)
     before = _files(run)

@@ -67,8 +67,10 @@ def sound_checkpoint(path: Path) -> tuple[Path, list[Damaged]]:
             raise UserError(f"{Damaged(path, what)}. Take another one")
         return path, []
     step, damaged = newest_good(path)
-    if step is None:
+    if step is None and damaged:
         raise all_damaged(damaged)
+    if step is None:  # not a folder of ours
+        return path, []
     return path / f"step-{step}", damaged
 
 

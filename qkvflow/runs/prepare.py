@@ -79,9 +79,9 @@ class PreparedRun(Generic[C]):
             record["changed"] = {key: {"from": old, "to": new} for key, (old, new) in self.changes.items()}
             with open(self.directory.changes, "a", encoding="utf-8") as file:
                 file.write(json.dumps(record) + "\n")
+        write_config(self.directory.config, config)
         if self.data is not None:
             data_record.write(self.directory.data, self.data)
-        write_config(self.directory.config, config)
 
 
 @contextlib.contextmanager
@@ -122,8 +122,8 @@ def prepare_run(config: C, phase: Phase | None = None) -> Iterator[PreparedRun[C
 
 
 def _begin(directory: RunDirectory, config: C) -> PreparedRun[C]:
-    # What a start that failed before `commit` may have left.
-    ours = (directory.lock.name, directory.log.name, directory.tokenizer.name)
+    # What a start that failed before the end of `commit` may have left.
+    ours = (directory.lock.name, directory.log.name, directory.tokenizer.name, ".probe", "config.tmp")
     found = {entry.name for entry in directory.path.iterdir()}
     strangers = sorted(name for name in found - set(ours) if not name.startswith("train."))
     if strangers:
