@@ -14,7 +14,7 @@ from qkvflow.cli.quiet import quiet_libraries
 from qkvflow.data import copy_tokenizer
 from qkvflow.errors import UserError
 from qkvflow.progress import Progress
-from qkvflow.runs.checkpoints import checkpoint_steps
+from qkvflow.runs.checkpoints import newest_good
 from qkvflow.runs.config import FinetuneConfig
 from qkvflow.runs.directory import RunDirectory, run_id
 from qkvflow.runs.load import find_run
@@ -60,8 +60,8 @@ def main(config: FinetuneConfig) -> Path:
 
 
 def _is_finished(directory: RunDirectory, config: FinetuneConfig) -> bool:
-    steps = checkpoint_steps(directory.checkpoints)
-    return bool(steps) and steps[-1] + 1 >= config.trainer.num_train_steps
+    step, _ = newest_good(directory.checkpoints)
+    return step is not None and step + 1 >= config.trainer.num_train_steps
 
 
 def _target(source: RunDirectory, config: FinetuneConfig, *, free: bool = False) -> Path:

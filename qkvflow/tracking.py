@@ -4,7 +4,7 @@ import json
 import logging
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -112,7 +112,17 @@ class JsonlConfig(TrackerConfig):
 
 
 class _Tensorboard(TensorboardTracker):
-    """Differs from Levanter: hyperparameters are not logged, since each call makes a sub-run of its own."""
+    """Differs from Levanter: hyperparameters are not logged, since each call makes a sub-run of its own.
+
+    Nor does it stand still for ever when its disk is full: there tensorboardX loses the thread that empties its
+    queue, and the next metric waits for room in it. Here the thread goes on, without what cannot be written.
+    """
+
+    def __init__(self, writer: Any):
+        super().__init__(writer)
+        events = writer.file_writer.event_writer._ev_writer
+        for name in ("write_event", "flush", "close"):
+            setattr(events, name, _logging_os_errors(getattr(events, name)))
 
     def log_hyperparameters(self, hparams: Mapping[str, Any]) -> None: ...
 
@@ -162,6 +172,16 @@ def start_trackers(
                 "it out: metrics.jsonl and TensorBoard are always written"
             ) from error
     return RunTracker(jsonl, others)
+
+
+def _logging_os_errors(function: Callable) -> Callable:
+    def call(*args: Any) -> Any:
+        try:
+            return function(*args)
+        except OSError as error:
+            logger.warning("TensorBoard's file cannot be written: %s", error)
+
+    return call
 
 
 def _scalars(metrics: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

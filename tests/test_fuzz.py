@@ -211,7 +211,11 @@ def test_data_files(place, part):
     Path("tiny.yaml").write_text(yaml.safe_dump(valid(1)))
     jsonl = "".join(json.dumps(r) + "\n" for r in RECORDS)
     pq.write_table(pa.Table.from_pylist(RECORDS), "good.parquet")
-    contents = {"txt": Path("text.txt").read_bytes(), "jsonl": jsonl.encode(), "parquet": Path("good.parquet").read_bytes()}
+    contents = {
+        "txt": Path("text.txt").read_bytes(),
+        "jsonl": jsonl.encode(),
+        "parquet": Path("good.parquet").read_bytes(),
+    }
     for seed in range(10 * part, 10 * part + 10):
         draw = random.Random(2000 + seed)
         kind = draw.choice(["txt", "jsonl", "parquet"])

@@ -52,7 +52,15 @@ def test_a_preempted_tpu_is_created_again(tmp_path):
     code, calls = launch("tpu.sh", "train", "--config_path", "a b.yaml", env=env, folder=tmp_path)
     assert code == 0
     stages = [next((s for s in ("create", "delete", "train_lm", "git checkout") if s in call), "") for call in calls]
-    assert [s for s in stages if s] == ["create", "git checkout", "train_lm", "delete", "create", "git checkout", "train_lm"]
+    assert [s for s in stages if s] == [
+        "create",
+        "git checkout",
+        "train_lm",
+        "delete",
+        "create",
+        "git checkout",
+        "train_lm",
+    ]
     assert any("--config_path a\\ b.yaml" in call for call in calls), "words arrive as they were given"
 
 

@@ -77,7 +77,9 @@ def start(folder: Path, model: str, layout: str) -> list[subprocess.Popen]:
             sock.bind(("127.0.0.1", 0))
             address = f"127.0.0.1:{sock.getsockname()[1]}"
         command += ["--trainer.distributed.coordinator_address", address, "--trainer.distributed.num_processes", "2"]
-    each = [[*command, "--trainer.distributed.process_id", str(i)] if processes > 1 else command for i in range(processes)]
+    each = [
+        [*command, "--trainer.distributed.process_id", str(i)] if processes > 1 else command for i in range(processes)
+    ]
     env = {**os.environ, "XLA_FLAGS": flags}
     return [subprocess.Popen(c, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for c in each]
 

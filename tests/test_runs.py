@@ -9,11 +9,13 @@ import math
 import os
 import subprocess
 import sys
+from datetime import timedelta
 from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from levanter.checkpoint import CheckpointerConfig
 from levanter.models.gpt2 import Gpt2Config
 from levanter.tracker.tracker import NoopConfig
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -24,9 +26,9 @@ from qkvflow.progress import Progress
 from qkvflow.runs import TrainConfig, load_run, prepare_run
 from qkvflow.runs.checkpoints import checkpoint_steps, clean_up
 from qkvflow.runs.config import RunTrainerConfig
-from qkvflow.runs.config_file import differences, read_config
-from qkvflow.runs.directory import RunDirectory, run_id
-from qkvflow.runs.prepare import full_disk_is_told
+from qkvflow.runs.config_file import differences, read_config, write_config
+from qkvflow.runs.directory import run_id
+from qkvflow.runs.disk import full_disk_is_told
 from qkvflow.tracking import JsonlTracker, read_metrics, start_trackers
 
 
@@ -99,6 +101,14 @@ def test_a_start_that_fails_leaves_nothing(tmp_path):
     assert not (tmp_path / "a").exists()
 
 
+def test_a_start_that_was_killed_is_begun_again(tmp_path):
+    (tmp_path / "a").mkdir()
+    for name in (".probe", ".lock", "config.tmp", "train.log"):
+        (tmp_path / "a" / name).touch()
+    with prepare_run(_config(tmp_path)) as run:
+        assert run.last_step == -1
+
+
 def test_a_different_configuration_is_refused_with_its_keys(tmp_path):
     run = _start(tmp_path, 3)
     before = _files(run)
@@ -166,7 +176,7 @@ def test_a_disk_without_room_for_two_checkpoints_is_refused(tmp_path):
 
 def test_a_disk_that_becomes_full_is_told(tmp_path):
     def save():
-        with full_disk_is_told(RunDirectory(tmp_path)):
+        with full_disk_is_told(tmp_path):
             raise ValueError("RESOURCE_EXHAUSTED: write failed [No space left on device]")
 
     with pytest.raises(UserError, match="became full"):
@@ -207,8 +217,9 @@ def test_only_complete_checkpoints_count_and_the_rest_is_mended(tmp_path):
     folder = tmp_path / "checkpoints"
     (folder / "step-100" / "metadata.json").write_text("")
     (folder / "step-200").mkdir()
-    assert checkpoint_steps(folder) == [3, 12]
+    assert checkpoint_steps(folder) == [3, 12, 100]
     clean_up(folder)
+    assert json.loads((folder / "step-100" / "metadata.json").read_text())["step"] == 100
     assert checkpoint_steps(folder) == [3, 12, 100]
     assert not (folder / "step-200").exists()
 
@@ -228,6 +239,12 @@ def test_reading_a_run_that_is_not_there_says_what_is(tmp_path):
 
 def test_differences_ignore_order_and_defaults(tmp_path):
     assert differences(_config(tmp_path), _config(tmp_path)) == {}
+
+
+def test_an_interval_of_nothing_is_written_and_read_back(tmp_path):
+    config = _config(tmp_path, checkpointer=CheckpointerConfig(save_interval=timedelta(0)))
+    write_config(tmp_path / "config.yaml", config)
+    assert read_config(tmp_path / "config.yaml", TrainConfig) == config
 
 
 def test_metrics_of_a_step_make_one_record(tmp_path):

@@ -234,7 +234,7 @@ def test_a_run_can_be_trained_longer(tmp_path):
 @pytest.mark.program
 def test_a_loss_that_is_not_finite_is_explained(tmp_path):
     raw = _changed(_raw(tmp_path), "optimizer", {"learning_rate": 1e30, "warmup": 0, "max_grad_norm": None})
-    with pytest.raises(UserError, match=r"loss is not a number.*at step \d.*no checkpoint yet.*learning_rate"):
+    with pytest.raises(UserError, match=r"is not a number.*at step \d \(sequences .*no checkpoint yet.*learning_rate"):
         main(decode(TrainConfig, raw))
 
 

@@ -11,6 +11,15 @@ from typing import IO, TextIO
 
 from qkvflow.errors import UserError
 
+_terminals: list[TextIO] = []  # of the `quiet_libraries` that are open, the innermost last
+
+
+def tell(text: str) -> None:
+    """One line for people on standard error, the real one if library output is sent elsewhere."""
+    stream = _terminals[-1] if _terminals else sys.stderr
+    stream.write(f"\r\x1b[K{text}\n" if stream.isatty() else f"{text}\n")  # over the clock of a running phase
+    stream.flush()
+
 
 class Quiet:
     """What `quiet_libraries` yields: the real terminal, and the place where library output goes."""
@@ -62,6 +71,7 @@ def quiet_libraries() -> Iterator[Quiet]:
     root.addHandler(handler)
     root.setLevel(logging.INFO)
     quiet = Quiet(terminal, sink)
+    _terminals.append(terminal)
     try:
         yield quiet
     except Exception as error:
@@ -69,6 +79,7 @@ def quiet_libraries() -> Iterator[Quiet]:
             terminal.write(quiet.caught().decode(errors="replace"))
         raise
     finally:
+        _terminals.remove(terminal)
         root.handlers[:] = handlers  # libraries add their own, too
         root.setLevel(level)
         terminal.close()

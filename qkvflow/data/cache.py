@@ -174,8 +174,8 @@ def _lock(folder: Path, split: str) -> Iterator[None]:
         file = (folder / f"{split}.lock").open("w")
     except OSError as error:
         raise UserError(
-            f"the token cache {folder} cannot be written: {error.strerror or error}. Name a folder that can "
-            "be written with `data.cache_dir`."
+            f"the token cache {folder} is not finished and cannot be written: {error.strerror or error}. Name a folder "
+            "that can be written with `data.cache_dir`; a finished cache may be read-only."
         ) from error
     with file:
         try:

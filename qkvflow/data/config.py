@@ -1,6 +1,7 @@
 """The `data:` section: Levanter's keys, and shortcuts for those who just have a file."""
 
 import dataclasses
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,13 @@ from levanter.data.text import (
     DatasetComponent,
     DatasetComponentBase,
     LmDataConfig,
+    LmDatasetSourceConfigBase,
     TextLmDatasetFormat,
 )
 
 from qkvflow.data.control_field import ControlField
 from qkvflow.data.controlled import with_control
-from qkvflow.data.fingerprint import cache_fingerprint
+from qkvflow.data.fingerprint import cache_fingerprint, source_record
 from qkvflow.data.formats import DocumentFormat
 from qkvflow.data.resolved import ResolvedDataConfig
 from qkvflow.data.sources import BuiltinSource, FilesSource
@@ -95,7 +97,10 @@ class DataConfig(LmDataConfig):
         }
         values = {field.name: getattr(plain, field.name) for field in dataclasses.fields(LmDataConfig)}
         values |= {"tokenizer": tokenizer, "components": components}
-        return ResolvedDataConfig(**values, control=control)
+        record: dict[str, str] = {}
+        for name, source in _sources(plain.components):
+            record |= source_record(name, source)
+        return ResolvedDataConfig(**values, control=control, record=record)
 
     def _with_shortcuts(self) -> LmDataConfig:
         """`train` and `validation`, or the built-in text, as components."""
@@ -174,6 +179,15 @@ def _with_text_format(name: str, component: DatasetComponent) -> DatasetComponen
     return dataclasses.replace(
         component, source=dataclasses.replace(source, text_key=key), format=DocumentFormat(text_key=key)
     )
+
+
+def _sources(components: Mapping[str, DatasetComponentBase]) -> Iterator[tuple[str, LmDatasetSourceConfigBase]]:
+    """The sources of all components, with the components' names."""
+    for name, component in components.items():
+        if isinstance(component, ConcatDatasetComponent):
+            yield from _sources({f"{name}/{child}": part for child, part in component.children.items()})
+        elif isinstance(component, DatasetComponent) and component.source is not None:
+            yield name, component.source
 
 
 def _as_list(paths: str | list[str] | None) -> list[str]:

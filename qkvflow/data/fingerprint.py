@@ -1,6 +1,7 @@
 """Fingerprints of data and tokenizer: the name of a token cache says exactly what it was made of."""
 
 import dataclasses
+import functools
 import hashlib
 import json
 import os
@@ -57,7 +58,8 @@ def file_identity(path: Path) -> list[Any]:
     """Absolute path, size, time of change in ns, sha256 of the content (of its ends if very big)."""
     try:
         status = path.stat()
-        return [str(path.resolve()), status.st_size, status.st_mtime_ns, _content_hash(path)]
+        sha256 = _content_hash(path.resolve(), status.st_size, status.st_ctime_ns)
+        return [str(path.resolve()), status.st_size, status.st_mtime_ns, sha256]
     except OSError as error:
         raise UserError(
             f"the data file {path} cannot be read: {error.strerror} (current folder: {Path.cwd()})"
@@ -69,9 +71,37 @@ def file_identities_below(folder: Path) -> list[Any]:
     return [file_identity(path) for path in sorted(folder.rglob("*")) if path.is_file()]
 
 
-def _content_hash(path: Path) -> str:
+def source_record(name: str, source: LmDatasetSourceConfigBase) -> dict[str, str]:
+    """What a run writes down of the data of its component `name`: each file and its content, in order.
+
+    A file of up to 256 MB is known by its size and hash, whatever its place and time; a bigger one also by its
+    time, because only its ends are hashed. Data on a network has nothing to be known by.
+    """
+    if isinstance(source, BuiltinSource):
+        return {f"the built-in text of {name!r}": str(source_identity(source)[-1])}
+    files = _leaves(source_identity(source))
+    return {path: _content(size, changed, sha256) for path, size, changed, sha256 in files}
+
+
+def _leaves(identity: Any) -> list[list[Any]]:
+    """The identities of files in what `source_identity` returns."""
+    if not isinstance(identity, list):
+        return []
+    if len(identity) == 4 and isinstance(identity[1], int):
+        return [identity]
+    return [leaf for item in identity for leaf in _leaves(item)]
+
+
+def _content(size: int, changed: int, sha256: str) -> str:
+    content = f"{size} bytes, sha256 {sha256}"
+    return content if size <= _WHOLE_CONTENT_BYTES else f"{content} of its ends, changed at {changed} ns"
+
+
+@functools.cache
+def _content_hash(path: Path, size: int, changed: int) -> str:
+    """Read once for each content; `changed` is the time that the file system sets and no program can."""
     with path.open("rb") as file:
-        if path.stat().st_size <= _WHOLE_CONTENT_BYTES:
+        if size <= _WHOLE_CONTENT_BYTES:
             return hashlib.file_digest(file, "sha256").hexdigest()
         digest = hashlib.sha256(file.read(_PART_BYTES))
         file.seek(-_PART_BYTES, os.SEEK_END)

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from haliax import Axis
@@ -27,6 +27,8 @@ class ResolvedDataConfig(LmDataConfig):
     """
 
     control: ControlField | None = None
+    record: Mapping[str, str] = field(default_factory=dict)
+    """What the data is, file by file, see `source_record`; a run writes it down and compares it later."""
 
     def train_set(self, Pos: Axis, batch_schedule: BatchSchedule, *, key: PRNGKeyArray) -> AsyncDataset[LmExample]:
         named = super().train_set(Pos, batch_schedule, key=key)

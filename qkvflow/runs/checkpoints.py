@@ -1,30 +1,110 @@
-"""The checkpoints of a run: which are complete, and what to do with what a killed process left."""
+"""The checkpoints of a run: which are complete, which are good, and what to do with the others."""
 
+import contextlib
 import json
+import os
 import shutil
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
+
+from qkvflow.errors import UserError
+from qkvflow.runs.checksums import damage_of
+
+Phase = Callable[[str], AbstractContextManager]
+_LONG_BYTES = 1 << 30  # reading more than this takes seconds, so a person is told
+
+
+@dataclass(frozen=True)
+class Damaged:
+    """A complete checkpoint whose files are not as they were written; `what` is wrong with it."""
+
+    path: Path
+    what: str
+
+    def __str__(self) -> str:
+        return f"the checkpoint {self.path} is damaged: {self.what}"
 
 
 def checkpoint_steps(folder: Path) -> list[int]:
     """The steps N whose checkpoints `step-N` are complete, in order.
 
-    Levanter writes `metadata.json` last, so it marks a complete checkpoint.
+    Levanter begins `metadata.json` after all else is on disk, so it marks a complete checkpoint.
     """
-    return sorted(step for step, path in _step_folders(folder) if _is_readable(path / "metadata.json"))
+    return sorted(step for step, path in _step_folders(folder) if (path / "metadata.json").is_file())
+
+
+def newest_good(folder: Path, phase: Phase | None = None) -> tuple[int | None, list[Damaged]]:
+    """The newest complete checkpoint whose files are as they were written, and the damaged ones that are newer.
+
+    Newest is by step: clocks jump. Nothing is changed.
+
+    Args:
+        phase: names what is happening if it takes long.
+    """
+    damaged = []
+    for step in reversed(checkpoint_steps(folder)):
+        path = folder / f"step-{step}"
+        is_long = sum(file.stat().st_size for file in path.rglob("*") if file.is_file()) > _LONG_BYTES
+        with phase(f"Checking {path.name}") if phase and is_long else contextlib.nullcontext():
+            what = damage_of(path)
+        if what is None:
+            return step, damaged
+        damaged.append(Damaged(path, what))
+    return None, damaged
+
+
+def sound_checkpoint(path: Path) -> tuple[Path, list[Damaged]]:
+    """The checkpoint that `path` means: itself, or the newest good one in it; and the damaged ones that are newer.
+
+    Errors: `UserError` if it is damaged, or if all are.
+    """
+    if (path / "metadata.json").is_file():
+        what = damage_of(path)
+        if what is not None:
+            raise UserError(f"{Damaged(path, what)}. Take another one")
+        return path, []
+    step, damaged = newest_good(path)
+    if step is None and damaged:
+        raise all_damaged(damaged)
+    if step is None:  # not a folder of ours
+        return path, []
+    return path / f"step-{step}", damaged
+
+
+def all_damaged(damaged: list[Damaged]) -> UserError:
+    """What to tell when no checkpoint is left."""
+    lines = "\n".join(f"  {checkpoint.path}: {checkpoint.what}" for checkpoint in damaged)
+    return UserError(
+        f"no checkpoint can be used, all are damaged:\n{lines}\nNothing was changed. Put them back from a copy, "
+        "or begin a new run with --trainer.id NAME"
+    )
+
+
+def set_aside(damaged: Damaged, place: Path) -> Path:
+    """Moves a damaged checkpoint into the folder `place`, where no later checkpoint overwrites or removes it."""
+    place.mkdir(exist_ok=True)
+    number, target = 1, place / damaged.path.name
+    while target.exists():
+        number += 1
+        target = place / f"{damaged.path.name}.{number}"
+    os.rename(damaged.path, target)
+    return target
 
 
 def clean_up(folder: Path) -> None:
     """Mends what being killed in the middle of a save leaves: parts of a checkpoint, or empty metadata.
 
-    A checkpoint without `metadata.json` was never complete, and goes. One whose `metadata.json` is cut short
-    is complete, because the file is begun after all data is on disk; the file is written again.
+    A checkpoint without `metadata.json` was never complete, and goes. If `metadata.json` is cut short or says
+    something else than the folder's name, it is written again: Levanter reads it, nothing else depends on it.
     """
     for step, path in _step_folders(folder):
         metadata = path / "metadata.json"
         if not metadata.exists():
             shutil.rmtree(path)
-        elif not _is_readable(metadata):
+        elif not _is_sound(metadata, step):
             record = {"step": step, "timestamp": datetime.now().isoformat(), "is_temporary": False}
             metadata.write_text(json.dumps(record))
 
@@ -34,8 +114,10 @@ def _step_folders(folder: Path) -> list[tuple[int, Path]]:
     return [(int(number), path) for number, path in names if number.isdigit()]
 
 
-def _is_readable(metadata: Path) -> bool:
+def _is_sound(metadata: Path, step: int) -> bool:
     try:
-        return "step" in json.loads(metadata.read_text())
-    except (OSError, ValueError):
+        record = json.loads(metadata.read_text())
+        datetime.fromisoformat(record["timestamp"])
+        return record["step"] == step
+    except (OSError, ValueError, KeyError, TypeError):
         return False

@@ -44,7 +44,10 @@ class TrainConfig:
     train_seq_len: tokens per training sequence; the model's `max_seq_len` if not given.
     vocab_size: size of the model's vocabulary; by default the tokenizer's, rounded up for the mesh.
     z_loss_weight: weight of the square of the log normaliser, added to the loss.
-    accept_changes: continue a run although keys that matter differ from its `config.yaml`; it is recorded.
+    max_skipped_steps: steps in a row that may be skipped because their loss or update is not finite: such a step
+        changes nothing and is logged. 0: training stops at the first one.
+    accept_changes: continue a run although keys that matter differ from its `config.yaml`, or its data has changed;
+        it is recorded.
     config_path: the YAML file that the configuration came from.
     """
 
@@ -57,6 +60,7 @@ class TrainConfig:
     train_seq_len: int | None = None
     vocab_size: int | None = None
     z_loss_weight: float = 0.0
+    max_skipped_steps: int = 0
     accept_changes: bool = False
     config_path: str | None = None
 

@@ -4,6 +4,7 @@ import dataclasses
 import enum
 import os
 from collections.abc import Mapping
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -64,6 +65,8 @@ def encode(value: Any) -> Any:
         return {str(key): encode(item) for key, item in value.items()}
     if isinstance(value, list | tuple | set):
         return [encode(item) for item in value]
+    if value == timedelta(0):
+        return "0s"  # draccus has no words for it
     if draccus.encode.dispatch(type(value)) is not None:  # precision policies, time spans, paths, ...
         plain = draccus.encode(value)
         if isinstance(plain, str | int | float):

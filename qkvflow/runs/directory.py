@@ -39,6 +39,16 @@ class RunDirectory:
         return self.path / "checkpoints"
 
     @property
+    def damaged(self) -> Path:
+        """`step-N/`: checkpoints whose files changed after they were written, kept for whoever can mend them."""
+        return self.path / "damaged"
+
+    @property
+    def data(self) -> Path:
+        """What the training data was when the run began (`qkvflow.runs.data_record`)."""
+        return self.path / "data.json"
+
+    @property
     def metrics(self) -> Path:
         """One JSON object per step."""
         return self.path / "metrics.jsonl"

@@ -20,10 +20,12 @@ from levanter.trainer import TrainerConfig
 from levanter.trainer_state import trainables_only
 from levanter.utils.tree_utils import inference_mode
 
+from qkvflow.cli.quiet import tell
 from qkvflow.errors import UserError
 from qkvflow.models import lora
 from qkvflow.runs.base import Base, BaseRecord, OfficialBase
-from qkvflow.runs.checkpoints import checkpoint_steps
+from qkvflow.runs.checkpoints import Damaged, all_damaged, checkpoint_steps, newest_good
+from qkvflow.runs.checksums import damage_of
 from qkvflow.runs.config import FinetuneConfig, TrainConfig
 from qkvflow.runs.config_file import read_config
 from qkvflow.runs.directory import RunDirectory
@@ -51,20 +53,24 @@ class Run:
 
 
 def load_run(path: str | os.PathLike, checkpoint_step: int | None = None, *, merge: bool = True) -> Run:
-    """Reads a run directory.
+    """Reads a run directory. The files of its checkpoint are compared with their checksums first.
 
     Args:
         path: the run directory, `runs/<id>`.
-        checkpoint_step: N of the checkpoint `step-N`; the newest if not given.
+        checkpoint_step: N of the checkpoint `step-N`; the newest good one if not given, with a line on standard
+            error if a newer one is damaged.
         merge: of a LoRA run: what it trained is added to its base's weights, which gives an ordinary model;
             otherwise it stands beside them, as in training.
 
-    Errors: `UserError` if there is no such run, no checkpoint, or no checkpoint of that step; and if the base of a
-        LoRA run is gone or has changed.
+    Errors: `UserError` if there is no such run, no checkpoint, or no checkpoint of that step; if that checkpoint or all
+        are damaged; and if the base of a LoRA run is gone or has changed.
     """
     directory = find_run(path)
+    return _read_run(directory, _choose_step(directory, checkpoint_step), merge)
+
+
+def _read_run(directory: RunDirectory, step: int, merge: bool = True) -> Run:
     config = read_config(directory.config, TrainConfig)
-    step = _choose_step(directory, checkpoint_step)
     tokenizer = load_tokenizer(str(directory.tokenizer))
     vocab = Axis("vocab", config.vocab_size or len(tokenizer))
     checkpoint = directory.checkpoints / f"step-{step}"
@@ -97,7 +103,7 @@ class RunBase(Base):
     def open(path: str | os.PathLike, checkpoint_step: int | None = None) -> "RunBase":
         """A run at a checkpoint; the last one of a finished run if none is named.
 
-        Errors: `UserError` if there is no such run or checkpoint, or if the run is unfinished.
+        Errors: `UserError` if there is no such run or checkpoint, if it is damaged, or if the run is unfinished.
         """
         directory = find_run(path)
         config = read_config(directory.config, TrainConfig)
@@ -112,7 +118,7 @@ class RunBase(Base):
         return RunBase(directory.path, config.model, Axis("vocab", config.vocab_size), tokenizer, step)
 
     def load(self) -> LmHeadModel:
-        return load_run(self.path, self.step).model
+        return _read_run(RunDirectory(self.path), self.step).model
 
     @property
     def checkpoint_step(self) -> int | None:
@@ -190,8 +196,8 @@ def unreadable_checkpoint(checkpoint: Path, error: Exception) -> UserError:
     reason = next(iter(str(error).strip().splitlines()), type(error).__name__)[:300]
     return UserError(
         f"the checkpoint {checkpoint} cannot be loaded: {reason}. If model or optimizer changed, it has "
-        "another shape: start a new run with --trainer.id NAME. If it is damaged, delete this folder: the "
-        "run then continues from the checkpoint before it"
+        "another shape: start a new run with --trainer.id NAME. If it is damaged, move this folder away: the "
+        "checkpoint before it is then the newest"
     )
 
 
@@ -211,9 +217,21 @@ def _choose_step(directory: RunDirectory, wanted: int | None) -> int:
     if not steps:
         raise UserError(f"the run {directory.path} has no checkpoint yet; it writes one when it ends or is stopped")
     if wanted is None:
-        return steps[-1]
+        newest, damaged = newest_good(directory.checkpoints)
+        if newest is None:
+            raise all_damaged(damaged)
+        for checkpoint in damaged:
+            tell(f"warning: {checkpoint}. Taking step-{newest}, the newest good one, instead")
+        return newest
     if wanted not in steps:
         raise UserError(
             f"the run {directory.path} has no checkpoint of step {wanted}; there are: " + ", ".join(map(str, steps))
+        )
+    path = directory.checkpoints / f"step-{wanted}"
+    what = damage_of(path)
+    if what is not None:
+        raise UserError(
+            f"{Damaged(path, what)}. Leave --checkpoint_step out for the newest good one, or give another: "
+            + ", ".join(str(step) for step in steps if step != wanted)
         )
     return wanted

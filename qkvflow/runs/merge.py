@@ -11,6 +11,7 @@ from levanter.trainer import TrainerConfig
 
 from qkvflow.data import copy_tokenizer
 from qkvflow.errors import UserError
+from qkvflow.runs.checksums import ChecksumManager
 from qkvflow.runs.config import TrainConfig
 from qkvflow.runs.config_file import read_config, write_config
 from qkvflow.runs.directory import RunDirectory
@@ -40,8 +41,10 @@ def merge_run(path: str | os.PathLike, target: Path, checkpoint_step: int | None
     fresh = RunDirectory(target.with_name(f".{target.name}.making"))
     shutil.rmtree(fresh.path, ignore_errors=True)
     fresh.checkpoints.mkdir(parents=True)
+    checkpoint, manager = fresh.checkpoints / f"step-{run.step}", ChecksumManager()
     with TrainerConfig().use_device_mesh():
-        save_checkpoint({"model": run.model}, run.step, fresh.checkpoints / f"step-{run.step}", is_temporary=False)
+        save_checkpoint({"model": run.model}, run.step, checkpoint, manager, is_temporary=False)
+        manager.wait_until_finished()
     copy_tokenizer(source.tokenizer, fresh.tokenizer)
     shutil.copyfile(source.metrics, fresh.metrics)
     origin = {"run": str(source.path.resolve()), "checkpoint_step": run.step}

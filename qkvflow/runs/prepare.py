@@ -2,9 +2,8 @@
 
 import contextlib
 import dataclasses
-import errno
 import json
-import os
+import logging
 import shutil
 from collections.abc import Iterator
 from datetime import datetime
@@ -13,8 +12,18 @@ from typing import Generic, TypeVar
 
 import jax
 
+from qkvflow.cli.quiet import tell
 from qkvflow.errors import UserError
-from qkvflow.runs.checkpoints import checkpoint_steps, clean_up
+from qkvflow.runs import data_record, disk
+from qkvflow.runs.checkpoints import (
+    Damaged,
+    Phase,
+    all_damaged,
+    checkpoint_steps,
+    clean_up,
+    newest_good,
+    set_aside,
+)
 from qkvflow.runs.config import TrainConfig
 from qkvflow.runs.config_file import differences, read_config, write_config
 from qkvflow.runs.directory import RunDirectory, run_id
@@ -22,6 +31,7 @@ from qkvflow.runs.lock import hold_lock
 from qkvflow.runs.processes import follow, tell_others
 
 C = TypeVar("C", bound=TrainConfig)
+logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass
@@ -30,23 +40,34 @@ class PreparedRun(Generic[C]):
 
     directory: where its files lie.
     config: the configuration, with the run's name and what an earlier start has settled (vocab_size).
-    last_step: last step of the newest checkpoint; -1 if there is none.
-    changes: keys that differ from the stored configuration and were accepted.
+    last_step: step of the newest good checkpoint; -1 if there is none.
+    changes: keys that differ from the stored configuration, and data that changed, and were accepted.
+    data: what the training data is, see `check_data`.
     """
 
     directory: RunDirectory
     config: C
     last_step: int
     changes: dict
+    data: dict[str, str] | None = None
+
+    def check_data(self, data: dict[str, str]) -> None:
+        """Compares the training data with what the run was started with; `commit` writes it down.
+
+        Args:
+            data: the files and their content, as `ResolvedDataConfig.record` has them.
+
+        Errors: `UserError` naming the files that differ, unless changes are accepted.
+        """
+        changes = data_record.changes(self.directory.data, data)
+        if changes and not self.config.accept_changes:
+            raise data_record.refusal(self.directory.path, changes)
+        self.changes |= {f"data: {name}": change for name, change in changes.items()}
+        self.data = data
 
     def require_space(self, checkpoint_bytes: int) -> None:
         """Refuses a disk without room for two checkpoints (the newest is only deleted after the next)."""
-        free = shutil.disk_usage(self.directory.path).free
-        if free < 2 * checkpoint_bytes:
-            raise UserError(
-                f"the disk of {self.directory.path} has {_size(free)} free, but two checkpoints of this "
-                f"model take {_size(2 * checkpoint_bytes)}. Make room, or choose another --run_dir DIR"
-            )
+        disk.require_space(self.directory.path, 2 * checkpoint_bytes)
 
     def commit(self, config: C) -> None:
         """Writes `config.yaml`; from now on this is a run that can be continued."""
@@ -59,17 +80,24 @@ class PreparedRun(Generic[C]):
             with open(self.directory.changes, "a", encoding="utf-8") as file:
                 file.write(json.dumps(record) + "\n")
         write_config(self.directory.config, config)
+        if self.data is not None:
+            data_record.write(self.directory.data, self.data)
 
 
 @contextlib.contextmanager
-def prepare_run(config: C) -> Iterator[PreparedRun[C]]:
+def prepare_run(config: C, phase: Phase | None = None) -> Iterator[PreparedRun[C]]:
     """Makes or reopens the run directory `<run_dir>/<trainer.id>`; holds its lock for a `with` block.
 
     Nothing that an earlier run wrote is changed before all is checked, and a directory that was made here
-    disappears again if the block fails before `commit`.
+    disappears again if the block fails before `commit`. Checkpoints of an interrupted run are compared with their
+    checksums; a damaged one is moved to `damaged/`, and the run continues from the newest good one.
+
+    Args:
+        phase: names for people what takes long.
 
     Errors: `UserError` if the place is not a directory, not writable, full, not empty and not a run, in use
-    by another process, if its run is finished, or if its configuration differs in a key that matters.
+    by another process, if its run is finished, if its configuration differs in a key that matters, or if all
+    its checkpoints are damaged.
     """
     name = run_id(config.trainer.id, config.config_path)
     config = dataclasses.replace(config, trainer=dataclasses.replace(config.trainer, id=name))
@@ -87,7 +115,7 @@ def prepare_run(config: C) -> Iterator[PreparedRun[C]]:
     try:
         with contextlib.ExitStack() as stack:
             try:
-                prepared = _open(directory, config, stack)
+                prepared = _open(directory, config, phase, stack)
             except UserError:
                 tell_others(False)
                 raise
@@ -99,46 +127,17 @@ def prepare_run(config: C) -> Iterator[PreparedRun[C]]:
         raise
 
 
-@contextlib.contextmanager
-def full_disk_is_told(directory: RunDirectory) -> Iterator[None]:
-    """Turns the many shapes in which libraries report a full disk into one `UserError`."""
-    try:
-        yield
-    except Exception as error:
-        causes = [error, error.__cause__, error.__context__]
-        if any(os.strerror(errno.ENOSPC) in str(cause) for cause in causes):
-            raise UserError(
-                f"the disk of {directory.path} became full. Make room and give the same command again: the "
-                "run continues from its newest complete checkpoint"
-            ) from error
-        raise
-
-
-def _open(directory: RunDirectory, config: C, stack: contextlib.ExitStack) -> PreparedRun[C]:
-    _make_writable(directory)
+def _open(
+    directory: RunDirectory, config: C, phase: Phase | None, stack: contextlib.ExitStack
+) -> PreparedRun[C]:
+    disk.make_writable(directory.path)
     stack.enter_context(hold_lock(directory.lock))
-    return _reopen(directory, config) if directory.config.exists() else _begin(directory, config)
-
-
-def _make_writable(directory: RunDirectory) -> None:
-    path = directory.path
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        probe = path / ".probe"
-        with open(probe, "wb") as file:
-            file.write(bytes(4096))
-            file.flush()
-            os.fsync(file.fileno())  # only this finds a disk that has become full
-        probe.unlink()
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            (path / ".probe").unlink(missing_ok=True)
-        raise UserError(f"cannot write the run directory {path}: {_reason(error)}") from None
+    return _reopen(directory, config, phase) if directory.config.exists() else _begin(directory, config)
 
 
 def _begin(directory: RunDirectory, config: C) -> PreparedRun[C]:
-    # What a start that failed before `commit` may have left.
-    ours = (directory.lock.name, directory.log.name, directory.tokenizer.name)
+    # What a start that failed before the end of `commit` may have left.
+    ours = (directory.lock.name, directory.log.name, directory.tokenizer.name, ".probe", "config.tmp")
     found = {entry.name for entry in directory.path.iterdir()}
     strangers = sorted(name for name in found - set(ours) if not name.startswith("train."))
     if strangers:
@@ -157,7 +156,7 @@ def _follow(directory: RunDirectory, config: C) -> PreparedRun[C]:
     return PreparedRun(directory, config, steps[-1] if steps else -1, changes={})
 
 
-def _reopen(directory: RunDirectory, config: C) -> PreparedRun[C]:
+def _reopen(directory: RunDirectory, config: C, phase: Phase | None) -> PreparedRun[C]:
     stored = read_config(directory.config, type(config))
     if config.vocab_size is None:
         config = dataclasses.replace(config, vocab_size=stored.vocab_size)
@@ -169,8 +168,10 @@ def _reopen(directory: RunDirectory, config: C) -> PreparedRun[C]:
             "Nothing was changed. For a new run, add --trainer.id NAME; to continue this one with the new "
             "values, add --accept_changes true"
         )
-    steps = checkpoint_steps(directory.checkpoints)
-    last_step = steps[-1] if steps else -1
+    good, damaged = newest_good(directory.checkpoints, phase)
+    if good is None and damaged:
+        raise all_damaged(damaged)
+    last_step = -1 if good is None else good
     total = config.trainer.num_train_steps
     if last_step + 1 >= total:
         raise UserError(
@@ -178,26 +179,17 @@ def _reopen(directory: RunDirectory, config: C) -> PreparedRun[C]:
             f"was changed. To train it longer, add --trainer.num_train_steps {2 * (last_step + 1)} "
             "--accept_changes true; for a new run, add --trainer.id NAME"
         )
+    for checkpoint in damaged:
+        _tell_damage(checkpoint, set_aside(checkpoint, directory.damaged), last_step)
     clean_up(directory.checkpoints)
     return PreparedRun(directory, config, last_step, changes)
 
 
-def _reason(error: OSError) -> str:
-    if error.errno == errno.ENOSPC:
-        return "the disk is full. Make room, or put the run elsewhere with --run_dir DIR"
-    if isinstance(error, FileExistsError | NotADirectoryError):
-        return f"{error.filename} is a file, not a folder. Choose another place with --run_dir DIR"
-    what = error.strerror or str(error)
-    return f"{what}. Choose a place where you may write with --run_dir DIR"
+def _tell_damage(damaged: Damaged, target: Path, last_step: int) -> None:
+    text = f"{damaged}. It is kept as {target}; the run continues from step-{last_step}, the newest good one"
+    tell(f"warning: {text}")
+    logger.warning(text)
 
 
 def _show(value: object) -> str:
     return "nothing" if value is None else repr(value)
-
-
-def _size(count: float) -> str:
-    for unit in ("B", "KB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:.3g} TB"

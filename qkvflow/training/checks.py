@@ -23,6 +23,8 @@ def check_config(config: TrainConfig) -> None:
         raise UserError(f"`trainer.steps_per_eval` must be at least 1, but is {trainer.steps_per_eval}")
     if trainer.max_eval_batches is not None and trainer.max_eval_batches < 1:
         raise UserError(f"`trainer.max_eval_batches` must be at least 1 or null, but is {trainer.max_eval_batches}")
+    if config.max_skipped_steps < 0:
+        raise UserError(f"`max_skipped_steps` must be at least 0, but is {config.max_skipped_steps}")
     for mapping in ("shared_mapping", "compute_mapping"):
         if "vocab" in getattr(trainer.mesh, mapping):
             raise UserError(

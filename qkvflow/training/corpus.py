@@ -6,15 +6,15 @@ from dataclasses import dataclass
 import jax
 from haliax import Axis
 from levanter.data import AsyncDataset
-from levanter.data.text import LmDataConfig
+from levanter.data.text import DatasetComponent, LmDataConfig, TextLmDatasetFormat
 from levanter.tokenizers import MarinTokenizer
 from levanter.trainer import TrainerConfig
 
-from qkvflow.data import check_enough_tokens
+from qkvflow.data import TokenCounts, check_enough_tokens
 from qkvflow.data.controlled import check_some_control
 from qkvflow.data.statistics import token_counts, unigram_entropy
 from qkvflow.runs.config import TrainConfig
-from qkvflow.runs.directory import RunDirectory
+from qkvflow.runs.prepare import PreparedRun
 from qkvflow.training.checks import control_dim
 
 
@@ -25,6 +25,7 @@ class Corpus:
     train: Levanter's training set of sequences.
     validation: Levanter's tagged validation sets; may be empty.
     train_tokens: size of the training text.
+    train_sequences: sequences in an epoch; None if there is no such number, as for a mixture.
     unigram: cross-entropy of the validation text under single-token frequencies of the training text, in nats
         per token: what a model reaches that knows no context. None without validation text.
     """
@@ -33,12 +34,11 @@ class Corpus:
     train: AsyncDataset
     validation: Sequence[tuple[AsyncDataset, Sequence[str]]]
     train_tokens: int
+    train_sequences: int | None
     unigram: float | None
 
 
-def open_corpus(
-    config: TrainConfig, directory: RunDirectory, trainer: TrainerConfig, Pos: Axis, key: jax.Array
-) -> Corpus:
+def open_corpus(run: PreparedRun[TrainConfig], trainer: TrainerConfig, Pos: Axis, key: jax.Array) -> Corpus:
     """Builds or opens the token caches.
 
     Args:
@@ -46,9 +46,11 @@ def open_corpus(
         key: of the order in which sequences are drawn.
 
     Errors: `UserError` for text that is missing, unreadable or shorter than one sequence, and for controls that
-    are wrong or nowhere.
+    are wrong or nowhere; before any work if the data is not what the run was started with.
     """
-    data = config.data.resolve(directory.tokenizer, control_dim(config))
+    config = run.config
+    data = config.data.resolve(run.directory.tokenizer, control_dim(config))
+    run.check_data(data.record)
     counts = check_enough_tokens(data, Pos.size)
     if data.control is not None:
         check_some_control(data.build_caches("train").values(), data.control)
@@ -56,7 +58,18 @@ def open_corpus(
     with trainer.use_device_mesh():
         train = data.train_set(Pos, trainer.batch_schedule, key=key)
         validation = data.tagged_eval_sets(Pos)
-    return Corpus(tokenizer, train, validation, sum(counts.train.values()), _unigram(data, len(tokenizer)))
+    tokens, unigram = sum(counts.train.values()), _unigram(data, len(tokenizer))
+    return Corpus(tokenizer, train, validation, tokens, _sequences(data, counts, Pos), unigram)
+
+
+def _sequences(data: LmDataConfig, counts: TokenCounts, Pos: Axis) -> int | None:
+    """Sequences in an epoch of a single text that is cut into sequences without gaps."""
+    component = next(iter(data.components.values()))
+    is_stream = isinstance(component, DatasetComponent) and isinstance(component.format, TextLmDatasetFormat)
+    if len(data.components) > 1 or not is_stream or component.pack:
+        return None
+    held_out = sum((data.num_validation_sequences or {}).values())
+    return max(1, sum(counts.train.values()) // Pos.size - held_out)
 
 
 def _unigram(data: LmDataConfig, vocab_size: int) -> float | None:

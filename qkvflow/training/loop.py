@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 import levanter.callbacks
 from levanter.callbacks import StepInfo, log_performance_stats, log_step_info
-from levanter.trainer import Trainer
 from levanter.trainer_state import TrainerState
 
 from qkvflow.errors import UserError
@@ -13,8 +12,12 @@ from qkvflow.progress import Progress
 from qkvflow.runs.checkpoints import checkpoint_steps
 from qkvflow.runs.directory import RunDirectory
 from qkvflow.tracking import RunTracker
+from qkvflow.training.checkpointer import create_checkpointer
+from qkvflow.training.finite import BadSteps, FiniteTrainer, TooManyBadSteps, data_position, stopped_at
 from qkvflow.training.stopping import StopRequest
 from qkvflow.training.validation import Validation
+
+_NAN = "not a number (NaN)"
 
 
 @dataclass(frozen=True)
@@ -25,16 +28,18 @@ class Outcome:
     loss: its training loss.
     validation_loss: after the last step; None without validation text, or if stopped before the end.
     exit_status: 0, or that of the signal that stopped it.
+    skipped: steps of this process that were not finite and changed nothing.
     """
 
     step: int
     loss: float
     validation_loss: float | None
     exit_status: int
+    skipped: int = 0
 
 
 def train(
-    trainer: Trainer,
+    trainer: FiniteTrainer,
     state: TrainerState,
     batches: Iterable,
     *,
@@ -45,6 +50,8 @@ def train(
     tokens_per_example: int,
     flops_per_example: float | None,
     unigram: float | None,
+    max_skipped_steps: int = 0,
+    sequences_per_epoch: int | None = None,
 ) -> Outcome:
     """Trains from `state` to `trainer.config.num_train_steps`.
 
@@ -52,24 +59,34 @@ def train(
     a step's metrics are on disk before the checkpoint of that step begins, so that none is lost when the
     process is killed and the run continued.
 
-    Errors: `UserError` when the loss is not finite or the data ends.
+    Errors: `UserError` when the loss is not finite (in more than `max_skipped_steps` steps in a row) or the data ends.
     """
     config = trainer.config
     total, done = config.num_train_steps, int(state.step)
     log_loss = log_step_info(total)
     log_speed = log_performance_stats(tokens_per_example, config.batch_schedule, flops_per_example)
-    checkpointer = config.checkpointer.create(trainer.run_id)
+    checkpointer = create_checkpointer(config.checkpointer)
+    trainer.skips, bad_steps = max_skipped_steps > 0, BadSteps(max_skipped_steps)
     _add_hooks(trainer)
     steps = trainer.training_steps(state, batches)
     del state  # its arrays are given away in the first step
 
     def next_step() -> StepInfo:
         try:
-            return next(steps)
+            info = next(steps)
+            if bad_steps.see(info.loss):
+                levanter.tracker.log({"train/skipped_step": 1}, step=info.step)
+            return info
         except StopIteration:
             raise UserError(f"the training data ended after step {done - 1}, before {total} steps were made") from None
-        except RuntimeError as error:
-            raise _not_finite(error, done, directory) or error from None
+        except (RuntimeError, TooManyBadSteps) as error:
+            what = {"Loss is Inf": "infinite", "Loss is NaN": _NAN}.get(str(error))
+            if what is None and not isinstance(error, TooManyBadSteps):
+                raise
+            checkpointer.wait_until_finished()  # the newest may still be on its way to the disk
+            saved = checkpoint_steps(directory.checkpoints)
+            data = data_position(config.batch_schedule, done, sequences_per_epoch)
+            raise stopped_at(done, what or _NAN, data, saved[-1] if saved else None, max_skipped_steps) from None
 
     validation_loss = None
     with StopRequest() as stop:
@@ -106,10 +123,16 @@ def train(
         finally:
             progress.close()
         checkpointer.wait_until_finished()
-    return Outcome(info.step, info.loss, validation_loss if is_last else None, stop.exit_status if is_stopped else 0)
+    return Outcome(
+        info.step,
+        info.loss,
+        validation_loss if is_last else None,
+        stop.exit_status if is_stopped else 0,
+        bad_steps.total,
+    )
 
 
-def _add_hooks(trainer: Trainer) -> None:
+def _add_hooks(trainer: FiniteTrainer) -> None:
     """Levanter's optional hooks; what its other default hooks do (bar, log, checkpoints) is in the loop."""
     config = trainer.config
     if config.watch.is_enabled:
@@ -127,18 +150,3 @@ def _add_hooks(trainer: Trainer) -> None:
             ),
             every=1,
         )
-
-
-def _not_finite(error: RuntimeError, step: int, directory: RunDirectory) -> UserError | None:
-    """Levanter's error for a loss that is NaN or infinite, in words that help; None for other errors."""
-    what = {"Loss is NaN": "not a number (NaN)", "Loss is Inf": "infinite"}.get(str(error))
-    if what is None:
-        return None
-    saved = checkpoint_steps(directory.checkpoints)
-    kept = f"the last checkpoint is step-{saved[-1]}" if saved else "there is no checkpoint yet"
-    return UserError(
-        f"the training loss is {what} at step {step}; {kept}. Usual remedies: a smaller "
-        "`optimizer.learning_rate`, more `optimizer.warmup`, `optimizer.max_grad_norm: 1.0`, or "
-        "`trainer.mp: f32`; with adaptive steps (`model.depth.rtol`) also a larger `model.depth.max_steps`: a "
-        "solve that hits it gives NaN"
-    )

@@ -23,12 +23,14 @@ from qkvflow.models.metrics import depth_metrics
 from qkvflow.progress import Progress, describe_loss
 from qkvflow.runs.config import TrainConfig
 from qkvflow.runs.config_file import encode
-from qkvflow.runs.directory import RunDirectory
+from qkvflow.runs.disk import full_disk_is_told
 from qkvflow.runs.load import unreadable_checkpoint
-from qkvflow.runs.prepare import C, PreparedRun, full_disk_is_told, prepare_run
+from qkvflow.runs.prepare import C, PreparedRun, prepare_run
 from qkvflow.tracking import start_trackers
 from qkvflow.training.checks import check_config, check_devices, tree_bytes
 from qkvflow.training.corpus import Corpus, open_corpus
+from qkvflow.training.finite import FiniteTrainer
+from qkvflow.training.levanter_config import levanter_trainer
 from qkvflow.training.loop import Outcome, train
 from qkvflow.training.share import TrainedShare
 from qkvflow.training.start import Start
@@ -55,8 +57,10 @@ def train_run(config: C, start_of: Callable[[PreparedRun[C]], Start]) -> Path:
         if config.trainer.jax_compilation_cache_dir is not None:
             jax.config.update("jax_compilation_cache_dir", config.trainer.jax_compilation_cache_dir)
         config.trainer.distributed.initialize()
-        with prepare_run(config) as run, full_disk_is_told(run.directory):
-            outcome, unigram = _train_in(run, start_of(run), quiet)
+        is_first = jax.process_index() == 0
+        progress = Progress(quiet.terminal if is_first else open(os.devnull, "w"))  # noqa: SIM115
+        with prepare_run(config, progress.phase) as run, full_disk_is_told(run.directory.path):
+            outcome, unigram = _train_in(run, start_of(run), quiet, progress)
     if jax.process_index() == 0:
         _say_goodbye(run, outcome, unigram)
     if outcome.exit_status:
@@ -64,18 +68,17 @@ def train_run(config: C, start_of: Callable[[PreparedRun[C]], Start]) -> Path:
     return run.directory.path
 
 
-def _train_in(run: PreparedRun[C], start: Start, quiet: Quiet) -> tuple[Outcome, float | None]:
+def _train_in(run: PreparedRun[C], start: Start, quiet: Quiet, progress: Progress) -> tuple[Outcome, float | None]:
     config, directory = run.config, run.directory
     index = jax.process_index()
     quiet.log_to(directory.log if index == 0 else directory.log.with_suffix(f".{index}.log"))
-    progress = Progress(quiet.terminal if index == 0 else open(os.devnull, "w"))  # noqa: SIM115
-    levanter_config = levanter_trainer(config.trainer, directory)
+    levanter_config = levanter_trainer(run, progress.phase)
     check_devices(levanter_config)
     data_key, _, model_key, training_key = jax.random.split(jax.random.PRNGKey(config.trainer.seed), 4)
     Pos = config.model.max_Pos.resize(config.train_seq_len or config.model.max_seq_len)
 
     with progress.phase("Preparing data"):
-        corpus = open_corpus(config, directory, levanter_config, Pos, data_key)
+        corpus = open_corpus(run, levanter_config, Pos, data_key)
     vocab = vocabulary(config, len(corpus.tokenizer), levanter_config)
     optimizer_config = decay.configure(config.optimizer, config.weight_decay_on)
     optimizer = optimizer_config.build(config.trainer.num_train_steps)
@@ -101,7 +104,7 @@ def _train_in(run: PreparedRun[C], start: Start, quiet: Quiet) -> tuple[Outcome,
     try:
         with (
             levanter.tracker.current_tracker(tracker),
-            Trainer(levanter_config, optimizer, loss_function, add_default_hooks=False) as trainer,
+            FiniteTrainer(levanter_config, optimizer, loss_function, add_default_hooks=False) as trainer,
         ):
             tracker.log_hyperparameters(encode(config))
             what = "Loading the base" if start.is_finetune else "Building the model"
@@ -126,19 +129,12 @@ def _train_in(run: PreparedRun[C], start: Start, quiet: Quiet) -> tuple[Outcome,
                 tokens_per_example=Pos.size,
                 flops_per_example=None if flops is None else 3 * flops * Pos.size,
                 unigram=corpus.unigram,
+                max_skipped_steps=config.max_skipped_steps,
+                sequences_per_epoch=corpus.train_sequences,
             )
     finally:
         tracker.finish()
     return outcome, corpus.unigram
-
-
-def levanter_trainer(trainer: TrainerConfig, directory: RunDirectory) -> TrainerConfig:
-    """A copy of the trainer's configuration that writes into the run directory."""
-    checkpointer = dataclasses.replace(
-        trainer.checkpointer, base_path=str(directory.checkpoints), append_run_id_to_base_path=False
-    )
-    # Levanter puts profiles and the like into <log_dir>/<id>.
-    return dataclasses.replace(trainer, checkpointer=checkpointer, log_dir=directory.path.parent)
 
 
 def vocabulary(config: TrainConfig, tokens: int, trainer: TrainerConfig) -> Axis:
@@ -154,7 +150,7 @@ def vocabulary(config: TrainConfig, tokens: int, trainer: TrainerConfig) -> Axis
 def _initial_state(
     trainer: Trainer, training_key: jax.Array, start: Start, vocab: Axis, run: PreparedRun[C], *, key: jax.Array
 ) -> TrainerState:
-    """A new training state, or that of the newest checkpoint (Levanter finds it by itself)."""
+    """A new training state, or that of the checkpoint that the run continues from."""
     mapping = trainer.parameter_axis_mapping
     if run.last_step < 0 and trainer.config.initialize_from is None:
         model = start.fresh(vocab, mapping, key=key)
@@ -207,6 +203,8 @@ def _say_goodbye(run: PreparedRun[TrainConfig], outcome: Outcome, unigram: float
         loss = outcome.validation_loss
         result = f"training loss {outcome.loss:.3f}" if loss is None else describe_loss(loss, unigram)
         lines += [f"Finished: {result}", f"The run is in {path}"]
+        if outcome.skipped:
+            lines.append(f"({outcome.skipped} steps were not finite and were skipped)")
         if unigram is not None:
             lines.append(
                 "(nats per token; unigram: what frequencies of single tokens reach, which a model must beat by far)"

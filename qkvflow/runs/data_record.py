@@ -1,0 +1,58 @@
+"""The training data that a run was started with: written down, and compared when the run continues."""
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from qkvflow.errors import UserError
+
+_SHOWN = 5
+
+
+def write(path: Path, data: Mapping[str, str]) -> None:
+    """Writes `data.json`: names of files (or of other sources) and their content."""
+    fresh = path.with_suffix(".tmp")
+    fresh.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    os.replace(fresh, path)
+
+
+def changes(path: Path, data: Mapping[str, str]) -> dict[str, tuple[str | None, str | None]]:
+    """The names whose content differs from what `data.json` says, each with the old and the new content.
+
+    Data that was only moved, and a run that has no `data.json` yet, have no changes.
+
+    Errors: `UserError` if the file is damaged.
+    """
+    if not path.is_file():
+        return {}
+    try:
+        old: dict[str, str] = dict(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        raise UserError(
+            f"{path} cannot be read: {error}. If the data is surely what the run was started with, remove this file"
+        ) from None
+    if [*old.values()] == [*data.values()]:
+        return {}
+    names = [name for name in {**old, **data} if old.get(name) != data.get(name)]
+    return {name: (old.get(name), data.get(name)) for name in names or data}  # no name: the order has changed
+
+
+def refusal(run: Path, changes: Mapping[str, tuple[str | None, str | None]]) -> UserError:
+    """What to tell the user whose data changed."""
+    lines = [f"  {name}: {_say(*change)}" for name, change in changes.items()]
+    more = [f"  and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
+    listing = "\n".join(lines[:_SHOWN] + more)
+    return UserError(
+        f"the data of the run {run} has changed since it was started:\n{listing}\n"
+        "Nothing was changed in the run. Put the data back; or continue on the new data with --accept_changes true; "
+        "or start a new run with --trainer.id NAME"
+    )
+
+
+def _say(old: str | None, new: str | None) -> str:
+    if old is None:
+        return "new"
+    if new is None:
+        return "gone"
+    return "another place in the order" if old == new else f"it was {old}, and is {new}"

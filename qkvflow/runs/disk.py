@@ -1,0 +1,73 @@
+"""The disk of a run: writable and with room before any work, and one clear error when it becomes full."""
+
+import contextlib
+import errno
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from qkvflow.errors import UserError
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # the disk, the user's share of it, or the largest file
+
+
+def make_writable(path: Path) -> None:
+    """Makes the folder and writes to it, as a trial.
+
+    Errors: `UserError` if that fails, or if the disk is full.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        probe = path / ".probe"
+        with open(probe, "wb") as file:
+            file.write(bytes(4096))
+            file.flush()
+            os.fsync(file.fileno())  # only this finds a disk that has become full
+        probe.unlink()
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            (path / ".probe").unlink(missing_ok=True)
+        raise UserError(f"cannot write the run directory {path}: {_reason(error)}") from None
+
+
+def require_space(path: Path, size: int) -> None:
+    """Errors: `UserError` if the disk of `path` has no room for two checkpoints, of `size` bytes together."""
+    free = shutil.disk_usage(path).free
+    if free < size:
+        raise UserError(
+            f"the disk of {path} has {_size(free)} free, but two checkpoints of this "
+            f"model take {_size(size)}. Make room, or choose another --run_dir DIR"
+        )
+
+
+@contextlib.contextmanager
+def full_disk_is_told(path: Path) -> Iterator[None]:
+    """Turns the many shapes in which libraries report a full disk into one `UserError`."""
+    try:
+        yield
+    except Exception as error:
+        causes = [error, error.__cause__, error.__context__]
+        if any(os.strerror(number) in str(cause) for cause in causes for number in _FULL):
+            raise UserError(
+                f"the disk of {path} became full. Make room and give the same command again: the "
+                "run continues from its newest complete checkpoint"
+            ) from error
+        raise
+
+
+def _reason(error: OSError) -> str:
+    if error.errno == errno.ENOSPC:
+        return "the disk is full. Make room, or put the run elsewhere with --run_dir DIR"
+    if isinstance(error, FileExistsError | NotADirectoryError):
+        return f"{error.filename} is a file, not a folder. Choose another place with --run_dir DIR"
+    what = error.strerror or str(error)
+    return f"{what}. Choose a place where you may write with --run_dir DIR"
+
+
+def _size(count: float) -> str:
+    for unit in ("B", "KB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} TB"

@@ -1,0 +1,33 @@
+"""Levanter's checkpointer with two additions: checksums, and a clock that only runs forwards."""
+
+import time
+from collections.abc import Callable
+from datetime import datetime, timedelta
+
+from levanter.checkpoint import Checkpointer, CheckpointerConfig, CheckpointInterval
+
+from qkvflow.runs.checksums import ChecksumManager
+
+_BEGINNING = datetime(2000, 1, 1)  # any: only differences of times count
+_TIMEOUT_SECONDS = 30 * 60  # as in Levanter
+
+
+def create_checkpointer(config: CheckpointerConfig, clock: Callable[[], float] = time.monotonic) -> Checkpointer:
+    """What `config.create` makes, for checkpoints in `config.base_path`.
+
+    Differs from Levanter, which measures `save_interval` by the clock on the wall: set back, it would stop saving.
+
+    Args:
+        clock: seconds since any beginning.
+    """
+    checkpointer = Checkpointer(
+        config.base_path,
+        config.save_interval,
+        [CheckpointInterval(**interval) for interval in config.keep or []],
+        dt_now_injection=lambda: _BEGINNING + timedelta(seconds=clock()),
+        delete_old_temp_checkpoints=config.delete_old_temp_checkpoints,
+        keep_last_temporary_checkpoints=config.keep_last_temporary_checkpoints,
+        debug=config.debug,
+    )
+    checkpointer._manager = ChecksumManager(timeout_secs=_TIMEOUT_SECONDS)
+    return checkpointer

@@ -1,0 +1,39 @@
+"""Levanter's trainer as a run configures it: its own directory, a checked checkpoint, its own eye on the loss."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from levanter.trainer import TrainerConfig
+
+from qkvflow.cli.quiet import tell
+from qkvflow.runs.checkpoints import Phase, sound_checkpoint
+from qkvflow.runs.config import TrainConfig
+from qkvflow.runs.prepare import PreparedRun
+
+
+def levanter_trainer(run: PreparedRun[TrainConfig], phase: Phase) -> TrainerConfig:
+    """A copy of the trainer's configuration that writes into the run directory and reads a checked checkpoint.
+
+    Errors: `UserError` if the checkpoints of `trainer.initialize_from` are damaged.
+    """
+    config, directory = run.config, run.directory
+    trainer = config.trainer
+    changes: dict[str, Any] = {}
+    if run.last_step >= 0:
+        # The one that was compared with its checksums: Levanter would choose by itself.
+        checkpoint = directory.checkpoints / f"step-{run.last_step}"
+        changes |= {"load_checkpoint": True, "load_checkpoint_path": str(checkpoint)}
+    elif trainer.initialize_from is not None and "://" not in trainer.initialize_from:
+        with phase(f"Checking {trainer.initialize_from}"):
+            source, damaged = sound_checkpoint(Path(trainer.initialize_from).expanduser())
+        for checkpoint in damaged:
+            tell(f"warning: {checkpoint}. Taking {source.name}, the newest good one, instead")
+        changes["initialize_from"] = str(source)
+    if config.max_skipped_steps:  # the loop itself looks at the loss
+        changes |= {"crash_on_nan": False, "crash_on_inf": False}
+    checkpointer = dataclasses.replace(
+        trainer.checkpointer, base_path=str(directory.checkpoints), append_run_id_to_base_path=False
+    )
+    # Levanter puts profiles and the like into <log_dir>/<id>.
+    return dataclasses.replace(trainer, checkpointer=checkpointer, log_dir=directory.path.parent, **changes)
