@@ -1,13 +1,10 @@
 """Settings that cannot work, refused before any work: Levanter would fail late or obscurely."""
 
-from math import prod
-
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from haliax import Axis, NamedArray
-from haliax.partitioning import ResourceMapping
+from haliax import Axis
 from levanter.checkpoint import is_checkpoint_path
 from levanter.models.lm_model import LmConfig
 from levanter.schedule import distinct_values
@@ -77,50 +74,6 @@ def check_devices(trainer: TrainerConfig) -> None:
         trainer._validate_and_set_defaults()
     except ValueError as error:
         raise UserError(f"trainer: {error}") from None
-
-
-def check_mesh(trainer: TrainerConfig, model: eqx.Module, Pos: Axis) -> None:
-    """Checks that every array of a model, given by its shapes, and a sequence can be divided as the mesh says.
-
-    Errors: `UserError` for an axis whose size the devices do not divide, and for an array that would be divided twice
-    over the same devices. JAX would fail late, without the name of the array.
-    """
-    sizes = trainer.device_mesh.shape
-    compute, stored = trainer.compute_axis_mapping, trainer.parameter_axis_mapping
-
-    def check(where: str, axes: dict[str, int], mapping: ResourceMapping) -> None:
-        used: dict[str, str] = {}
-        for name, size in axes.items():
-            over = mapping.get(name, ())
-            over = [over] if isinstance(over, str) else list(over)
-            unknown = [axis for axis in over if axis not in sizes]
-            if unknown:
-                raise UserError(
-                    f"`trainer.mesh` maps `{name}` to `{unknown[0]}`, which is no axis of the mesh: "
-                    f"it has {', '.join(sizes)}"
-                )
-            count = prod(sizes[axis] for axis in over)
-            if size % count:
-                raise UserError(
-                    f"`trainer.mesh` divides `{name}` of {where} (size {size}) over the {count} devices of "
-                    f"{' x '.join(over)}, which do not divide it. Give that axis of the mesh a size that does, or "
-                    f"another size to the model"
-                )
-            for axis in over:
-                if axis in used:
-                    raise UserError(
-                        f"`trainer.mesh` divides {where} twice over `{axis}`: along `{used[axis]}` and along "
-                        f"`{name}`. Map one of them elsewhere"
-                    )
-                used[axis] = name
-
-    leaves = jax.tree_util.tree_leaves_with_path(model, is_leaf=lambda x: isinstance(x, NamedArray))
-    for path, leaf in leaves:
-        if isinstance(leaf, NamedArray):
-            axes = {axis.name: axis.size for axis in leaf.axes}
-            where = f"`{jax.tree_util.keystr(path, simple=True, separator='.')}`"
-            check(where, axes, stored)
-    check("a sequence", {Pos.name: Pos.size}, compute)
 
 
 def model_shape(model: LmConfig, vocab: Axis) -> eqx.Module:

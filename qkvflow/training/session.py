@@ -23,9 +23,10 @@ from qkvflow.runs.directory import RunDirectory
 from qkvflow.runs.load import unreadable_checkpoint
 from qkvflow.runs.prepare import C, PreparedRun, full_disk_is_told, prepare_run
 from qkvflow.tracking import start_trackers
-from qkvflow.training.checks import check_config, check_devices, check_mesh, tree_bytes
+from qkvflow.training.checks import check_config, check_devices, tree_bytes
 from qkvflow.training.corpus import Corpus, open_corpus
 from qkvflow.training.loop import Outcome, train
+from qkvflow.training.mesh import check_mesh, divide_features
 from qkvflow.training.share import TrainedShare
 from qkvflow.training.start import Start
 from qkvflow.training.step import make_trainer, vocabulary
@@ -79,6 +80,7 @@ def _train_in(run: PreparedRun[C], start: Start, quiet: Quiet) -> tuple[Outcome,
 
     with levanter_config.use_device_mesh():
         shape = start.shape(vocab)
+        levanter_config = divide_features(levanter_config, shape)
         check_mesh(levanter_config, shape, Pos)
         share = TrainedShare.of(shape, start.trainable(shape), optimizer)
         run.require_space(share.checkpoint_bytes)
