@@ -125,8 +125,8 @@ class MeshReport:
             found.append(f"XLA gathers {self.rematerialised} arrays whole only to divide them in another way")
         if self.unknown_loops:
             found.append(
-                f"{self.unknown_loops} loops have no known number of turns (adaptive steps): FLOPs and traffic count"
-                " one turn of each"
+                f"{self.unknown_loops} loops have no number of turns that is known beforehand (attention by blocks,"
+                " adaptive steps): FLOPs and traffic count one turn of each"
             )
         return found
 

@@ -5,6 +5,7 @@ before it was divided. That finds weights and gradients; sizes that agree by cha
 """
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -68,13 +69,30 @@ def whole_temporaries(program: Program, undivided: str, large: int = LARGE) -> l
 
 
 def _sizes(lowered: str) -> set[tuple[int, ...]]:
-    """Sizes of all arrays outside of hand-divided regions, sorted, without those of 1."""
-    found, depth = set(), 0
+    """Sizes of all arrays outside of regions that are divided by hand (`shard_map`), sorted, without those of 1."""
+    bodies: dict[str, list[str]] = {}
+    name = ""
     for line in lowered.splitlines():
-        if "sdy.manual_computation" in line or depth:
-            # Inside, shapes are those of a device.
-            depth += line.count("{") - line.count("}")
-            continue
-        for sizes in re.findall(r"tensor<((?:\d+x)+)", line):
-            found.add(tuple(sorted(int(n) for n in sizes.split("x") if n not in ("", "1"))))
+        function = re.match(r"\s*func\.func .*?@([\w.\-]+)\(", line)
+        name = function[1] if function else name
+        bodies.setdefault(name, []).append(line)
+    found: set[tuple[int, ...]] = set()
+    waiting, seen = ["main"], {"main"}
+    while waiting:
+        for line in _outside_of_manual(bodies.get(waiting.pop(), [])):
+            for sizes in re.findall(r"tensor<((?:\d+x)+)", line):
+                found.add(tuple(sorted(int(n) for n in sizes.split("x") if n not in ("", "1"))))
+            called = set(re.findall(r"\bcall @([\w.\-]+)\(", line)) - seen
+            seen |= called
+            waiting += called
     return found
+
+
+def _outside_of_manual(lines: list[str]) -> Iterator[str]:
+    """Inside, shapes are those of a device."""
+    depth = 0
+    for line in lines:
+        if "sdy.manual_computation" in line or depth:
+            depth += line.count("{") - line.count("}")
+        else:
+            yield line

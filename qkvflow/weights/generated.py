@@ -23,7 +23,7 @@ from haliax import Axis, NamedArray
 from qkvflow.axes import SINUSOID, TIME_EMBED, TIME_HIDDEN
 from qkvflow.time import Time, grid, sinusoidal_features
 from qkvflow.weights.base import TimeDependent, array_fields, replace_units
-from qkvflow.weights.features import named_as, named_for_division
+from qkvflow.weights.division import named_as, named_for_division
 from qkvflow.weights.product import project
 from qkvflow.weights.scales import TIME_SHARE, GeneratedScales, normal_linear
 

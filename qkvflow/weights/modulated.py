@@ -30,7 +30,7 @@ from haliax import Axis, NamedArray
 from qkvflow.axes import SINUSOID, TIME_HIDDEN
 from qkvflow.time import Time, sinusoidal_features
 from qkvflow.weights.base import TimeDependent, array_fields, replace_units
-from qkvflow.weights.features import named_as, named_for_division
+from qkvflow.weights.division import named_as, named_for_division
 from qkvflow.weights.scales import GATE_LOGITS, normal_linear
 
 GATES: dict[str, Callable[[NamedArray], NamedArray]] = {

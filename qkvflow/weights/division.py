@@ -1,4 +1,4 @@
-"""One axis of what time networks make gets a name by which it can be divided over devices.
+"""One axis of what time networks make gets a name by which it is divided over devices.
 
 Levanter divides parameters along `embed`. A time network makes vectors without it too (biases {heads, ...} and {mlp},
 gates of these), from arrays that are T or H times as long. Their longest axis is called `features` there.
