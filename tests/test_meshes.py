@@ -1,4 +1,4 @@
-"""The report of `describe --mesh`, in parts: mesh shapes, reading XLA's text, refusals. Compiled steps: test_mesh_step."""
+"""The report of `describe --mesh` in parts: mesh shapes, XLA's text, refusals. Compiled steps: test_mesh_step."""
 
 import dataclasses
 from types import SimpleNamespace
