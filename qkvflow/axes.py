@@ -17,6 +17,7 @@
 | `sinusoid` | features of time [t, sin, cos], size 2S+1 |
 | `control` | components of a control signal u |
 | `time_hidden`, `time_embed` | hidden and output units of a time network (generated weights: both of size T) |
+| `features` | the longest axis of what time networks make for arrays without `embed`: divided as `embed` is |
 """
 
 BATCH = "batch"
@@ -39,3 +40,4 @@ SINUSOID = "sinusoid"
 CONTROL = "control"
 TIME_HIDDEN = "time_hidden"
 TIME_EMBED = "time_embed"
+FEATURES = "features"

@@ -2,10 +2,13 @@
 
 python -m qkvflow.describe --config_path A.yaml [B.yaml ...] [--vocab_size N] [--model.depth.steps 24 ...]
 python -m qkvflow.describe --run DIR [DIR ...] [--checkpoint_step N]
+python -m qkvflow.describe --mesh 8x8 --config_path A.yaml [--json FILE]
 
 Runs also show how much each weight varies with layer-time: sqrt(mean_t |W(t) - mean W|^2) / |mean W|.
+`--mesh` also compiles the training step for that many virtual devices (data x model) and says what each of them needs.
 """
 
+import dataclasses
 import json
 import sys
 import tempfile
@@ -23,7 +26,10 @@ from qkvflow.cli import parse, run_program
 from qkvflow.cli.quiet import quiet_libraries
 from qkvflow.data.tokenizers import resolve_tokenizer
 from qkvflow.errors import UserError
+from qkvflow.meshes import MeshReport, MeshShape, describe_mesh
+from qkvflow.meshes.report import as_dict, in_bytes
 from qkvflow.models import NeuralOdeConfig, cost, decay
+from qkvflow.progress import Progress
 from qkvflow.runs import load_run
 from qkvflow.runs.config import TrainConfig
 from qkvflow.training.checks import model_shape, tree_bytes
@@ -44,6 +50,8 @@ class DescribeConfig:
     checkpoint_step: N of the runs' checkpoints `step-N`; the newest if not given.
     vocab_size: of the models of configurations; by default that of their tokenizer.
     overrides: `--key.subkey value` for every configuration, as words.
+    mesh: of configurations: the devices to compile the training step for, see `qkvflow.meshes.shape`.
+    json: a file that everything is also written to.
     """
 
     files: list[str] = field(default_factory=list)
@@ -51,6 +59,8 @@ class DescribeConfig:
     checkpoint_step: int | None = None
     vocab_size: int | None = None
     overrides: list[str] = field(default_factory=list)
+    mesh: str | None = None
+    json: str | None = None
 
 
 def main(config: DescribeConfig) -> None:
@@ -62,17 +72,44 @@ def main(config: DescribeConfig) -> None:
         raise UserError("nothing to describe: give --config_path FILE [FILE ...] or --run DIR [DIR ...]")
     if config.run and config.overrides:
         raise UserError(f"{config.overrides[0]} changes configurations; a run is described as it is. Leave it out")
+    if config.run and config.mesh is not None:
+        raise UserError(
+            "--mesh compiles the step of a configuration: give --config_path DIR/config.yaml for that of a run"
+        )
+    shape = None if config.mesh is None else MeshShape.read(config.mesh)
     columns: dict[str, Sections] = {}
-    with quiet_libraries():
+    reports: dict[str, MeshReport] = {}
+    with quiet_libraries() as quiet:
+        progress = Progress(quiet.terminal)
         for path in config.files:
             train, _ = parse(TrainConfig, ["--config_path", path, *config.overrides])
             vocab = config.vocab_size or vocabulary_size(train)
-            columns[path.removesuffix(".yaml").removeprefix("configs/")] = describe(train, vocab)
+            name = path.removesuffix(".yaml").removeprefix("configs/")
+            columns[name] = describe(train, vocab)
+            if shape is not None:
+                size = None if config.vocab_size else train.vocab_size
+                with progress.phase(f"Compiling {name} for {shape.devices} devices"):
+                    reports[name] = describe_mesh(dataclasses.replace(train, vocab_size=size), vocab, shape)
+                columns[name] |= reports[name].sections()
         for path in config.run:
             run = load_run(path, config.checkpoint_step)
             sections = describe(run.config, run.model.Vocab.size)
             columns[f"{run.path} step {run.step}"] = sections | {"change of W(t) over t": change_over_time(run.model)}
     print(table(columns), flush=True)
+    for name, report in reports.items():
+        print("\n".join([f"\n{name}:", *report.notes()]) if report.notes() else "", flush=True)
+    if config.json is not None:
+        _write(Path(config.json), columns, reports)
+
+
+def _write(path: Path, columns: dict[str, Sections], reports: dict[str, MeshReport]) -> None:
+    found = {name: {"sections": sections} for name, sections in columns.items()}
+    for name, report in reports.items():
+        found[name]["mesh"] = as_dict(report)
+    try:
+        path.write_text(json.dumps(found, indent=1) + "\n")
+    except OSError as error:
+        raise UserError(f"cannot write --json {path}: {error.strerror}") from None
 
 
 def describe(config: TrainConfig, vocab_size: int) -> Sections:
@@ -113,11 +150,11 @@ def describe(config: TrainConfig, vocab_size: int) -> Sections:
             and f"{flops.generation / (flops.generation + batch * length * flops.forward):.2%}",
         },
         "memory for training": {
-            "parameters": _bytes(tree_bytes(stored)),
-            "gradients": _bytes(tree_bytes(stored)),
-            "optimizer": _bytes(tree_bytes(eqx.filter_eval_shape(optimizer.init, stored))),
+            "parameters": in_bytes(tree_bytes(stored)),
+            "gradients": in_bytes(tree_bytes(stored)),
+            "optimizer": in_bytes(tree_bytes(eqx.filter_eval_shape(optimizer.init, stored))),
         },
-        "KV cache per token": {"bf16": cache and _bytes(2 * cache), "fp32": cache and _bytes(4 * cache)},
+        "KV cache per token": {"bf16": cache and in_bytes(2 * cache), "fp32": cache and in_bytes(4 * cache)},
     }
 
 
@@ -177,7 +214,9 @@ def arguments(argv: Sequence[str]) -> list[str]:
     own, target = [], None
     for word in argv:
         key = word.removeprefix("--").partition("=")[0]
-        if word in ("-h", "--help") or (word.startswith("--") and key in ("vocab_size", "checkpoint_step")):
+        if word in ("-h", "--help") or (
+            word.startswith("--") and key in ("vocab_size", "checkpoint_step", "mesh", "json")
+        ):
             own.append(word)
             target = own
         elif word in ("--config_path", "--run"):
@@ -210,10 +249,6 @@ def _cell(value: Value) -> str:
     if isinstance(value, str):
         return value
     return f"{value:,}" if isinstance(value, int) else _scaled(value, 1000, ("", "k", "M", "G", "T"))
-
-
-def _bytes(count: int) -> str:
-    return _scaled(count, 1024, ("B", "KiB", "MiB", "GiB", "TiB"))
 
 
 def _scaled(value: float, step: int, units: Sequence[str]) -> str:

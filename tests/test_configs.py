@@ -18,7 +18,8 @@ from qkvflow.runs.modes import LoraMode
 
 ROOT = Path(__file__).parent.parent
 FINETUNES = [p for p in sorted((ROOT / "configs" / "finetune").glob("*.yaml")) if not p.stem.startswith("pretrain")]
-FILES = [p for p in sorted((ROOT / "configs").rglob("*.yaml")) if p not in FINETUNES]
+MESHES = sorted((ROOT / "configs" / "mesh").glob("*.yaml"))
+FILES = [p for p in sorted((ROOT / "configs").rglob("*.yaml")) if p not in (*FINETUNES, *MESHES)]
 IDS = [str(p.relative_to(ROOT / "configs")) for p in FILES]
 
 
@@ -40,6 +41,20 @@ def test_parses_and_builds(path):
     logits = eqx.filter_eval_shape(lambda m, t: m(t, key=jax.random.PRNGKey(0)), model, tokens)
     assert {a.name: a.size for a in logits.axes} == {"batch": 1, "position": Pos.size, "vocab": vocab.size}
     decay.configure(config.optimizer, config.weight_decay_on).build(config.trainer.num_train_steps)
+
+
+@pytest.mark.parametrize("path", MESHES, ids=lambda p: p.stem)
+def test_meshes_are_values_of_the_trainers_mesh(path):
+    """On 8 devices they divide what they say; what a file says in its first line works."""
+    first = path.read_text().splitlines()[0]
+    assert first == f"# --trainer.mesh @configs/mesh/{path.name}"
+    words = ["--config_path", str(ROOT / "configs" / "quickstart.yaml"), "--trainer.mesh", f"@{path}"]
+    config, raw = parse(TrainConfig, words)
+    assert raw["trainer"]["mesh"] == yaml.safe_load(path.read_text())
+    sizes, _ = config.trainer.mesh.axis_shapes(8, 1)
+    mapped = {**config.trainer.mesh.resolved_compute_mapping, **config.trainer.mesh.resolved_param_mapping}
+    names = {axis for over in mapped.values() for axis in ([over] if isinstance(over, str) else over)}
+    assert {axis for axis, size in sizes.items() if size > 1} <= names
 
 
 @pytest.mark.parametrize("path", FINETUNES, ids=lambda p: p.stem)

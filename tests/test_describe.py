@@ -17,7 +17,9 @@ from qkvflow.train_lm import main as train
 from qkvflow.weights import at, variation
 
 CONFIGS = Path(__file__).parent.parent / "configs"
-FILES = [p for p in sorted(CONFIGS.rglob("*.yaml")) if p.parent.name != "finetune"]  # those need a run
+FILES = [
+    p for p in sorted(CONFIGS.rglob("*.yaml")) if p.parent.name not in ("finetune", "mesh")
+]  # those need a run, or another file
 
 
 def described(path, vocab=None, *overrides):

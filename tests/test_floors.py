@@ -25,7 +25,8 @@ MAY_IMPORT = {
     "tracking": {"errors"},
     "progress": {"errors"},
     "runs": {"axes", "errors", "weights", "models", "official", "data", "cli", "tracking"},
-    "training": {"errors", "weights", "models", "data", "cli", "tracking", "progress", "runs"},
+    "training": {"axes", "errors", "weights", "models", "data", "cli", "tracking", "progress", "runs"},
+    "meshes": {"errors", "models", "cli", "runs", "training"},
     "__init__": {"models", "generation"},
 }
 

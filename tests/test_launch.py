@@ -24,7 +24,7 @@ def launch(script: str, *words: str, env: dict[str, str], folder: Path) -> tuple
     return done.returncode, calls.read_text().splitlines() if calls.exists() else []
 
 
-@pytest.mark.parametrize("status, is_queued", [(0, False), (2, False), (143, True)])
+@pytest.mark.parametrize(("status", "is_queued"), [(0, False), (2, False), (143, True)])
 def test_slurm_queues_again_what_was_stopped_with_a_checkpoint(tmp_path, status, is_queued):
     env = stand_ins(tmp_path, srun=f"exit {status}", scontrol="") | {"SLURM_JOB_ID": "17"}
     code, calls = launch("slurm.sh", "--config_path", "a b.yaml", env=env, folder=tmp_path)
@@ -68,4 +68,5 @@ def test_a_run_that_fails_is_not_repeated(tmp_path):
     script = GCLOUD.replace("echo PREEMPTED > STATE; ", "").replace("STATE", f"{tmp_path}/state")
     env = stand_ins(tmp_path, gcloud=script.replace("RAN", f"{tmp_path}/ran")) | TPU
     code, calls = launch("tpu.sh", "train", env=env, folder=tmp_path)
-    assert code == 1 and sum("train_lm" in call for call in calls) == 1
+    assert code == 1
+    assert sum("train_lm" in call for call in calls) == 1

@@ -111,7 +111,7 @@ def test_every_layout_gives_the_same_losses(base, model):
 
 
 @pytest.mark.parametrize(
-    "before, after", [("processes", "one"), ("processes", "fsdp"), ("one", "processes"), ("tensor", "processes")]
+    ("before", "after"), [("processes", "one"), ("processes", "fsdp"), ("one", "processes"), ("tensor", "processes")]
 )
 def test_a_checkpoint_is_read_by_every_layout(base, before, after):
     """A run that one layout began and another continues ends as one that was never interrupted."""
@@ -139,4 +139,5 @@ def test_a_mistake_ends_all_processes(base):
     first, second = start(folder, "gpt2", "processes")
     errors = [p.communicate(timeout=120)[1] for p in (first, second)]
     assert (first.returncode, second.returncode) == (2, 2)
-    assert "somebody.txt" in errors[0] and "Traceback" not in "".join(errors)
+    assert "somebody.txt" in errors[0]
+    assert "Traceback" not in "".join(errors)

@@ -34,7 +34,7 @@ def chunked(delta, A, B, C, x, start, method: str | None = None):
     if selective and method == "loop":
         y = selective_loop(state, A, *chunks)
     else:
-        constant = None if selective else (*_hold(delta, A, B), C)
+        constant = None if selective else tuple(map(_whole, (*_hold(delta, A, B), C)))
         run = _loop if method == "loop" else _associative
         run_chunk = jax.checkpoint(lambda state, now: run(state, now, A, constant))
         _, y = lax.scan(run_chunk, state, chunks)
@@ -74,6 +74,13 @@ def _hold(delta, A, B):
     """The factors of h_{k-1} and of x_k."""
     keep, phi = hold(delta * A)
     return keep, delta * phi * B
+
+
+def _whole(array):
+    """What each turn of a loop reads, whole on every device of a mesh: parts would be gathered anew at each turn."""
+    if jax.sharding.get_abstract_mesh().empty:
+        return array
+    return lax.with_sharding_constraint(array, jax.sharding.PartitionSpec())
 
 
 def _split(array, chunk: int):

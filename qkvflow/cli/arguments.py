@@ -126,7 +126,12 @@ def _split(
 
 
 def _scalar(key: str, text: str) -> Any:
-    """A value of the command line, read as YAML: `3`, `true`, `null`, `[a, b]`, `{a: 1}`, else plain text."""
+    """A value of the command line, read as YAML: `3`, `true`, `null`, `[a, b]`, `{a: 1}`, else plain text.
+
+    `@FILE.yaml` stands for what the file holds.
+    """
+    if text.startswith("@") and text.endswith((".yaml", ".yml")):
+        return read_yaml(Path(text[1:]))
     try:
         return yaml.load(text, Loader=_StrictLoader)
     except yaml.YAMLError as error:

@@ -95,7 +95,7 @@ def _usage(main: Callable, config_class: type) -> str:
 usage: python -m {_module_name(main)} --config_path FILE.yaml [--key.subkey VALUE ...]
 
 Every key of the YAML file can also be given as a flag, e.g. `--trainer.num_train_steps 100`; the flag wins.
-Values are YAML: 3, 1e-3, true, null, text, [a, b], {{a: 1}}.
+Values are YAML: 3, 1e-3, true, null, text, [a, b], {{a: 1}}, or @FILE.yaml for what a file holds.
 
 Top-level keys:
 {keys}

@@ -9,17 +9,13 @@ from pathlib import Path
 import jax
 import levanter.tracker
 from haliax import Axis
-from haliax.partitioning import round_axis_for_partitioning
 from levanter.callbacks import StepInfo
-from levanter.models.lm_model import LmExample, LmHeadModel
-from levanter.trainer import Trainer, TrainerConfig
+from levanter.trainer import Trainer
 from levanter.trainer_state import TrainerState
 from levanter.utils.jax_utils import parameter_count
 
 from qkvflow.cli.quiet import Quiet, quiet_libraries
-from qkvflow.errors import UserError
-from qkvflow.models import NeuralOdeConfig, NeuralOdeLMHeadModel, decay
-from qkvflow.models.metrics import depth_metrics
+from qkvflow.models import NeuralOdeConfig, decay
 from qkvflow.progress import Progress, describe_loss
 from qkvflow.runs.config import TrainConfig
 from qkvflow.runs.config_file import encode
@@ -29,11 +25,12 @@ from qkvflow.runs.prepare import C, PreparedRun, prepare_run
 from qkvflow.tracking import start_trackers
 from qkvflow.training.checks import check_config, check_devices, tree_bytes
 from qkvflow.training.corpus import Corpus, open_corpus
-from qkvflow.training.finite import FiniteTrainer
 from qkvflow.training.levanter_config import levanter_trainer
 from qkvflow.training.loop import Outcome, train
+from qkvflow.training.mesh import check_mesh, divide_features
 from qkvflow.training.share import TrainedShare
 from qkvflow.training.start import Start
+from qkvflow.training.step import make_trainer, vocabulary
 from qkvflow.training.validation import Validation
 from qkvflow.weights import PerLayerConfig
 
@@ -85,18 +82,11 @@ def _train_in(run: PreparedRun[C], start: Start, quiet: Quiet, progress: Progres
 
     with levanter_config.use_device_mesh():
         shape = start.shape(vocab)
+        levanter_config = divide_features(levanter_config, shape)
+        check_mesh(levanter_config, shape, Pos)
         share = TrainedShare.of(shape, start.trainable(shape), optimizer)
         run.require_space(share.checkpoint_bytes)
     run.commit(dataclasses.replace(config, vocab_size=vocab.size))
-
-    def loss_function(model: LmHeadModel, example: LmExample, *, key=None):
-        model = start.in_step(model, key)
-        if isinstance(model, NeuralOdeLMHeadModel) and model.config.depth.is_adaptive:
-            loss, statistics = model.next_token_loss_and_statistics(
-                example, key=key, logsumexp_weight=config.z_loss_weight
-            )
-            return loss, depth_metrics(statistics)
-        return model.compute_next_token_loss(example, key=key, logsumexp_weight=config.z_loss_weight)
 
     tracker = start_trackers(
         directory.metrics, directory.tensorboard, run.last_step, config.trainer.tracker, directory.path.name
@@ -104,7 +94,7 @@ def _train_in(run: PreparedRun[C], start: Start, quiet: Quiet, progress: Progres
     try:
         with (
             levanter.tracker.current_tracker(tracker),
-            FiniteTrainer(levanter_config, optimizer, loss_function, add_default_hooks=False) as trainer,
+            make_trainer(config, levanter_config, optimizer, start.in_step) as trainer,
         ):
             tracker.log_hyperparameters(encode(config))
             what = "Loading the base" if start.is_finetune else "Building the model"
@@ -135,16 +125,6 @@ def _train_in(run: PreparedRun[C], start: Start, quiet: Quiet, progress: Progres
     finally:
         tracker.finish()
     return outcome, corpus.unigram
-
-
-def vocabulary(config: TrainConfig, tokens: int, trainer: TrainerConfig) -> Axis:
-    """The model's vocabulary axis: as large as the tokenizer, or as `vocab_size` says if it is larger."""
-    if config.vocab_size is None:
-        with trainer.use_device_mesh():
-            return round_axis_for_partitioning(Axis("vocab", tokens), trainer.parameter_axis_mapping)
-    if config.vocab_size < tokens:
-        raise UserError(f"`vocab_size` is {config.vocab_size}, but the tokenizer has {tokens} tokens")
-    return Axis("vocab", config.vocab_size)
 
 
 def _initial_state(

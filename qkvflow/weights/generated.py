@@ -23,6 +23,7 @@ from haliax import Axis, NamedArray
 from qkvflow.axes import SINUSOID, TIME_EMBED, TIME_HIDDEN
 from qkvflow.time import Time, grid, sinusoidal_features
 from qkvflow.weights.base import TimeDependent, array_fields, replace_units
+from qkvflow.weights.division import named_as, named_for_division
 from qkvflow.weights.product import project
 from qkvflow.weights.scales import TIME_SHARE, GeneratedScales, normal_linear
 
@@ -63,12 +64,13 @@ class TimeNetwork(eqx.Module):
 class Leaf(eqx.Module):
     """One generated array: w(t) = constant + base + e(t).projection, in the dtype of the parameters."""
 
-    projection: NamedArray  # {time_embed, axes of w}
+    projection: NamedArray  # {time_embed, axes of w}, one of them called `features` if w has no `embed`
     base: NamedArray | None  # {axes of w}
     constant: float = eqx.field(static=True)
+    ordinary: tuple[Axis, ...] = eqx.field(static=True)  # the axes of w
 
     def __call__(self, e: NamedArray) -> NamedArray:
-        w = project(e, self.projection)
+        w = named_as(project(e, self.projection), self.ordinary)
         if self.base is not None:
             w = w + self.base
         return w + jnp.asarray(self.constant, w.dtype) if self.constant else w
@@ -120,15 +122,16 @@ def _generate_unit(unit, time_embed_dim: int, sinusoidal_dim: int, scales: Gener
 
 def _init_leaf(unit, name: str, net: TimeNetwork, scales: GeneratedScales, *, key) -> Leaf:
     ordinary: NamedArray = getattr(unit, name)
-    axes = (net.Out, *ordinary.axes)
+    w = ordinary.axes
+    axes = (net.Out, *named_for_division(w))
     if isinstance(unit, hnn.normalization.LayerNormBase):
-        return Leaf(hax.zeros(axes), None, 1.0 if name == "weight" else 0.0)
+        return Leaf(hax.zeros(axes), None, 1.0 if name == "weight" else 0.0, w)
     if not isinstance(unit, hnn.Linear):
-        return Leaf(hax.zeros(axes), ordinary, 0.0)
+        return Leaf(hax.zeros(axes), ordinary, 0.0, w)
     if name == "bias":
-        return Leaf(hax.random.normal(key, axes) * scales.bias, None, 0.0)
+        return Leaf(hax.random.normal(key, axes) * scales.bias, None, 0.0, w)
     if scales.projection is not None:
-        return Leaf(hax.random.normal(key, axes) * scales.projection, hax.zeros(ordinary.axes), 0.0)
+        return Leaf(hax.random.normal(key, axes) * scales.projection, hax.zeros(w), 0.0, w)
     e = net(grid(np.linspace(0.0, 1.0, 129)))
     std = jnp.sqrt(TIME_SHARE * hax.var(ordinary).array / (hax.sum(hax.square(e), TIME_EMBED).mean().array))
-    return Leaf(hax.random.normal(key, axes) * std, ordinary * (1 - TIME_SHARE) ** 0.5, 0.0)
+    return Leaf(hax.random.normal(key, axes) * std, ordinary * (1 - TIME_SHARE) ** 0.5, 0.0, w)

@@ -30,6 +30,7 @@ from haliax import Axis, NamedArray
 from qkvflow.axes import SINUSOID, TIME_HIDDEN
 from qkvflow.time import Time, sinusoidal_features
 from qkvflow.weights.base import TimeDependent, array_fields, replace_units
+from qkvflow.weights.division import named_as, named_for_division
 from qkvflow.weights.scales import GATE_LOGITS, normal_linear
 
 GATES: dict[str, Callable[[NamedArray], NamedArray]] = {
@@ -43,7 +44,8 @@ class GateNetwork(eqx.Module):
     """t -> the gates of one module by name, fp32 whatever the compute dtype."""
 
     lin1: hnn.Linear  # sinusoid -> time_hidden
-    lin2: dict[str, hnn.Linear]  # for each gate: time_hidden -> the axes that it scales
+    # For each gate: time_hidden -> the axes that it scales, one of them called `features` if none is `embed`.
+    lin2: dict[str, hnn.Linear]
     sinusoidal_dim: int = eqx.field(static=True)
     gate: str = eqx.field(static=True)
 
@@ -55,7 +57,10 @@ class GateNetwork(eqx.Module):
         k_lin1, *k_gates = jax.random.split(key, 1 + len(axes))
         Sinusoid, Hidden = Axis(SINUSOID, 2 * sinusoidal_dim + 1), Axis(TIME_HIDDEN, hidden_dim)
         std2 = GATE_LOGITS[gate] * (1 / Hidden.size) ** 0.5
-        lin2 = {a: normal_linear(Hidden, axes[a], std2, key=k) for a, k in zip(axes, k_gates, strict=True)}
+        lin2 = {
+            a: normal_linear(Hidden, named_for_division(axes[a]), std2, key=k)
+            for a, k in zip(axes, k_gates, strict=True)
+        }
         lin1 = normal_linear(Sinusoid, Hidden, (2 / Sinusoid.size) ** 0.5, key=k_lin1)
         return GateNetwork(lin1, lin2, sinusoidal_dim, gate)
 
@@ -74,8 +79,9 @@ class Modulated(TimeDependent):
     frozen_time: float | None = eqx.field(static=True)
 
     def at(self, t: Time):
+        axes, gates_of = gate_layout(self.base)
         gates = self.net(t if self.frozen_time is None else self.frozen_time)
-        _, gates_of = gate_layout(self.base)
+        gates = {name: named_as(gate, axes[name]) for name, gate in gates.items()}
         return _replace_arrays(self.base, lambda name, array: _scale(array, [gates[g] for g in gates_of[name]]))
 
 

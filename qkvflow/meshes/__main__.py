@@ -1,0 +1,40 @@
+"""The process that `describe --mesh` starts: reads a configuration, compiles for its virtual devices, writes JSON."""
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+
+import qkvflow as qkvflow  # registers the models
+from qkvflow.cli import run_program
+from qkvflow.meshes.ahead import compile_ahead
+from qkvflow.runs.config import TrainConfig
+from qkvflow.runs.config_file import read_config
+
+
+@dataclass
+class ChildConfig:
+    """
+    given: file of the configuration, as `write_config` writes it.
+    tokens: size of the tokenizer's vocabulary.
+    found: where the report goes.
+    """
+
+    given: str
+    tokens: int
+    found: str
+
+
+def main(config: ChildConfig) -> None:
+    """Writes the report of the step on all devices of this process."""
+    train = read_config(Path(config.given), TrainConfig)
+    for key, value in train.trainer.jax_config.items():
+        jax.config.update(key, value)
+    report = compile_ahead(train, config.tokens)
+    Path(config.found).write_text(json.dumps(dataclasses.asdict(report)))
+
+
+if __name__ == "__main__":
+    run_program(main, ChildConfig)

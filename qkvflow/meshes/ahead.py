@@ -1,0 +1,108 @@
+"""Compiles the training step for the devices of this process, from shapes alone, and reads what it will cost."""
+
+import resource
+import time
+from typing import Any
+
+import jax
+import levanter.tracker
+from haliax import NamedArray
+from levanter.tracker import NoopTracker
+from levanter.trainer import TrainerConfig
+
+from qkvflow.errors import UserError
+from qkvflow.meshes.collectives import collectives
+from qkvflow.meshes.hlo import Program
+from qkvflow.meshes.report import MeshReport
+from qkvflow.meshes.whole import LARGE, whole_arguments, whole_temporaries
+from qkvflow.models import decay
+from qkvflow.runs.config import TrainConfig
+from qkvflow.training.checks import check_config, check_devices, model_shape, tree_bytes
+from qkvflow.training.mesh import check_mesh, divide_features
+from qkvflow.training.step import batch_shape, lower_step, make_trainer, state_shape, vocabulary
+
+# Memory is settled before machine code is made; good code would only cost time.
+_QUICK = {"xla_backend_optimization_level": 0}
+
+
+def compile_ahead(config: TrainConfig, tokens: int, large: int = LARGE) -> MeshReport:
+    """The report for `config` on all devices of this process; nothing is allocated.
+
+    Args:
+        tokens: size of the tokenizer's vocabulary; what the model has follows as in training.
+        large: bytes above which an undivided array is told.
+
+    Errors: `UserError` for everything that training would refuse, before anything is compiled.
+    """
+    check_config(config)
+    trainer_config = config.trainer
+    _check_kernel(config.model)
+    check_devices(trainer_config)
+    Vocab = vocabulary(config, tokens, trainer_config)
+    Pos = config.model.max_Pos.resize(config.train_seq_len or config.model.max_seq_len)
+    optimizer = decay.configure(config.optimizer, config.weight_decay_on).build(trainer_config.num_train_steps)
+    with trainer_config.use_device_mesh():
+        model = model_shape(config.model, Vocab)
+    trainer_config = divide_features(trainer_config, model)
+    check_mesh(trainer_config, model, Pos)
+    began = time.monotonic()
+    with (
+        levanter.tracker.current_tracker(NoopTracker()),
+        make_trainer(config, trainer_config, optimizer) as trainer,
+    ):
+        state = state_shape(trainer, model)
+        lowered = lower_step(trainer, state, batch_shape(config, trainer, Pos))
+        compiled = lowered.compile(_QUICK if jax.default_backend() == "cpu" else None)
+    seconds = time.monotonic() - began
+    program = Program.read(compiled.as_text() or "")
+    memory: Any = compiled.memory_analysis()
+    costs: Any = compiled.cost_analysis()
+    return MeshReport(
+        mesh=_mesh(trainer_config),
+        parameters=_on_device(state.model),
+        optimizer=_on_device(state.opt_state),
+        all_parameters=tree_bytes(state.model),
+        all_optimizer=tree_bytes(state.opt_state),
+        arguments=memory.argument_size_in_bytes,
+        outputs=memory.output_size_in_bytes,
+        donated=memory.alias_size_in_bytes,
+        temporary=memory.temp_size_in_bytes,
+        flops=program.matrix_flops(),
+        xla_flops=float(costs.get("flops", 0.0)),
+        unknown_loops=program.unknown_loops,
+        collectives=collectives(program),
+        whole_arguments=whole_arguments(state, large),
+        whole_temporaries=whole_temporaries(program, lowered.as_text(), large),
+        large=large,
+        rematerialised=0,
+        compile_seconds=seconds,
+        compile_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+    )
+
+
+def _check_kernel(model: Any) -> None:
+    """Virtual devices are CPUs, which lack some attention kernels."""
+    for owner in (model, getattr(model, "block", None)):
+        backend = getattr(owner, "attn_backend", None)
+        if backend is not None and backend.value in ("nvte", "splash"):
+            where = "model" if owner is model else "model.block"
+            raise UserError(
+                f"`{where}.attn_backend` is {backend.value}, which virtual devices do not have. Add"
+                f" --{where}.attn_backend null: the memory of attention is then that of JAX's flash attention"
+            )
+
+
+def _mesh(trainer: TrainerConfig) -> dict[str, int]:
+    return {name: size for name, size in trainer.device_mesh.shape.items() if size > 1}
+
+
+def _on_device(tree: Any) -> int:
+    """Bytes of a tree of shapes with shardings on one device."""
+
+    def part(leaf):
+        array = leaf.array if isinstance(leaf, NamedArray) else leaf
+        if not isinstance(array, jax.ShapeDtypeStruct) or array.sharding is None:
+            return leaf
+        return jax.ShapeDtypeStruct(array.sharding.shard_shape(array.shape), array.dtype)
+
+    return tree_bytes(jax.tree.map(part, tree, is_leaf=lambda x: isinstance(x, NamedArray)))

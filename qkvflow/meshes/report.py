@@ -1,0 +1,159 @@
+"""What `describe --mesh` tells: memory, work and traffic of one device in one training step, and what to look at."""
+
+import dataclasses
+from dataclasses import dataclass
+
+from qkvflow.meshes.collectives import Collective
+from qkvflow.meshes.whole import Whole
+
+GIB = 1 << 30
+DEVICES = (16, 32, 80)  # GiB
+TIGHT = 0.9  # of a device's memory: the runtime, fragmentation and other programs take the rest
+NOTABLE = 0.05  # of the memory that a device needs
+
+
+@dataclass(frozen=True)
+class MeshReport:
+    """
+    mesh: axis -> size; axes of one device are left out.
+    parameters, optimizer: bytes on a device; all_parameters, all_optimizer: of the whole model.
+    arguments, outputs, donated, temporary: bytes on a device by XLA's count; donated is what outputs share with
+        arguments, temporary is everything else that lives during the step: activations, gradients, gathered weights.
+    flops: of matrix products, on a device in a step; xla_flops: XLA's own count, which enters each loop once.
+    unknown_loops: loops that are counted once because their number of turns is not known (adaptive steps).
+    collectives: on a device in a step.
+    whole_arguments, whole_temporaries: arrays above `large` bytes that every device holds whole.
+    rematerialised: warnings of XLA that it gathers an array only to divide it in another way.
+    compile_seconds, compile_bytes: what compiling took on this machine.
+    """
+
+    mesh: dict[str, int]
+    parameters: int
+    optimizer: int
+    all_parameters: int
+    all_optimizer: int
+    arguments: int
+    outputs: int
+    donated: int
+    temporary: int
+    flops: float
+    xla_flops: float
+    unknown_loops: int
+    collectives: list[Collective]
+    whole_arguments: list[Whole]
+    whole_temporaries: list[Whole]
+    large: int
+    rematerialised: int
+    compile_seconds: float
+    compile_bytes: int
+
+    @staticmethod
+    def read(plain: dict) -> "MeshReport":
+        """The inverse of `dataclasses.asdict`."""
+        parts = {"collectives": Collective, "whole_arguments": Whole, "whole_temporaries": Whole}
+        made = {
+            name: [kind(**{k: tuple(v) if isinstance(v, list) else v for k, v in part.items()}) for part in plain[name]]
+            for name, kind in parts.items()
+        }
+        return MeshReport(**(plain | made))
+
+    @property
+    def memory(self) -> int:
+        """Bytes that a device needs: arguments, results that are no donated arguments, temporary memory."""
+        return self.arguments + self.outputs - self.donated + self.temporary
+
+    @property
+    def fits(self) -> dict[int, bool]:
+        """Device memory in GiB -> whether the step fits with room for the runtime."""
+        return {size: self.memory <= TIGHT * size * GIB for size in DEVICES}
+
+    def sections(self) -> dict[str, dict[str, str | float | int | None]]:
+        """As rows of `describe`."""
+        axes = " x ".join(f"{name} {n}" for name, n in self.mesh.items())
+        return {
+            "mesh": {"devices": axes or "1 device"},
+            "memory per device": {
+                "parameters": _share(self.parameters, self.all_parameters),
+                "optimizer": _share(self.optimizer, self.all_optimizer),
+                "activations, gradients, other temporary": in_bytes(self.temporary),
+                "in all": in_bytes(self.memory),
+                **{f"fits in {size} GiB": self._fit(size) for size in DEVICES},
+            },
+            "a step, per device": {
+                "FLOPs of matrix products": self.flops,
+                **{f"{c.kind}, {round(c.count)} times": in_bytes(c.bytes) for c in self.collectives},
+            },
+            f"whole on every device, each > {in_bytes(self.large)}": {
+                "parameters and optimizer": _arrays(self.whole_arguments),
+                "made in the step": _arrays(self.whole_temporaries),
+            },
+            "compiling took": {
+                "seconds": round(self.compile_seconds),
+                "memory of this machine": in_bytes(self.compile_bytes),
+            },
+        }
+
+    def notes(self) -> list[str]:
+        """Lines for a person: the large arrays by name, and warnings."""
+        lines = []
+        for whole in self.whole_arguments:
+            lines.append(f"whole on every device: {whole.name} {list(whole.sizes)}, {in_bytes(whole.bytes)}")
+        for whole in self.whole_temporaries[:10]:
+            often = f"{round(whole.times)} times" if whole.times != 1 else "once"
+            lines.append(f"made whole {often} a step: {list(whole.sizes)}, {in_bytes(whole.bytes)}, by {whole.name}")
+        if len(self.whole_temporaries) > 10:
+            lines.append(f"... and {len(self.whole_temporaries) - 10} smaller ones (all of them: --json FILE)")
+        return lines + [f"warning: {text}" for text in self.warnings()]
+
+    def warnings(self) -> list[str]:
+        """What makes a device need much more than its part, or the numbers uncertain."""
+        found = []
+        many = sum(w.bytes for w in self.whole_arguments)
+        if many > NOTABLE * self.memory:
+            found.append(
+                f"{in_bytes(many)} of parameters and optimizer are not divided: no axis of theirs is in"
+                " `trainer.mesh.param_mapping` or `shared_mapping`"
+            )
+        for whole in self.whole_temporaries:
+            if whole.bytes > NOTABLE * self.memory and whole.times <= 1:
+                found.append(f"{list(whole.sizes)}, {in_bytes(whole.bytes)}, is made whole on every device")
+        if self.donated < 0.99 * (self.parameters + self.optimizer):
+            found.append(
+                f"only {in_bytes(self.donated)} of the old state's memory serve the new one: for a moment both exist"
+            )
+        if self.rematerialised:
+            found.append(f"XLA gathers {self.rematerialised} arrays whole only to divide them in another way")
+        if self.unknown_loops:
+            found.append(
+                f"{self.unknown_loops} loops have no number of turns that is known beforehand (attention by blocks,"
+                " adaptive steps): FLOPs and traffic count one turn of each"
+            )
+        return found
+
+    def _fit(self, size: int) -> str:
+        free = 1 - self.memory / (size * GIB)
+        if self.fits[size]:
+            return f"yes, {free:.0%} free"
+        return "tight" if free >= 0 else f"no, {in_bytes(self.memory - size * GIB)} too much"
+
+
+def in_bytes(count: float) -> str:
+    """Four digits and a unit."""
+    power, units = 0, ("B", "KiB", "MiB", "GiB", "TiB")
+    while count >= 1024 and power + 1 < len(units):
+        count, power = count / 1024, power + 1
+    return f"{count:.4g} {units[power]}"
+
+
+def as_dict(report: MeshReport) -> dict:
+    """For JSON: the fields, and what follows from them."""
+    fits = {str(size): fit for size, fit in report.fits.items()}
+    return dataclasses.asdict(report) | {"memory": report.memory, "fits_gib": fits, "warnings": report.warnings()}
+
+
+def _share(part: int, of: int) -> str:
+    return f"{in_bytes(part)} of {in_bytes(of)}"
+
+
+def _arrays(found: list[Whole]) -> str:
+    return f"{len(found)}, {in_bytes(sum(w.bytes for w in found))}" if found else "none"

@@ -1,0 +1,51 @@
+"""`--mesh 64`, `--mesh 8x8`, `--mesh 2x4x8`: how many devices there are, and how they are divided."""
+
+import dataclasses
+from dataclasses import dataclass
+from math import prod
+
+from levanter.trainer import TrainerConfig
+
+from qkvflow.errors import UserError
+
+_AXES = {2: ("data", "model"), 3: ("replica", "data", "model")}
+_FORMS = "`64` (devices, divided as `trainer.mesh` says), `8x8` (data x model) or `2x4x8` (replica x data x model)"
+
+
+@dataclass(frozen=True)
+class MeshShape:
+    """
+    devices: number of devices.
+    axes: sizes of the mesh axes that were named; none for a bare number of devices.
+    """
+
+    devices: int
+    axes: tuple[tuple[str, int], ...] = ()
+
+    @staticmethod
+    def read(text: str) -> "MeshShape":
+        """From the command line.
+
+        Errors: `UserError` for anything else than one to three positive numbers with `x` between them.
+        """
+        words = text.lower().split("x")
+        if not all(w.isdecimal() and int(w) > 0 for w in words) or len(words) > 3:
+            raise UserError(f"--mesh {text}: give {_FORMS}")
+        sizes = [int(w) for w in words]
+        return MeshShape(prod(sizes), tuple(zip(_AXES[len(sizes)], sizes, strict=True)) if len(sizes) > 1 else ())
+
+    def applied(self, trainer: TrainerConfig) -> TrainerConfig:
+        """A copy of the trainer's configuration whose mesh has this shape.
+
+        Errors: `UserError` if the configuration has a mesh axis of its own that the shape does not speak of.
+        """
+        if not self.axes:
+            return dataclasses.replace(trainer)
+        sizes = {"replica": 1} | dict(self.axes)
+        others = {name: n for name, n in trainer.mesh.axes.items() if name not in sizes and n != 1}
+        if others:
+            raise UserError(
+                f"--mesh names the axes {', '.join(n for n, _ in self.axes)}, but `trainer.mesh.axes` also has "
+                f"{others}. Give the number of devices alone, `--mesh {self.devices}`, and sizes by --trainer.mesh.axes"
+            )
+        return dataclasses.replace(trainer, mesh=dataclasses.replace(trainer.mesh, axes=sizes))

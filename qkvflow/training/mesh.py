@@ -1,0 +1,80 @@
+"""How a model is divided over the devices: the one mapping that follows from its shapes, and what cannot be divided."""
+
+import dataclasses
+from collections.abc import Iterator
+from math import prod
+
+import equinox as eqx
+import jax
+from haliax import Axis, NamedArray
+from haliax.partitioning import ResourceMapping
+from levanter.trainer import TrainerConfig
+
+from qkvflow.axes import EMBED, FEATURES
+from qkvflow.errors import UserError
+
+
+def divide_features(trainer: TrainerConfig, model: eqx.Module) -> TrainerConfig:
+    """A copy of the trainer's configuration that divides `features` as `embed`, if all of the model's can be.
+
+    model: its shapes. A mapping of `features` in the configuration is left as it is.
+    """
+    mesh = trainer.mesh
+    over = mesh.resolved_param_mapping.get(EMBED)
+    if over is None or FEATURES in mesh.resolved_param_mapping:
+        return trainer
+    count = prod(trainer.device_mesh.shape[axis] for axis in _tuple(over))
+    if any(axis.name == FEATURES and axis.size % count for _, array in _arrays(model) for axis in array.axes):
+        return trainer
+    mapping = {**mesh.param_mapping, FEATURES: over if isinstance(over, str) else list(over)}
+    return dataclasses.replace(trainer, mesh=dataclasses.replace(mesh, param_mapping=mapping))
+
+
+def check_mesh(trainer: TrainerConfig, model: eqx.Module, Pos: Axis) -> None:
+    """Checks that every array of a model, given by its shapes, and a sequence can be divided as the mesh says.
+
+    Errors: `UserError` for an axis whose size the devices do not divide, and for an array that would be divided twice
+    over the same devices. JAX would fail late, without the name of the array.
+    """
+    sizes = trainer.device_mesh.shape
+    compute, stored = trainer.compute_axis_mapping, trainer.parameter_axis_mapping
+
+    def check(where: str, axes: dict[str, int], mapping: ResourceMapping) -> None:
+        used: dict[str, str] = {}
+        for name, size in axes.items():
+            over = _tuple(mapping.get(name, ()))
+            unknown = [axis for axis in over if axis not in sizes]
+            if unknown:
+                raise UserError(
+                    f"`trainer.mesh` maps `{name}` to `{unknown[0]}`, which is no axis of the mesh: "
+                    f"it has {', '.join(sizes)}"
+                )
+            count = prod(sizes[axis] for axis in over)
+            if size % count:
+                raise UserError(
+                    f"`trainer.mesh` divides `{name}` of {where} (size {size}) over the {count} devices of "
+                    f"{' x '.join(over)}, which do not divide it. Give that axis of the mesh a size that does, or "
+                    f"another size to the model"
+                )
+            for axis in over:
+                if axis in used:
+                    raise UserError(
+                        f"`trainer.mesh` divides {where} twice over `{axis}`: along `{used[axis]}` and along "
+                        f"`{name}`. Map one of them elsewhere"
+                    )
+                used[axis] = name
+
+    for path, array in _arrays(model):
+        check(f"`{path}`", {axis.name: axis.size for axis in array.axes}, stored)
+    check("a sequence", {Pos.name: Pos.size}, compute)
+
+
+def _arrays(model: eqx.Module) -> Iterator[tuple[str, NamedArray]]:
+    """Paths and arrays."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(model, is_leaf=lambda x: isinstance(x, NamedArray)):
+        if isinstance(leaf, NamedArray):
+            yield jax.tree_util.keystr(path, simple=True, separator="."), leaf
+
+
+def _tuple(over: str | tuple[str, ...] | list[str]) -> tuple[str, ...]:
+    return (over,) if isinstance(over, str) else tuple(over)

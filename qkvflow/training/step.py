@@ -1,0 +1,158 @@
+"""The training step: Levanter's, of our loss. Training runs it; `describe --mesh` compiles it from shapes alone."""
+
+from collections.abc import Callable
+
+import equinox as eqx
+import haliax as hax
+import jax
+import jax.numpy as jnp
+from haliax import Axis, NamedArray
+from haliax.partitioning import ResourceMapping, infer_resource_partitions, pspec_for, round_axis_for_partitioning
+from jax.sharding import NamedSharding, PartitionSpec
+from jax.stages import Lowered
+from levanter.data.text import GrugLmExample, named_lm_example_from_grug
+from levanter.models.lm_model import LmExample, LmHeadModel
+from levanter.trainer import TrainerConfig
+from levanter.trainer_state import TrainerState
+from levanter.utils.types import FilterTree
+from optax import GradientTransformation
+
+from qkvflow.axes import CONTROL
+from qkvflow.data.control_dataset import ControlledExample
+from qkvflow.errors import UserError
+from qkvflow.models import NeuralOdeLMHeadModel
+from qkvflow.models.metrics import depth_metrics
+from qkvflow.runs.config import TrainConfig
+from qkvflow.training.checks import control_dim
+from qkvflow.training.finite import FiniteTrainer
+
+InStep = Callable[[LmHeadModel, jax.Array | None], LmHeadModel]
+
+
+def make_trainer(
+    config: TrainConfig, trainer: TrainerConfig, optimizer: GradientTransformation, in_step: InStep | None = None
+) -> FiniteTrainer:
+    """Levanter's trainer of the mean next-token loss, which looks for numbers that are not finite; the current tracker
+    becomes its own.
+
+    Args:
+        trainer: as training uses it (`config.trainer`, completed by `check_devices`).
+        in_step: the model as the loss sees it, from the model and the key of the step (`Start.in_step`).
+    """
+
+    def loss(model: LmHeadModel, example: LmExample, *, key=None):
+        if in_step is not None:
+            model = in_step(model, key)
+        if isinstance(model, NeuralOdeLMHeadModel) and model.config.depth.is_adaptive:
+            value, statistics = model.next_token_loss_and_statistics(
+                example, key=key, logsumexp_weight=config.z_loss_weight
+            )
+            return value, depth_metrics(statistics)
+        return model.compute_next_token_loss(example, key=key, logsumexp_weight=config.z_loss_weight)
+
+    finite = FiniteTrainer(trainer, optimizer, loss, add_default_hooks=False)
+    finite.skips = config.max_skipped_steps > 0
+    return finite
+
+
+def vocabulary(config: TrainConfig, tokens: int, trainer: TrainerConfig) -> Axis:
+    """The model's vocabulary axis: as large as the tokenizer, or as `vocab_size` says if it is larger."""
+    if config.vocab_size is None:
+        with trainer.use_device_mesh():
+            return round_axis_for_partitioning(Axis("vocab", tokens), trainer.parameter_axis_mapping)
+    if config.vocab_size < tokens:
+        raise UserError(f"`vocab_size` is {config.vocab_size}, but the tokenizer has {tokens} tokens")
+    return Axis("vocab", config.vocab_size)
+
+
+def state_shape(trainer: FiniteTrainer, model: eqx.Module, trainable: FilterTree = True) -> TrainerState:
+    """The state of a training of a model given by its shapes, as shapes that know their sharding.
+
+    Parameters and optimizer are divided by the trainer's parameter mapping; the rest is whole on each device.
+    """
+
+    def init(model, key):
+        return TrainerState.init(
+            trainer.optimizer,
+            model,
+            key=key,
+            is_trainable=trainable,
+            mp=trainer.mp,
+            quantization=trainer.config.quantization,
+            model_averaging=trainer.config.model_averaging,
+        )
+
+    shape = eqx.filter_eval_shape(init, model, jax.random.PRNGKey(0))
+    return _sharded(shape, trainer, trainer.parameter_axis_mapping)
+
+
+def batch_shape(config: TrainConfig, trainer: FiniteTrainer, Pos: Axis) -> LmExample:
+    """A training batch as Levanter's loader gives it for running text, as shapes that know their sharding."""
+
+    def example() -> LmExample:
+        blocked = config.data.block_cross_document_attention
+        plain = GrugLmExample.causal(jnp.zeros(Pos.size, jnp.int32), eos_id=0, block_cross_document_attention=blocked)
+        named = named_lm_example_from_grug(plain, Pos)
+        dim = control_dim(config)
+        if dim is None or config.data.control_key is None:
+            return named
+        control = hax.zeros((Pos, Axis(CONTROL, dim)))
+        return ControlledExample(named.tokens, named.loss_weight, named.attn_mask, control)
+
+    Batch = trainer.config.batch_axis_at_step(0)
+
+    def stacked(leaf):
+        axes = (Batch, *leaf.axes) if isinstance(leaf, NamedArray) else ()
+        array = leaf.array if isinstance(leaf, NamedArray) else leaf
+        if not isinstance(array, jax.ShapeDtypeStruct):
+            return leaf
+        struct = jax.ShapeDtypeStruct((Batch.size, *array.shape), array.dtype)
+        return NamedArray(struct, tuple(a.name for a in axes)) if axes else struct  # pyright: ignore
+
+    shape = jax.tree.map(stacked, eqx.filter_eval_shape(example), is_leaf=_is_named)
+    return _sharded(shape, trainer, trainer.compute_axis_mapping)
+
+
+def lower_step(trainer: FiniteTrainer, state: TrainerState, batch: LmExample) -> Lowered:
+    """The step that `trainer.train_step` compiles, from the shapes of its arguments; call it within `with trainer`.
+
+    Levanter's `named_jit` lowers arrays only, so its jit is repeated here: the state is donated, and the results are
+    divided by the parameter mapping (tests/test_mesh_step.py compares both).
+    """
+    arrays, static = eqx.partition(state, _is_shape)
+
+    def step(arrays, batch):
+        result = trainer._train_step(eqx.combine(arrays, static), (batch,), {}, _no_hooks=True)
+        return eqx.filter(result, eqx.is_array)
+
+    batch_arrays, batch_static = eqx.partition(batch, _is_shape)
+
+    def whole(arrays, batch_arrays):
+        return step(arrays, eqx.combine(batch_arrays, batch_static))
+
+    mapping = trainer.parameter_axis_mapping
+    with hax.axis_mapping(mapping):
+        out = infer_resource_partitions(jax.eval_shape(whole, arrays, batch_arrays), mapping)
+        return jax.jit(whole, donate_argnums=0, out_shardings=out).lower(arrays, batch_arrays)
+
+
+def _sharded(tree, trainer: FiniteTrainer, mapping: ResourceMapping):
+    mesh = trainer.device_mesh
+
+    def place(leaf):
+        array = leaf.array if isinstance(leaf, NamedArray) else leaf
+        if not isinstance(array, jax.ShapeDtypeStruct):
+            return leaf
+        spec = pspec_for(leaf, mapping) if isinstance(leaf, NamedArray) else PartitionSpec()
+        struct = jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=NamedSharding(mesh, spec))
+        return NamedArray(struct, leaf.axis_names) if isinstance(leaf, NamedArray) else struct  # pyright: ignore
+
+    return jax.tree.map(place, tree, is_leaf=_is_named)
+
+
+def _is_shape(leaf: object) -> bool:
+    return isinstance(leaf, jax.ShapeDtypeStruct)
+
+
+def _is_named(leaf: object) -> bool:
+    return isinstance(leaf, NamedArray)
