@@ -65,11 +65,13 @@ def build(config, seed=0):
     noise = np.random.default_rng(seed + 1)
 
     def noisy(x):
-        if not isinstance(x, jax.Array) or not jnp.issubdtype(x.dtype, jnp.floating):
-            return x
-        return jnp.asarray(np.asarray(x) + 0.05 * noise.standard_normal(x.shape), x.dtype)
+        return jnp.asarray(np.asarray(x) + 0.05 * noise.standard_normal(x.shape), x.dtype) if is_float(x) else x
 
     return jax.tree.map(noisy, model)
+
+
+def is_float(x) -> bool:
+    return isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jnp.floating)
 
 
 def pytest_sessionfinish():

@@ -62,6 +62,7 @@ import haliax as hax, levanter.tracker
 from levanter.tracker import NoopTracker
 from qkvflow.models import decay
 from qkvflow.runs.directory import RunDirectory
+from qkvflow.runs.prepare import PreparedRun
 from qkvflow.training.checks import check_devices, model_shape
 from qkvflow.training.corpus import open_corpus
 from qkvflow.training.mesh import divide_features
@@ -79,7 +80,7 @@ check_devices(given.trainer)
 directory = RunDirectory(folder / "run")
 directory.path.mkdir()
 key, Pos = jax.random.PRNGKey(0), given.model.max_Pos
-corpus = open_corpus(given, directory, given.trainer, Pos, key)
+corpus = open_corpus(PreparedRun(directory, given, -1, {}), given.trainer, Pos, key)
 Vocab = vocabulary(given, len(corpus.tokenizer), given.trainer)
 shape = model_shape(given.model, Vocab)
 trainer_config = divide_features(given.trainer, shape)

@@ -16,7 +16,7 @@ import jax
 import openai
 import pytest
 import uvicorn
-from conftest import _is_float, small_config
+from conftest import is_float, small_config
 from levanter.tokenizers import load_tokenizer
 
 import qkvflow
@@ -35,7 +35,7 @@ def model():
     # Only ASCII: bytes drawn at random are seldom text.
     model = config.build(hax.Axis("vocab", 128), key=jax.random.PRNGKey(0))
     # Ten times the usual scale: a text that varies.
-    return jax.tree.map(lambda a: 10 * a if _is_float(a) else a, model)
+    return jax.tree.map(lambda a: 10 * a if is_float(a) else a, model)
 
 
 @pytest.fixture(scope="module")
