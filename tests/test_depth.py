@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import build, heavy, random_tokens, small_config
+from conftest import VOCAB, build, heavy, random_tokens, small_config
 from haliax import Axis
 from levanter.layers.attention import AttentionMask
 
@@ -125,7 +125,7 @@ def test_times_of_methods_with_stages():
 
 def test_every_number_of_steps_gives_as_many_blocks():
     """int(1 / (1/n)) loses a block for n = 93, 99, 105, ...; steps here are integers."""
-    model = eqx.filter_eval_shape(lambda: build(small_config()))
+    model = eqx.filter_eval_shape(lambda: small_config().build(VOCAB, key=jax.random.PRNGKey(0)))
     for n in range(1, 201):
         discrete = eqx.filter_eval_shape(lambda m, n=n: m.discretise(n), model)
         blocks = discrete.transformer.blocks

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import build, heavy, random_tokens, small_config
+from conftest import VOCAB, build, heavy, random_tokens, small_config
 from haliax import Axis
 from levanter.layers.attention import AttentionMask
 from levanter.utils.tree_utils import inference_mode
@@ -141,7 +141,7 @@ def deep_model(steps: int, **depth) -> NeuralOdeConfig:
 def temporary_bytes(config) -> int:
     """XLA's temporary memory of loss and gradient, batch 4, sequence 128."""
     tokens = random_tokens(batch=4, length=128)
-    model = eqx.filter_eval_shape(lambda: build(config))
+    model = eqx.filter_eval_shape(lambda: config.build(VOCAB, key=jax.random.PRNGKey(0)))
     params, static = eqx.partition(model, lambda a: isinstance(a, jax.ShapeDtypeStruct) and a.dtype == jnp.float32)
 
     def loss(params):
