@@ -100,7 +100,8 @@ def _restricted(scaled, sampling: Sampling):
 
 
 def _draw(log_probabilities, seed, position):
-    key = jax.random.fold_in(jax.random.key(seed), position)
+    # By this generator alone the draws of a row are the same in any batch.
+    key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), position)
     return jax.random.categorical(key, log_probabilities).astype(jnp.int32)
 
 
