@@ -86,6 +86,6 @@ def test_twenty_training_steps(pair):
         return losses
 
     theirs, ours = (curve(m) for m in pair)
-    assert theirs[-1] < theirs[0] - 0.3, "the training must do something"
+    assert theirs[-1] < theirs[0] - 0.2, "the training must do something"
     assert np.abs(np.asarray(ours) - np.asarray(theirs)).max() <= 1e-4
     assert jnp.isfinite(jnp.asarray(ours)).all()
