@@ -52,6 +52,7 @@ def losses(path: Path, key="train/loss") -> dict[int, float]:
 
 
 @pytest.mark.program
+@pytest.mark.slow
 def test_a_run_with_control_trains_evaluates_and_continues(tmp_path):
     whole = run(tmp_path, name="whole", control_key="control")
     assert sorted(losses(whole)) == list(range(6))

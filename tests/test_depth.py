@@ -126,7 +126,7 @@ def test_times_of_methods_with_stages():
 def test_every_number_of_steps_gives_as_many_blocks():
     """int(1 / (1/n)) loses a block for n = 93, 99, 105, ...; steps here are integers."""
     model = eqx.filter_eval_shape(lambda: small_config().build(VOCAB, key=jax.random.PRNGKey(0)))
-    for n in range(1, 201):
+    for n in (*range(1, 30), 49, 93, 98, 99, 105, 107, 186, 198):
         discrete = eqx.filter_eval_shape(lambda m, n=n: m.discretise(n), model)
         blocks = discrete.transformer.blocks
         assert blocks.Block.size == n
@@ -134,7 +134,7 @@ def test_every_number_of_steps_gives_as_many_blocks():
         assert discrete.transformer.flow.plan.times == tuple(k / n for k in range(1, n + 1))
 
 
-@pytest.mark.parametrize("solver", ["euler", heavy("midpoint"), heavy("heun"), "rk4"])
+@pytest.mark.parametrize("solver", ["euler", heavy("midpoint"), heavy("heun"), heavy("rk4")])
 @pytest.mark.parametrize("form", ["parallel", "sequential"])
 def test_discretised_at_the_trained_depth_is_the_same_function(solver, form, tokens):
     model = build(small_config(form=form, depth=DepthConfig(solver=solver, steps=4), prelude_layers=1, coda_layers=1))

@@ -137,15 +137,16 @@ def test_256_greedy_tokens_of_every_model(block, solver):
     np.testing.assert_array_equal(*texts)
 
 
-def test_256_greedy_tokens():
+@pytest.mark.parametrize("count", [48, heavy(256)])
+def test_greedy_tokens(count):
     """Against the definition, for the flow and for the same flow discretised."""
-    model = build(dataclasses.replace(small_config(), max_seq_len=268))
+    model = build(dataclasses.replace(small_config(), max_seq_len=12 + count))
     tokens = random_tokens()
-    expected = greedy_by_hand(inference_mode(model, True), tokens, 256)
+    expected = greedy_by_hand(inference_mode(model, True), tokens, count)
     assert len(np.unique(expected)) > 8, "the text must not be a single repeated token"
-    np.testing.assert_array_equal(qkvflow.generate(model, tokens, 256).array, expected)
-    np.testing.assert_array_equal(qkvflow.generate(model, tokens, 256, use_cache=False).array, expected)
-    np.testing.assert_array_equal(qkvflow.generate(model.discretise(), tokens, 256).array, expected)
+    np.testing.assert_array_equal(qkvflow.generate(model, tokens, count).array, expected)
+    np.testing.assert_array_equal(qkvflow.generate(model, tokens, count, use_cache=False).array, expected)
+    np.testing.assert_array_equal(qkvflow.generate(model.discretise(), tokens, count).array, expected)
 
 
 @pytest.mark.slow

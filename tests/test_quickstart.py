@@ -43,6 +43,7 @@ def one_device(base) -> Path:
     return train(base, "one", "--trainer.num_train_steps", "4")
 
 
+@pytest.mark.slow  # tests/test_processes.py does it for every kind of model
 def test_eight_devices_give_the_numbers_of_one(base, one_device):
     """Fully sharded parameters over 8 virtual devices; sums in another order move the loss by about 1e-6."""
     eight = train(base, "eight", "--trainer.num_train_steps", "4", devices=8)

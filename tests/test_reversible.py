@@ -58,7 +58,7 @@ def distance(ours, theirs) -> float:
         ("generated", "euler", "batched", False, False),
         heavy("generated", "euler", "in_scan", True, False),
         heavy("generated", "rk4", "batched", True, True),
-        ("constant", "bosh3", "auto", False, False),
+        heavy("constant", "bosh3", "auto", False, False),
         heavy("per_layer", "heun", "batched", False, True),
     ],
 )
@@ -180,13 +180,14 @@ def test_walking_back_finds_the_start():
         return pair, jax.lax.scan(back, pair, None, length=64)[0]
 
     (y, _), start = there_and_back(x)
+    scale = float(jnp.abs(y.array).max())  # rounding is relative to the states on the way
     assert float(jnp.abs(y.array - x.array).max()) > 0.1  # it went somewhere
     np.testing.assert_allclose(y.array, model.transformer.flow(x, AttentionMask.causal()).array, atol=1e-4)
     for found in start:
-        assert float(jnp.abs(found.array - x.array).max()) < 1e-4
+        assert float(jnp.abs(found.array - x.array).max()) < 1e-4 * max(1.0, scale)
 
 
-@pytest.mark.parametrize("solver", ["euler", "midpoint", "bosh3"])
+@pytest.mark.parametrize("solver", ["euler", "midpoint", heavy("bosh3")])
 def test_discretised_keeps_the_scheme(solver, tokens):
     model = build(small_config(depth=reversible(solver, 4)))
     run = eqx.filter_jit(lambda m: m(tokens).array)
