@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from experiments.compare import figures, tables
-from experiments.compare.__main__ import SMOKE, main
+from experiments.compare.__main__ import SMOKE, arguments, main
 from experiments.compare.causality import check_causality
 from experiments.compare.config import CompareConfig
 from experiments.compare.plan import choose_rates, job, reported_jobs, selection_jobs, variants
@@ -130,7 +130,10 @@ def test_what_cannot_be_compared_is_refused(tmp_path):
         with pytest.raises(UserError, match=message):
             smoke(**changes).check()
     with pytest.raises(UserError, match="there are no results"):
-        main(CompareConfig(smoke=True, redraw=True, run_dir=str(tmp_path)))
+        main(smoke(redraw=True, run_dir=str(tmp_path)))
+    with pytest.raises(UserError, match="nothing to compare"):
+        main(CompareConfig())
+    assert parse(CompareConfig, arguments(["--smoke", "--seeds", "[3, 4]"]))[0] == smoke(seeds=[3, 4])
     for name in ("train", "select"):
         (tmp_path / name).write_text("the same\n")
     (tmp_path / "report").write_text("other\n")

@@ -8,12 +8,12 @@ Every training is a run below `run_dir`. Given again, the command continues wher
 `results.json`, `results.md`, `table.tex`, `summary.csv`, `runs.csv` and figures.
 """
 
-import dataclasses
 import json
 import os
 import platform
 import shlex
 import sys
+from collections.abc import Sequence
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from experiments.compare.cost import as_dict, step_memory
 from experiments.compare.measure import measure
 from experiments.compare.plan import Job, Variant, choose_rates, reported_jobs, selection_jobs, variants
 from experiments.texts import Text
-from qkvflow.cli import parse, run_program
+from qkvflow.cli import run_program
 from qkvflow.cli.quiet import Quiet, quiet_libraries
 from qkvflow.errors import UserError
 
@@ -40,14 +40,16 @@ def main(config: CompareConfig) -> None:
     Errors: `UserError` if the configuration cannot be, a text is missing, runs in `run_dir` were made with other
     settings, or a model fails the test of causality.
     """
-    if config.smoke:
-        own = {key: getattr(config, key) for key in ("run_dir", "output", "redraw") if getattr(config, key)}
-        config = dataclasses.replace(parse(CompareConfig, ["--config_path", str(SMOKE)])[0], **own)
-    config.check()
-    name = "smoke" if config.config_path is None else Path(config.config_path).stem
-    run_dir = Path(config.run_dir or f"runs/compare_{name}")
+    if config.config_path is None and not config.systems:
+        raise UserError(
+            "nothing to compare: give --config experiments/compare/wikitext2.yaml (its text by --text.folder DIR), or"
+            " --smoke"
+        )
+    name = "" if config.config_path is None else f"_{Path(config.config_path).stem}"
+    run_dir = Path(config.run_dir or f"runs/compare{name}")
     output = Path(config.output) if config.output else run_dir / "results"
     if not config.redraw:
+        config.check()
         run_dir.mkdir(parents=True, exist_ok=True)
         record = _run(config, run_dir)
         output.mkdir(parents=True, exist_ok=True)
@@ -62,6 +64,12 @@ def main(config: CompareConfig) -> None:
     figures.draw(record, output)
     print(tables.markdown(record))
     print(f"Written to {output}", flush=True)
+
+
+def arguments(argv: Sequence[str]) -> list[str]:
+    """The command line as it is parsed: `--smoke` stands for `--config` with the file of that name."""
+    smoke = ["--config", str(SMOKE)] if "--smoke" in argv else []
+    return [*smoke, *(word for word in argv if word != "--smoke")]
 
 
 def _run(config: CompareConfig, run_dir: Path) -> dict[str, Any]:
@@ -146,4 +154,4 @@ def _device() -> str:
 
 
 if __name__ == "__main__":
-    run_program(main, CompareConfig)
+    run_program(main, CompareConfig, arguments(sys.argv[1:]))

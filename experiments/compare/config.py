@@ -9,7 +9,6 @@ import draccus
 
 from experiments import texts
 from experiments.texts import Text
-from qkvflow.cli import Text as Words
 from qkvflow.data.sources import BUILTIN_TEXTS
 from qkvflow.errors import UserError
 
@@ -102,7 +101,7 @@ class CompareConfig:
     report_batches: of how many batches of the part `report` the reported loss is; all if null.
     targets: losses on `select` to whose first crossing time and FLOPs are given.
     run_dir: where the runs go. output: folder of the results, by default `<run_dir>/results`.
-    smoke: experiments/compare/smoke.yaml instead: a small version of everything.
+    config_path: the YAML file that this came from; its name is that of the run directory, `runs/compare_<name>`.
     redraw: only tables and figures, from `results.json` in `output`.
     """
 
@@ -120,18 +119,14 @@ class CompareConfig:
     targets: list[float] = field(default_factory=list)
     run_dir: str | None = None
     output: str | None = None
-    smoke: bool = False
     redraw: bool = False
-    config_path: Words | None = None
+    config_path: str | None = None
 
     def check(self) -> None:
         """Errors: `UserError` for what cannot be compared, before any work."""
         if self.reference not in self.systems:
             names = ", ".join(self.systems) or "none"
-            raise UserError(
-                f"`reference` is {self.reference!r}, which is not among `systems` ({names}). Give --config"
-                " experiments/compare/wikitext2.yaml, or --smoke"
-            )
+            raise UserError(f"`reference` is {self.reference!r}, which is not among `systems` ({names})")
         unknown = [row for row in self.rows if row not in ROWS]
         if unknown or not self.rows:
             raise UserError(f"`rows` has {', '.join(unknown) or 'nothing in it'}. Choices: {', '.join(ROWS)}")
