@@ -1,4 +1,4 @@
-"""The experiment of adaptive fine-tuning: what it compares is comparable, and its statistics are what they say."""
+"""The experiment of adaptive fine-tuning: what it compares is comparable."""
 
 import json
 from pathlib import Path
@@ -6,25 +6,25 @@ from pathlib import Path
 import equinox as eqx
 import haliax as hax
 import jax
-import numpy as np
 import pytest
 
-from experiments.adaptive_depth.plan import SMOKE, Scale, jobs, settings
+from experiments.adaptive_depth.__main__ import AdaptiveDepthConfig, main
+from experiments.adaptive_depth.plan import SMOKE, Scale, planned_jobs, settings
 from experiments.adaptive_depth.report import draw, table
-from experiments.adaptive_depth.statistics import interval, paired
-from experiments.adaptive_depth.texts import Text, prepare_texts
+from experiments.texts import Text, builtin
 from qkvflow.cli import decode
+from qkvflow.data.sources import BUILTIN_TEXTS
 from qkvflow.errors import UserError
 from qkvflow.runs.config import FinetuneConfig, TrainConfig
 
 
 @pytest.fixture
 def texts(tmp_path) -> list[Text]:
-    return prepare_texts(None, None, tmp_path / "texts", builtin=True)
+    return [builtin(name, tmp_path / "texts") for name in BUILTIN_TEXTS]
 
 
 def test_every_job_is_a_configuration_and_bases_come_first(texts, tmp_path):
-    planned = list(jobs(texts, Scale(), tmp_path))
+    planned = list(planned_jobs(texts, Scale(), tmp_path))
     assert len(planned) == 3 * 2 * (2 + 1 + 2 * (1 + 4))
     assert len({job.name for job in planned}) == len(planned)
     made = set()
@@ -40,9 +40,8 @@ def test_every_job_is_a_configuration_and_bases_come_first(texts, tmp_path):
 
 
 def test_flow_and_gpt2_have_the_same_size_once_materialised(texts, tmp_path):
-    models = {
-        job.system: decode(TrainConfig, job.config).model for job in jobs(texts, Scale(), tmp_path) if not job.source
-    }
+    planned = planned_jobs(texts, Scale(), tmp_path)
+    models = {job.system: decode(TrainConfig, job.config).model for job in planned if not job.source}
     vocab = hax.Axis("vocab", 257)
 
     def size(build):
@@ -59,26 +58,14 @@ def test_texts_are_split_without_overlap(texts, tmp_path):
         assert all(len(part) > 20_000 for part in parts)
         assert parts[0][-1] == "\n"
     with pytest.raises(UserError, match="give both texts"):
-        prepare_texts(None, None, tmp_path, builtin=False)
+        main(AdaptiveDepthConfig(run_dir=str(tmp_path)))
     with pytest.raises(UserError, match="cannot be read"):
-        prepare_texts("nowhere", "nowhere", tmp_path, builtin=False)
-
-
-def test_intervals_cover_the_mean_as_often_as_they_say():
-    draws = np.random.default_rng(0).normal(1.0, 2.0, (2000, 3))
-    covered = [abs(i.mean - 1.0) <= i.half for i in (interval(list(row)) for row in draws)]
-    assert np.mean(covered) == pytest.approx(0.95, abs=0.015)  # standard error 0.005
-
-
-def test_differences_are_paired_by_seed():
-    first, second = {0: 1.0, 1: 5.0, 2: 9.0}, {2: 8.0, 0: 0.0, 1: 4.0, 7: 100.0}
-    difference = paired(first, second)
-    assert (difference.mean, difference.half, difference.n) == (1.0, 0.0, 3)
+        main(AdaptiveDepthConfig(wikitext2="nowhere", shakespeare="nowhere", run_dir=str(tmp_path)))
 
 
 def test_table_and_figure_come_from_the_json_alone(texts, tmp_path):
     results = []
-    for index, job in enumerate(jobs(texts, SMOKE, tmp_path)):
+    for index, job in enumerate(planned_jobs(texts, SMOKE, tmp_path)):
         record = {key: getattr(job, key) for key in ("system", "kind", "depth", "source", "target", "seed")}
         before = 3.0 if job.is_finetune else None
         numbers = {"before": before, "curve": [[8, 2.5], [24, 2.0]], "report_loss": 2.0 + index / 100}

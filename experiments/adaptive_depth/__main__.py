@@ -8,29 +8,23 @@ Every training is a run below `run_dir`. Given again, the command continues wher
 interrupted one is resumed. Results go to `output`: `results.json`, `table.md`, `figure.png`.
 """
 
-import contextlib
-import dataclasses
-import io
 import json
 import statistics
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from experiments.adaptive_depth.plan import SMOKE, Job, Scale, jobs, settings
+from experiments import jobs, texts
+from experiments.adaptive_depth.plan import SMOKE, Job, Scale, planned_jobs, settings
 from experiments.adaptive_depth.report import draw, table
-from experiments.adaptive_depth.texts import Text, prepare_texts
-from qkvflow import finetune_lm, train_lm
-from qkvflow.cli import decode, run_program
+from experiments.texts import Text
+from qkvflow.cli import run_program
 from qkvflow.cli.quiet import quiet_libraries
+from qkvflow.data.sources import BUILTIN_TEXTS
 from qkvflow.errors import UserError
-from qkvflow.runs import RunDirectory, load_run
-from qkvflow.runs.checkpoints import checkpoint_steps
-from qkvflow.runs.config import FinetuneConfig, TrainConfig
-from qkvflow.runs.evaluate import RunEvaluator
+from qkvflow.runs import load_run
 from qkvflow.tracking import read_metrics
 
 OUTPUT = Path(__file__).parent / "results"
@@ -76,39 +70,37 @@ def main(config: AdaptiveDepthConfig) -> None:
 
 
 def _run(config: AdaptiveDepthConfig, scale: Scale, run_dir: Path, output: Path) -> None:
-    texts = prepare_texts(config.wikitext2, config.shakespeare, run_dir / "texts", builtin=config.smoke)
-    planned = list(jobs(texts, scale, run_dir))
-    folders = {text.name: text for text in texts}
-    results, began, worked = [], time.monotonic(), 0.0
+    both = _texts(config, run_dir / "texts")
+    planned = list(planned_jobs(both, scale, run_dir))
+    folders = {text.name: text for text in both}
     with quiet_libraries() as quiet:
         quiet.log_to(run_dir / "experiment.log")  # the programs' own progress, too
-        for number, job in enumerate(planned, 1):
-            start, is_new = time.monotonic(), not _is_finished(job)
-            results.append(_result(job, folders[job.target], scale))
-            seconds = time.monotonic() - start
-            worked += _weight(job, scale) if is_new else 0.0
-            rest = sum(_weight(other, scale) for other in planned[number:])
-            left = f", about {rest * (start + seconds - began) / worked / 60:.0f} min left" if worked else ""
-            last = results[-1]["report_loss"]
-            print(f"{number}/{len(planned)}  {job.name}  loss {last:.3f}  {seconds:.0f} s{left}", file=quiet.terminal)
-            jax.clear_caches()
+        results = jobs.carry_out(
+            planned,
+            lambda job: _result(job, folders[job.target], scale),
+            weight=lambda job: _weight(job, scale),
+            loss="report_loss",
+            terminal=quiet.terminal,
+        )
     output.mkdir(parents=True, exist_ok=True)
     record = {
         "settings": settings(scale),
-        "texts": {text.name: text.sizes() for text in texts},
+        "texts": {text.name: text.sizes() for text in both},
         "jax": jax.__version__,
         "results": results,
     }
     (output / "results.json").write_text(json.dumps(record, indent=1) + "\n")
 
 
-def _directory(job: Job) -> RunDirectory:
-    return RunDirectory(Path(job.config["run_dir"]) / job.name)
-
-
-def _is_finished(job: Job) -> bool:
-    steps = checkpoint_steps(_directory(job).checkpoints)
-    return bool(steps) and steps[-1] + 1 >= job.config["trainer"]["num_train_steps"]
+def _texts(config: AdaptiveDepthConfig, folder: Path) -> list[Text]:
+    if config.wikitext2 is None and config.shakespeare is None and config.smoke:
+        return [texts.builtin(name, folder) for name in BUILTIN_TEXTS]
+    if config.wikitext2 is None or config.shakespeare is None:
+        raise UserError(
+            "give both texts: --wikitext2 FOLDER (with valid.txt and test.txt) --shakespeare FILE; or --smoke alone,"
+            " which takes texts that every Python carries"
+        )
+    return [texts.wikitext2(config.wikitext2, folder), texts.shakespeare(config.shakespeare, folder)]
 
 
 def _weight(job: Job, scale: Scale) -> float:
@@ -120,21 +112,19 @@ def _weight(job: Job, scale: Scale) -> float:
 
 def _result(job: Job, text: Text, scale: Scale) -> dict[str, Any]:
     """Trains what is not trained yet, and reads the numbers off the run; kept beside it in `report.json`."""
-    directory = _directory(job)
-    kept = directory.path / "report.json"
-    if kept.is_file() and _is_finished(job):
-        return json.loads(kept.read_text())
-    if not _is_finished(job):
-        with contextlib.redirect_stdout(io.StringIO()):
-            if job.is_finetune:
-                finetune_lm.main(decode(FinetuneConfig, job.config))
-            else:
-                train_lm.main(decode(TrainConfig, job.config))
+    directory = jobs.directory(job.config)
+    asked = {"bytes": text.sizes(), "batches": scale.report_batches}
+    jobs.train(job.config, job.is_finetune)
+    return jobs.kept(directory.path / "report.json", asked, lambda: _read(job, text, scale))
+
+
+def _read(job: Job, text: Text, scale: Scale) -> dict[str, Any]:
+    directory = jobs.directory(job.config)
     metrics = read_metrics(directory.metrics)
     curve = [[r["step"] + 1, r["eval/loss"]] for r in metrics if "eval/loss" in r]
     run = load_run(directory.path)
     parameters = sum(x.size for x in jax.tree.leaves(run.model) if hasattr(x, "size"))
-    result = {
+    return {
         "system": job.system,
         "kind": job.kind,
         "depth": job.depth,
@@ -145,18 +135,9 @@ def _result(job: Job, text: Text, scale: Scale) -> dict[str, Any]:
         "trained_parameters": metrics[0].get("finetune/trained_parameters", parameters),
         "before": metrics[0].get("finetune/eval_loss_before"),
         "curve": curve,
-        "report_loss": _report_loss(run, text, scale),
+        "report_loss": jobs.loss_on(run, text.file("report"), scale.report_batches),
         "seconds_per_step": statistics.median(r["throughput/duration"] for r in metrics[1:]),
     }
-    kept.write_text(json.dumps(result) + "\n")
-    return result
-
-
-def _report_loss(run: Any, text: Text, scale: Scale) -> float:
-    """Loss on the part of the text that was not looked at before."""
-    data = dataclasses.replace(run.config.data, validation=text.file("report"))
-    unseen = dataclasses.replace(run, config=dataclasses.replace(run.config, data=data))
-    return RunEvaluator(unseen, max_batches=scale.report_batches).loss(run.model)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from experiments.adaptive_depth.texts import Text
+from experiments.texts import Text
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class Job:
         return self.config["trainer"]["id"]
 
 
-def jobs(texts: list[Text], scale: Scale, run_dir: Path) -> Iterator[Job]:
+def planned_jobs(texts: list[Text], scale: Scale, run_dir: Path) -> Iterator[Job]:
     """All trainings, bases before what is made from them, a whole seed before the next."""
     ways = [(texts[0], texts[1]), (texts[1], texts[0])][: 1 + scale.both_ways]
     for seed in range(scale.seeds):

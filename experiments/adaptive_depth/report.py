@@ -4,7 +4,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from experiments.adaptive_depth.statistics import LEVEL, interval, paired
+from experiments.statistics import LEVEL, interval, paired
 
 Records = list[dict[str, Any]]
 KINDS = {"full": "all weights", "lora": "LoRA and embeddings"}

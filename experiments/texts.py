@@ -1,4 +1,4 @@
-"""The texts of the experiment, each in three files: to train on, to watch while tuning, and to report on once."""
+"""The texts of experiments, each in three files: to train on, to watch and choose by, and to report on once."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,6 +7,7 @@ from qkvflow.data.sources import BUILTIN_TEXTS
 from qkvflow.errors import UserError
 
 _SHAKESPEARE_TRAIN, _SHAKESPEARE_SELECT = 0.8, 0.9
+PARTS = ("train", "select", "report")
 
 
 @dataclass(frozen=True)
@@ -21,40 +22,51 @@ class Text:
 
     def sizes(self) -> dict[str, int]:
         """Bytes of each part."""
-        return {part: Path(self.file(part)).stat().st_size for part in ("train", "select", "report")}
+        return {part: Path(self.file(part)).stat().st_size for part in PARTS}
 
 
-def prepare_texts(wikitext2: str | None, shakespeare: str | None, folder: Path, builtin: bool) -> list[Text]:
-    """Writes the parts of both texts below `folder`.
+def wikitext2(source: str, folder: Path) -> Text:
+    """WikiText-2 without its training split: to train on is `valid.txt`, to watch the first half of `test.txt`, to
+    report on its second half.
 
-    wikitext2: a folder with `valid.txt` and `test.txt`. The training split is left out: the experiment trains on
-        `valid.txt`, watches the first half of `test.txt` and reports on its second half.
-    shakespeare: TinyShakespeare's file; its first 80 % are to train on, the next tenth to watch, the last to report on.
-    builtin: without them take the two texts that every Python carries instead.
+    source: a folder with `valid.txt` and `test.txt`.
 
-    Errors: UserError if a file is not there.
+    Errors: UserError if one is not there.
     """
-    if wikitext2 is None and shakespeare is None and builtin:
-        return [_builtin(name, folder) for name in BUILTIN_TEXTS]
-    if wikitext2 is None or shakespeare is None:
-        raise UserError(
-            "give both texts: --wikitext2 FOLDER (with valid.txt and test.txt) --shakespeare FILE; or --smoke alone,"
-            " which takes texts that every Python carries"
-        )
-    valid, test = (_read(Path(wikitext2) / name) for name in ("valid.txt", "test.txt"))
+    valid, test = (_read(Path(source) / name) for name in ("valid.txt", "test.txt"))
     half = _line_end(test, len(test) // 2)
-    play = _read(Path(shakespeare))
+    return _write("wikitext2", folder, valid, test[:half], test[half:])
+
+
+def shakespeare(source: str, folder: Path) -> Text:
+    """TinyShakespeare's file: its first 80 % are to train on, the next tenth to watch, the last to report on.
+
+    Errors: UserError if it is not there.
+    """
+    play = _read(Path(source))
     first, second = (_line_end(play, round(share * len(play))) for share in (_SHAKESPEARE_TRAIN, _SHAKESPEARE_SELECT))
-    return [
-        _write("wikitext2", folder, valid, test[:half], test[half:]),
-        _write("shakespeare", folder, play[:first], play[first:second], play[second:]),
-    ]
+    return _write("shakespeare", folder, play[:first], play[first:second], play[second:])
 
 
-def _builtin(name: str, folder: Path) -> Text:
+def builtin(name: str, folder: Path) -> Text:
+    """A text that every Python carries; its validation split is halved."""
     train, validation = ("\n".join(BUILTIN_TEXTS[name](split)) for split in ("train", "validation"))
     half = _line_end(validation, len(validation) // 2)
     return _write(name, folder, train, validation[:half], validation[half:])
+
+
+def files(name: str, train: str, select: str, report: str, folder: Path) -> Text:
+    """Three files of the user.
+
+    Errors: UserError if one is not there, or two are the same.
+    """
+    contents = [_read(Path(path)) for path in (train, select, report)]
+    if len(set(contents)) < len(contents):
+        raise UserError(
+            f"the texts of {name!r} to train on, to select by and to report on must differ, but two of {train},"
+            f" {select} and {report} have the same content"
+        )
+    return _write(name, folder, *contents)
 
 
 def _line_end(text: str, place: int) -> int:
@@ -74,7 +86,7 @@ def _write(name: str, folder: Path, train: str, select: str, report: str) -> Tex
     """Writes only what differs: the token caches go by the time of change."""
     text = Text(name, folder / name)
     text.folder.mkdir(parents=True, exist_ok=True)
-    for part, content in (("train", train), ("select", select), ("report", report)):
+    for part, content in zip(PARTS, (train, select, report), strict=True):
         path = Path(text.file(part))
         if not path.exists() or path.read_text(encoding="utf-8") != content:
             path.write_text(content, encoding="utf-8")

@@ -1,0 +1,67 @@
+"""One training and what is read off it: losses, times, and the test of causality before any of it is accepted."""
+
+import hashlib
+import statistics
+from pathlib import Path
+from typing import Any
+
+import haliax as hax
+from haliax import NamedArray
+from jax.tree_util import Partial
+from levanter.layers.attention import AttentionMask
+from levanter.models.lm_model import LmHeadModel
+
+from experiments import jobs
+from experiments.compare.causality import check_causality
+from experiments.compare.config import CompareConfig
+from experiments.compare.plan import Job
+from experiments.texts import Text
+from qkvflow.runs import load_run
+from qkvflow.runs.evaluate import RunEvaluator
+from qkvflow.tracking import read_metrics
+
+_SEQUENCES = 2  # of the test of causality
+
+
+def measure(job: Job, text: Text, config: CompareConfig) -> dict[str, Any]:
+    """Trains what is not trained yet. What was found is kept beside the run, in `compare.json`.
+
+    Returns:
+        what the training was (system, rows, width, steps, seed, learning_rate); `curve`: [steps done, loss on the part
+        `select`]; `select_loss`: its end; `seconds_per_step`: the median, without the first step of the run; and of
+        reported trainings `report_loss` and `causal_at`, the positions of the test.
+
+    Errors: `UserError` if the model sees the future.
+    """
+    jobs.train(job.config)
+    directory = jobs.directory(job.config)
+    asked = {"report": _hash(text.file("report")), "batches": config.report_batches} if job.is_reported else None
+
+    def read() -> dict[str, Any]:
+        metrics = read_metrics(directory.metrics)
+        curve = [[r["step"] + 1, r["eval/loss"]] for r in metrics if "eval/loss" in r]
+        seconds = statistics.median(r["throughput/duration"] for r in metrics[1:])
+        found = {"curve": curve, "select_loss": curve[-1][1], "seconds_per_step": seconds}
+        return found | (_reported(job, text, config) if job.is_reported else {})
+
+    found = jobs.kept(directory.path / "compare.json", asked, read)
+    variant = job.variant
+    what = {"system": variant.system, "rows": list(variant.rows), "width": variant.width, "steps": variant.steps}
+    return {**what, "seed": job.seed, "learning_rate": job.rate, **found}
+
+
+def _hash(path: str) -> str:
+    return hashlib.sha256(Path(path).read_bytes()).hexdigest()
+
+
+def _logits(model: LmHeadModel, tokens: NamedArray) -> NamedArray:
+    """With the mask of training; Levanter's own models have none otherwise."""
+    return model(tokens, attn_mask=AttentionMask.causal())
+
+
+def _reported(job: Job, text: Text, config: CompareConfig) -> dict[str, Any]:
+    run = load_run(jobs.directory(job.config).path)
+    tokens = RunEvaluator(run, batch_size=_SEQUENCES, max_batches=1).example().tokens
+    some = hax.named(tokens.rearrange(("batch", "position")).array[:_SEQUENCES], ("batch", "position"))
+    tried = check_causality(Partial(_logits, run.model), some, job.name)
+    return {"causal_at": tried, "report_loss": jobs.loss_on(run, text.file("report"), config.report_batches)}

@@ -1,0 +1,104 @@
+"""Trainings of experiments: each is a run, so that an experiment that is started again continues where it stopped."""
+
+import contextlib
+import dataclasses
+import io
+import json
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Protocol, TextIO, TypeVar
+
+import jax
+
+from qkvflow import finetune_lm, train_lm
+from qkvflow.cli import decode
+from qkvflow.runs import RunDirectory
+from qkvflow.runs.checkpoints import checkpoint_steps
+from qkvflow.runs.config import FinetuneConfig, TrainConfig
+from qkvflow.runs.evaluate import RunEvaluator
+from qkvflow.runs.load import Run
+
+
+class Job(Protocol):
+    """config: what train_lm or finetune_lm is given, with `run_dir`, `trainer.id` and `trainer.num_train_steps`."""
+
+    @property
+    def config(self) -> dict[str, Any]: ...
+
+    @property
+    def name(self) -> str: ...
+
+
+J = TypeVar("J", bound=Job)
+
+
+def directory(config: dict[str, Any]) -> RunDirectory:
+    return RunDirectory(Path(config["run_dir"]) / config["trainer"]["id"])
+
+
+def is_finished(config: dict[str, Any]) -> bool:
+    steps = checkpoint_steps(directory(config).checkpoints)
+    return bool(steps) and steps[-1] + 1 >= config["trainer"]["num_train_steps"]
+
+
+def train(config: dict[str, Any], is_finetune: bool = False) -> None:
+    """Trains, or continues, a run; nothing is printed. A finished run is left as it is."""
+    if is_finished(config):
+        return
+    with contextlib.redirect_stdout(io.StringIO()):
+        if is_finetune:
+            finetune_lm.main(decode(FinetuneConfig, config))
+        else:
+            train_lm.main(decode(TrainConfig, config))
+
+
+def loss_on(run: Run, path: str, max_batches: int | None) -> float:
+    """Loss of a run's model on another text than those it was trained and validated with."""
+    data = dataclasses.replace(run.config.data, validation=path)
+    unseen = dataclasses.replace(run, config=dataclasses.replace(run.config, data=data))
+    return RunEvaluator(unseen, max_batches=max_batches).loss(run.model)
+
+
+def carry_out(
+    jobs: Sequence[J],
+    result: Callable[[J], dict[str, Any]],
+    *,
+    weight: Callable[[J], float],
+    loss: str,
+    terminal: TextIO,
+) -> list[dict[str, Any]]:
+    """The results of all jobs, one progress line for each.
+
+    Args:
+        result: trains what is not trained yet, and reads the numbers off the run.
+        weight: what a job costs, in any unit.
+        loss: key of a result that is shown.
+    """
+    results, began, worked = [], time.monotonic(), 0.0
+    for number, job in enumerate(jobs, 1):
+        start, is_new = time.monotonic(), not is_finished(job.config)
+        results.append(result(job))
+        now = time.monotonic()
+        worked += weight(job) if is_new else 0.0
+        rest = sum(weight(other) for other in jobs[number:] if not is_finished(other.config))
+        left = f", about {rest * (now - began) / worked / 60:.0f} min left" if worked else ""
+        print(
+            f"{number}/{len(jobs)}  {job.name}  loss {results[-1][loss]:.3f}  {now - start:.0f} s{left}", file=terminal
+        )
+        jax.clear_caches()
+    return results
+
+
+def kept(path: Path, asked: Any, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """What `make` returned when it was last asked for `asked`, from the JSON at `path`; made anew if that differs."""
+    asked = json.loads(json.dumps(asked))
+    if path.is_file():
+        with contextlib.suppress(ValueError, KeyError, TypeError):  # a file that a killed process did not finish
+            content = json.loads(path.read_text())
+            if content["asked"] == asked:
+                return content["found"]
+    found = make()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"asked": asked, "found": found}) + "\n")
+    return json.loads(json.dumps(found))

@@ -1,0 +1,114 @@
+"""Shows the fork's leak in seconds: its attention sees the future, so its losses say nothing.
+
+    python -m experiments.leak [--steps 400] [--seed 0]
+
+On fresh uniform random tokens no causal model can get below log(vocab): the next token cannot be known. A model whose
+attention has one name for the axes of queries and keys gets far below, since it pools over the tokens that it is to
+predict. Then follow the fork's published statistics beside what its own losses give.
+"""
+
+import math
+from dataclasses import dataclass
+
+import equinox as eqx
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import optax
+from haliax import Axis, NamedArray
+from haliax.nn.attention import causal_mask
+
+from experiments.leak import published
+from experiments.leak.model import Model
+from qkvflow.cli import run_program
+
+Vocab, Batch, Pos = Axis("vocab", 32), Axis("batch", 64), Axis("position", 8)
+_TESTED = 2048  # sequences of the final loss
+
+
+@dataclass
+class LeakConfig:
+    """
+    steps: training steps of each of both models.
+    seed: of everything.
+    """
+
+    steps: int = 400
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Shown:
+    """
+    moved: the most that a logit before a changed token moves.
+    loss: nats per token on fresh random tokens after training.
+    error: standard error of that loss.
+    """
+
+    moved: float
+    loss: float
+    error: float
+
+
+def main(config: LeakConfig) -> dict[bool, Shown]:
+    """Trains and prints; returns what was found, with and without the leak."""
+    mask = causal_mask(Pos, Pos)
+    kind = "all true" if bool(hax.all(mask)) else "not all true"
+    print(f"causal_mask(Pos, Pos): axes {[a.name for a in mask.axes]}, {kind}. Two names: a triangle.")
+    found = {leaks: demonstrate(leaks, config.steps, config.seed) for leaks in (True, False)}
+    names = {True: "one name for both axes", False: "two names (causal)"}
+    for leaks, shown in found.items():
+        print(f"{names[leaks]}: a token is changed, logits before it move by up to {shown.moved:.3g}")
+    bound = math.log(Vocab.size)
+    print(f"Fresh random tokens, {config.steps} steps; no causal model is below log({Vocab.size}) = {bound:.3f}:")
+    for leaks, shown in found.items():
+        print(f"{names[leaks]}: loss {shown.loss:.3f} ± {1.96 * shown.error:.3f}")
+    print(
+        f"\nThe fork's five seeds (its losses come from models that see the future):\n\n{published.table()}", flush=True
+    )
+    return found
+
+
+def demonstrate(leaks: bool, steps: int, seed: int) -> Shown:
+    """Trains one model on random tokens that are drawn anew for each step, and looks at it."""
+    model_key, data_key, test_key = jax.random.split(jax.random.PRNGKey(seed), 3)
+    optimizer = optax.adam(optax.cosine_decay_schedule(3e-3, steps))
+    model = Model.init(Vocab, leaks=leaks, key=model_key)
+    state = optimizer.init(eqx.filter(model, eqx.is_array))
+
+    def step(carry, key):
+        arrays, state = carry
+        loss_of = eqx.filter_value_and_grad(lambda arrays: losses(eqx.combine(arrays, static), draw(key)).mean())
+        loss, gradient = loss_of(arrays)
+        updates, state = optimizer.update(gradient, state)
+        return (eqx.apply_updates(arrays, updates), state), loss
+
+    arrays, static = eqx.partition(model, eqx.is_array)
+    train = jax.jit(lambda carry, keys: jax.lax.scan(step, carry, keys))
+    (arrays, _), _ = train((arrays, state), jax.random.split(data_key, steps))
+    model = eqx.combine(arrays, static)
+    each = eqx.filter_jit(losses)(model, draw(test_key, _TESTED))
+    return Shown(moved_before(model, draw(test_key)), float(each.mean()), float(each.std() / math.sqrt(_TESTED)))
+
+
+def draw(key: jax.Array, sequences: int = Batch.size) -> NamedArray:
+    """Uniform random tokens {batch, position}."""
+    return hax.random.randint(key, (Batch.resize(sequences), Pos), 0, Vocab.size)
+
+
+def losses(model: Model, tokens: NamedArray) -> jax.Array:
+    """Next-token loss of each sequence, {batch}."""
+    logits = jax.nn.log_softmax(model(tokens).rearrange(("batch", "position", "vocab")).array[:, :-1])
+    return -jnp.take_along_axis(logits, tokens.array[:, 1:, None], -1)[..., 0].mean(1)
+
+
+def moved_before(model: Model, tokens: NamedArray) -> float:
+    """The most that a logit before the middle token moves when that token is changed; 0 in a causal model."""
+    j = Pos.size // 2
+    other = hax.named(tokens.array.at[:, j].set((tokens.array[:, j] + 1) % Vocab.size), tokens.axes)
+    logits_of = eqx.filter_jit(lambda tokens: model(tokens).rearrange(("batch", "position", "vocab")).array)
+    return float(jnp.abs(logits_of(tokens) - logits_of(other))[:, :j].max())
+
+
+if __name__ == "__main__":
+    run_program(main, LeakConfig)
