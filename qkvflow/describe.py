@@ -27,12 +27,13 @@ from qkvflow.cli.quiet import quiet_libraries
 from qkvflow.data.tokenizers import resolve_tokenizer
 from qkvflow.errors import UserError
 from qkvflow.meshes import MeshReport, MeshShape, describe_mesh
-from qkvflow.meshes.report import as_dict, in_bytes
-from qkvflow.models import NeuralOdeConfig, cost, decay
+from qkvflow.meshes.report import as_dict
+from qkvflow.models import NeuralOdeConfig, cost
 from qkvflow.progress import Progress
 from qkvflow.runs import load_run
 from qkvflow.runs.config import TrainConfig
 from qkvflow.training.checks import model_shape, tree_bytes
+from qkvflow.units import in_bytes, scaled
 from qkvflow.weights import variation
 
 # Vocabularies whose size is known without fetching the tokenizer.
@@ -118,16 +119,13 @@ def describe(config: TrainConfig, vocab_size: int) -> Sections:
     FLOPs are those of `qkvflow.models.cost`; memory is in bytes, at the precision of the trainer's parameters.
     """
     model_config, trainer = config.model, config.trainer
-    length = config.train_seq_len or model_config.max_seq_len
+    length = config.Pos.size
     shape = model_shape(model_config, Axis("vocab", vocab_size))
     stored = eqx.filter_eval_shape(trainer.mp.cast_to_param, shape)
-    optimizer = decay.configure(config.optimizer, config.weight_decay_on).build(trainer.num_train_steps)
+    optimizer = config.build_optimizer()
     flops = cost.flops(model_config, shape, vocab_size, length)
     cache = cost.kv_cache_width(model_config)
     batch = trainer.batch_schedule.batch_size_at_step(0)
-    discrete = shape
-    if isinstance(model_config, NeuralOdeConfig):
-        discrete = eqx.filter_eval_shape(lambda m: m.discretise(), shape)
     return {
         "model": {
             "kind": kind(model_config),
@@ -136,7 +134,7 @@ def describe(config: TrainConfig, vocab_size: int) -> Sections:
             "sequences per batch": batch,
         },
         "parameters": _parameters(shape),
-        "parameters, discretised": _parameters(discrete),
+        "parameters, discretised": _parameters(cost.discretised(shape)),
         "evaluations of the block": _evaluations(model_config),
         "FLOPs per token": {
             "forward": flops and flops.forward,
@@ -248,14 +246,7 @@ def _cell(value: Value) -> str:
         return "-"
     if isinstance(value, str):
         return value
-    return f"{value:,}" if isinstance(value, int) else _scaled(value, 1000, ("", "k", "M", "G", "T"))
-
-
-def _scaled(value: float, step: int, units: Sequence[str]) -> str:
-    power = 0
-    while value >= step and power + 1 < len(units):
-        value, power = value / step, power + 1
-    return f"{value:.4g} {units[power]}".rstrip()
+    return f"{value:,}" if isinstance(value, int) else scaled(value, 1000, ("", "k", "M", "G", "T"))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ import yaml
 from levanter.trainer_state import trainables_only
 
 from qkvflow.cli import parse
-from qkvflow.models import decay
 from qkvflow.runs.config import FinetuneConfig, TrainConfig
 from qkvflow.runs.directory import run_id
 from qkvflow.runs.modes import LoraMode
@@ -40,7 +39,7 @@ def test_parses_and_builds(path):
     tokens = eqx.filter_eval_shape(lambda: hax.zeros((Batch, Pos), dtype=jnp.int32))
     logits = eqx.filter_eval_shape(lambda m, t: m(t, key=jax.random.PRNGKey(0)), model, tokens)
     assert {a.name: a.size for a in logits.axes} == {"batch": 1, "position": Pos.size, "vocab": vocab.size}
-    decay.configure(config.optimizer, config.weight_decay_on).build(config.trainer.num_train_steps)
+    config.build_optimizer()
 
 
 @pytest.mark.parametrize("path", MESHES, ids=lambda p: p.stem)
@@ -77,7 +76,7 @@ def test_finetunes_parse_and_build_on_their_base(path):
             assert count == terms + (vocab.size + base.model.max_seq_len) * d
         else:
             assert count == ordinary
-    decay.configure(config.optimizer, config.weight_decay_on).build(config.trainer.num_train_steps)
+    config.build_optimizer()
 
 
 def parameters(name):

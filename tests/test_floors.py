@@ -13,6 +13,7 @@ MAY_IMPORT = {
     "errors": set(),
     "axes": set(),
     "time": {"axes"},
+    "units": set(),
     "weights": {"axes", "time", "errors"},
     "blocks": {"axes", "errors"},
     "depth": {"axes", "time", "errors"},
@@ -24,9 +25,9 @@ MAY_IMPORT = {
     "cli": {"errors", "models"},
     "tracking": {"errors"},
     "progress": {"errors"},
-    "runs": {"axes", "errors", "weights", "models", "official", "data", "cli", "tracking"},
+    "runs": {"axes", "errors", "weights", "models", "official", "data", "cli", "tracking", "units"},
     "training": {"axes", "errors", "weights", "models", "data", "cli", "tracking", "progress", "runs"},
-    "meshes": {"errors", "models", "cli", "runs", "training"},
+    "meshes": {"errors", "cli", "runs", "training", "units"},
     "__init__": {"models", "generation"},
 }
 

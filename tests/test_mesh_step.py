@@ -60,11 +60,11 @@ import tempfile
 from pathlib import Path
 import haliax as hax, levanter.tracker
 from levanter.tracker import NoopTracker
-from qkvflow.models import decay
 from qkvflow.runs.directory import RunDirectory
 from qkvflow.runs.prepare import PreparedRun
 from qkvflow.training.checks import check_devices, model_shape
 from qkvflow.training.corpus import open_corpus
+from qkvflow.training.levanter_config import configure_jax
 from qkvflow.training.mesh import divide_features
 from qkvflow.training.start import FromScratch
 from qkvflow.training.step import batch_shape, lower_step, make_trainer, state_shape, vocabulary
@@ -74,23 +74,22 @@ given = decode(TrainConfig, {
     "model": {"type": "neuralode", "max_seq_len": 48, "hidden_dim": 128, "block": {"type": "gpt2", "num_heads": 8}},
     "trainer": {"train_batch_size": 8, "num_train_steps": 10, "id": "a"}, "data": {"cache_dir": str(folder / "cache")},
 })
-for key, value in given.trainer.jax_config.items():
-    jax.config.update(key, value)
+configure_jax(given.trainer)
 check_devices(given.trainer)
 directory = RunDirectory(folder / "run")
 directory.path.mkdir()
-key, Pos = jax.random.PRNGKey(0), given.model.max_Pos
-corpus = open_corpus(PreparedRun(directory, given, -1, {}), given.trainer, Pos, key)
+key = jax.random.PRNGKey(0)
+corpus = open_corpus(PreparedRun(directory, given, -1, {}), given.trainer, given.Pos, key)
 Vocab = vocabulary(given, len(corpus.tokenizer), given.trainer)
 shape = model_shape(given.model, Vocab)
 trainer_config = divide_features(given.trainer, shape)
-optimizer = decay.configure(given.optimizer, given.weight_decay_on).build(10)
+optimizer = given.build_optimizer()
 with levanter.tracker.current_tracker(NoopTracker()), make_trainer(given, trainer_config, optimizer) as trainer:
     start = FromScratch(given.model, directory)
     model = start.fresh(Vocab, trainer.parameter_axis_mapping, key=key)
     state = trainer.initial_state(key, model=model)
     batch = next(iter(trainer.data_loader(corpus.train).iter_from_step(0)))
-    shapes = state_shape(trainer, shape), batch_shape(given, trainer, Pos)
+    shapes = state_shape(trainer, shape), batch_shape(given, trainer)
     assert jax.tree.structure((state, batch)) == jax.tree.structure(shapes)
     for real, ours in zip(jax.tree.leaves((state, batch)), jax.tree.leaves(shapes), strict=True):
         if hasattr(real, "sharding"):

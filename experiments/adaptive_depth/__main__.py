@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from levanter.utils.jax_utils import parameter_count
 
 from experiments import jobs, texts
 from experiments.adaptive_depth.plan import SMOKE, Job, Scale, planned_jobs, settings
@@ -123,7 +124,7 @@ def _read(job: Job, text: Text, scale: Scale) -> dict[str, Any]:
     metrics = read_metrics(directory.metrics)
     curve = [[r["step"] + 1, r["eval/loss"]] for r in metrics if "eval/loss" in r]
     run = load_run(directory.path)
-    parameters = sum(x.size for x in jax.tree.leaves(run.model) if hasattr(x, "size"))
+    parameters = parameter_count(run.model)
     return {
         "system": job.system,
         "kind": job.kind,

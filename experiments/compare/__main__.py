@@ -8,6 +8,7 @@ Every training is a run below `run_dir`. Given again, the command continues wher
 `results.json`, `results.md`, `table.tex`, `summary.csv`, `runs.csv` and figures.
 """
 
+import dataclasses
 import json
 import os
 import platform
@@ -23,7 +24,7 @@ import jax
 from experiments import jobs
 from experiments.compare import figures, tables
 from experiments.compare.config import CompareConfig
-from experiments.compare.cost import as_dict, step_memory
+from experiments.compare.cost import step_memory
 from experiments.compare.measure import measure
 from experiments.compare.plan import Job, Variant, choose_rates, reported_jobs, selection_jobs, variants
 from experiments.texts import Text
@@ -113,7 +114,7 @@ def _costs(variant: Variant, run_dir: Path, quiet: Quiet) -> dict[str, Any]:
     asked = {"model": variant.raw["model"], "jax": jax.__version__, "tokens": variant.cost.tokens}
     path = run_dir / "costs" / f"{variant.system}-d{variant.width}.json"
     found = jobs.kept(path, asked, lambda: {"memory": step_memory(variant.raw)})
-    costs = as_dict(variant.cost) | found
+    costs = dataclasses.asdict(variant.cost) | found
     print(
         f"{variant.label}: {costs['parameters']:,} parameters, {costs['materialised']:,} materialised,"
         f" {costs['flops'] * variant.steps:.3g} FLOPs",

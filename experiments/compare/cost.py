@@ -1,17 +1,16 @@
 """What models cost, before anything is trained: parameters, FLOPs, memory of a step; and which width costs as much."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
-import equinox as eqx
-import jax
 from haliax import Axis
+from levanter.utils.jax_utils import parameter_count
 
 from qkvflow.cli import decode
 from qkvflow.describe import vocabulary_size
 from qkvflow.errors import UserError
 from qkvflow.meshes.ahead import compile_ahead
-from qkvflow.models import NeuralOdeConfig, cost
+from qkvflow.models import cost
 from qkvflow.runs.config import TrainConfig
 from qkvflow.training.checks import model_shape
 
@@ -41,18 +40,15 @@ def cost_of(raw: dict[str, Any]) -> Cost:
     config = decode(TrainConfig, raw)
     vocab = vocabulary_size(config)
     shape = model_shape(config.model, Axis("vocab", vocab))
-    length = config.train_seq_len or config.model.max_seq_len
+    length = config.Pos.size
     flops, evaluations = cost.flops(config.model, shape, vocab, length), cost.evaluations(config.model)
     if flops is None or evaluations is None:
         raise UserError(
             f"the FLOPs of {raw['model'].get('type')} are not known: compare models with a fixed number of steps"
         )
-    discrete = shape
-    if isinstance(config.model, NeuralOdeConfig):
-        discrete = eqx.filter_eval_shape(lambda m: m.discretise(), shape)
     tokens = config.trainer.batch_schedule.batch_size_at_step(0) * length
     a_step = tokens * (flops.forward + flops.backward) + 3 * flops.generation
-    return Cost(_size(shape), _size(discrete), evaluations, a_step, tokens)
+    return Cost(parameter_count(shape), parameter_count(cost.discretised(shape)), evaluations, a_step, tokens)
 
 
 def width_with(raw: dict[str, Any], parameters: int) -> int:
@@ -63,7 +59,7 @@ def width_with(raw: dict[str, Any], parameters: int) -> int:
     def size(units: int) -> int:
         wide = raw | {"model": raw["model"] | {"hidden_dim": units * unit}}
         config = decode(TrainConfig, wide)
-        return _size(model_shape(config.model, Axis("vocab", vocabulary_size(config))))
+        return parameter_count(model_shape(config.model, Axis("vocab", vocabulary_size(config))))
 
     low, high = 1, 2
     while size(high) < parameters:
@@ -78,11 +74,3 @@ def step_memory(raw: dict[str, Any]) -> int:
     """Bytes that a training step needs at its peak, by XLA's count: arguments, results and temporary arrays."""
     config = decode(TrainConfig, raw)
     return compile_ahead(config, vocabulary_size(config)).memory
-
-
-def as_dict(found: Cost) -> dict[str, Any]:
-    return asdict(found)
-
-
-def _size(model: Any) -> int:
-    return sum(x.size for x in jax.tree.leaves(model) if hasattr(x, "size"))

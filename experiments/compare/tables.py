@@ -61,9 +61,9 @@ def markdown(record: Record) -> str:
 def losses(record: Record) -> str:
     """The tables of losses, which the same command makes again to the last digit."""
     text = []
-    for row in dict.fromkeys(line.row for line in lines(record)):
+    for row, found in _by_row(record).items():
         text += [f"## At {ROWS[row]} (n = {len(record['protocol']['seeds'])})", ""]
-        text += [*_markdown_table(_head(record), [_loss_cells(line) for line in lines(record) if line.row == row]), ""]
+        text += [*_markdown_table(_head(record), [_loss_cells(line) for line in found]), ""]
     return "\n".join(text).rstrip()
 
 
@@ -71,11 +71,9 @@ def latex(record: Record) -> str:
     """The tables of losses as one `tabular` with rules of booktabs."""
     n = len(record["protocol"]["seeds"])
     body = []
-    for row in dict.fromkeys(line.row for line in lines(record)):
+    for row, found in _by_row(record).items():
         body += [r"\midrule", rf"\multicolumn{{{len(LOSS)}}}{{l}}{{At {ROWS[row]} ($n = {n}$)}} \\"]
-        body += [
-            " & ".join(_latex(cell) for cell in _loss_cells(line)) + r" \\" for line in lines(record) if line.row == row
-        ]
+        body += [" & ".join(_latex(cell) for cell in _loss_cells(line)) + r" \\" for line in found]
     head = " & ".join(_latex(cell) for cell in _head(record)) + r" \\"
     frame = [rf"\begin{{tabular}}{{l{'r' * (len(LOSS) - 1)}}}", r"\toprule", head]
     return "\n".join([*frame, *body, r"\bottomrule", r"\end{tabular}"]) + "\n"
@@ -90,6 +88,13 @@ def write_csv(record: Record, summary: Path, runs: Path) -> None:
         for r in record["results"]
     ]
     _write_csv(runs, scalars)
+
+
+def _by_row(record: Record) -> dict[str, list[Line]]:
+    by_row: dict[str, list[Line]] = {}
+    for line in lines(record):
+        by_row.setdefault(line.row, []).append(line)
+    return by_row
 
 
 def _head(record: Record) -> list[str]:

@@ -6,8 +6,9 @@ import hashlib
 import json
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import jax
 from levanter.data.text import HfDatasetSourceConfig, LmDatasetSourceConfigBase, UrlDatasetSourceConfig
 from levanter.utils.fsspec_utils import expand_glob
 
@@ -54,19 +55,28 @@ def source_identity(source: LmDatasetSourceConfigBase) -> Any:
     return [type(source).__name__, dataclasses.asdict(source)]
 
 
-def file_identity(path: Path) -> list[Any]:
-    """Absolute path, size, time of change in ns, sha256 of the content (of its ends if very big)."""
+class FileIdentity(NamedTuple):
+    """path: absolute. changed: in ns. sha256: of the content, of its ends if it is very big."""
+
+    path: str
+    size: int
+    changed: int
+    sha256: str
+
+
+def file_identity(path: Path) -> FileIdentity:
+    """Errors: `UserError` if the file cannot be read."""
     try:
         status = path.stat()
         sha256 = _content_hash(path.resolve(), status.st_size, status.st_ctime_ns)
-        return [str(path.resolve()), status.st_size, status.st_mtime_ns, sha256]
+        return FileIdentity(str(path.resolve()), status.st_size, status.st_mtime_ns, sha256)
     except OSError as error:
         raise UserError(
             f"the data file {path} cannot be read: {error.strerror} (current folder: {Path.cwd()})"
         ) from error
 
 
-def file_identities_below(folder: Path) -> list[Any]:
+def file_identities_below(folder: Path) -> list[FileIdentity]:
     """The identities of all files in a folder, in the order of their names."""
     return [file_identity(path) for path in sorted(folder.rglob("*")) if path.is_file()]
 
@@ -79,22 +89,13 @@ def source_record(name: str, source: LmDatasetSourceConfigBase) -> dict[str, str
     """
     if isinstance(source, BuiltinSource):
         return {f"the built-in text of {name!r}": str(source_identity(source)[-1])}
-    files = _leaves(source_identity(source))
-    return {path: _content(size, changed, sha256) for path, size, changed, sha256 in files}
+    leaves = jax.tree.leaves(source_identity(source), is_leaf=lambda x: isinstance(x, FileIdentity))
+    return {leaf.path: _content(leaf) for leaf in leaves if isinstance(leaf, FileIdentity)}
 
 
-def _leaves(identity: Any) -> list[list[Any]]:
-    """The identities of files in what `source_identity` returns."""
-    if not isinstance(identity, list):
-        return []
-    if len(identity) == 4 and isinstance(identity[1], int):
-        return [identity]
-    return [leaf for item in identity for leaf in _leaves(item)]
-
-
-def _content(size: int, changed: int, sha256: str) -> str:
-    content = f"{size} bytes, sha256 {sha256}"
-    return content if size <= _WHOLE_CONTENT_BYTES else f"{content} of its ends, changed at {changed} ns"
+def _content(file: FileIdentity) -> str:
+    content = f"{file.size} bytes, sha256 {file.sha256}"
+    return content if file.size <= _WHOLE_CONTENT_BYTES else f"{content} of its ends, changed at {file.changed} ns"
 
 
 @functools.cache

@@ -5,13 +5,12 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-import jax
-
 import qkvflow as qkvflow  # registers the models
 from qkvflow.cli import run_program
 from qkvflow.meshes.ahead import compile_ahead
 from qkvflow.runs.config import TrainConfig
 from qkvflow.runs.config_file import read_config
+from qkvflow.training.levanter_config import configure_jax
 
 
 @dataclass
@@ -30,8 +29,7 @@ class ChildConfig:
 def main(config: ChildConfig) -> None:
     """Writes the report of the step on all devices of this process."""
     train = read_config(Path(config.given), TrainConfig)
-    for key, value in train.trainer.jax_config.items():
-        jax.config.update(key, value)
+    configure_jax(train.trainer)
     report = compile_ahead(train, config.tokens)
     Path(config.found).write_text(json.dumps(dataclasses.asdict(report)))
 

@@ -15,7 +15,6 @@ from qkvflow.meshes.collectives import collectives
 from qkvflow.meshes.hlo import Program
 from qkvflow.meshes.report import MeshReport
 from qkvflow.meshes.whole import LARGE, whole_arguments, whole_temporaries
-from qkvflow.models import decay
 from qkvflow.runs.config import TrainConfig
 from qkvflow.training.checks import check_config, check_devices, model_shape, tree_bytes
 from qkvflow.training.mesh import check_mesh, divide_features
@@ -39,19 +38,18 @@ def compile_ahead(config: TrainConfig, tokens: int, large: int = LARGE) -> MeshR
     _check_kernel(config.model)
     check_devices(trainer_config)
     Vocab = vocabulary(config, tokens, trainer_config)
-    Pos = config.model.max_Pos.resize(config.train_seq_len or config.model.max_seq_len)
-    optimizer = decay.configure(config.optimizer, config.weight_decay_on).build(trainer_config.num_train_steps)
+    optimizer = config.build_optimizer()
     with trainer_config.use_device_mesh():
         model = model_shape(config.model, Vocab)
     trainer_config = divide_features(trainer_config, model)
-    check_mesh(trainer_config, model, Pos)
+    check_mesh(trainer_config, model, config.Pos)
     began = time.monotonic()
     with (
         levanter.tracker.current_tracker(NoopTracker()),
         make_trainer(config, trainer_config, optimizer) as trainer,
     ):
         state = state_shape(trainer, model)
-        lowered = lower_step(trainer, state, batch_shape(config, trainer, Pos))
+        lowered = lower_step(trainer, state, batch_shape(config, trainer))
         compiled = lowered.compile(_QUICK if jax.default_backend() == "cpu" else None)
     seconds = time.monotonic() - began
     program = Program.read(compiled.as_text() or "")

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from qkvflow.meshes.collectives import Collective
 from qkvflow.meshes.whole import Whole
+from qkvflow.units import in_bytes
 
 GIB = 1 << 30
 DEVICES = (16, 32, 80)  # GiB
@@ -135,14 +136,6 @@ class MeshReport:
         if self.fits[size]:
             return f"yes, {free:.0%} free"
         return "tight" if free >= 0 else f"no, {in_bytes(self.memory - size * GIB)} too much"
-
-
-def in_bytes(count: float) -> str:
-    """Four digits and a unit."""
-    power, units = 0, ("B", "KiB", "MiB", "GiB", "TiB")
-    while count >= 1024 and power + 1 < len(units):
-        count, power = count / 1024, power + 1
-    return f"{count:.4g} {units[power]}"
 
 
 def as_dict(report: MeshReport) -> dict:

@@ -6,6 +6,7 @@ largest ones are described without being allocated.
 
 from dataclasses import dataclass
 
+import equinox as eqx
 import jax
 from levanter.models.lm_model import LmConfig, LmHeadModel
 
@@ -62,6 +63,12 @@ def parameters_by_group(model: LmHeadModel) -> dict[str, int]:
         if hasattr(leaf, "size"):
             counts[_group(path)] += leaf.size
     return counts
+
+
+def discretised(model: LmHeadModel) -> LmHeadModel:
+    """Shapes of the ordinary model that a flow becomes at its own depth; an ordinary model as it is."""
+    is_flow = isinstance(model.config, NeuralOdeConfig)
+    return eqx.filter_eval_shape(lambda m: m.discretise(), model) if is_flow else model
 
 
 def flops(config: LmConfig, model: LmHeadModel, vocab_size: int, context_length: int) -> Flops | None:

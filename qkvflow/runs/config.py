@@ -2,13 +2,16 @@
 
 from dataclasses import dataclass, field
 
+from haliax import Axis
 from levanter.callbacks.watch import WatchConfig
 from levanter.models.lm_model import LmConfig
 from levanter.optim import AdamConfig, OptimizerConfig
 from levanter.tracker import TrackerConfig
 from levanter.trainer import TrainerConfig
+from optax import GradientTransformation
 
 from qkvflow.data import DataConfig
+from qkvflow.models import decay
 from qkvflow.runs.base import OfficialConfig
 from qkvflow.runs.modes import FinetuneMode
 
@@ -63,6 +66,15 @@ class TrainConfig:
     max_skipped_steps: int = 0
     accept_changes: bool = False
     config_path: str | None = None
+
+    @property
+    def Pos(self) -> Axis:
+        """The positions of a training sequence."""
+        return self.model.max_Pos.resize(self.train_seq_len or self.model.max_seq_len)
+
+    def build_optimizer(self) -> GradientTransformation:
+        """The optimizer for all steps of the training, decaying what `weight_decay_on` says."""
+        return decay.configure(self.optimizer, self.weight_decay_on).build(self.trainer.num_train_steps)
 
 
 @dataclass(frozen=True)

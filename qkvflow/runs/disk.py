@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from qkvflow.errors import UserError
+from qkvflow.units import DECIMAL, scaled
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # the disk, the user's share of it, or the largest file
 
@@ -35,9 +36,10 @@ def require_space(path: Path, size: int) -> None:
     """Errors: `UserError` if the disk of `path` has no room for two checkpoints, of `size` bytes together."""
     free = shutil.disk_usage(path).free
     if free < size:
+        there, needed = (scaled(count, 1000, DECIMAL, digits=3) for count in (free, size))
         raise UserError(
-            f"the disk of {path} has {_size(free)} free, but two checkpoints of this "
-            f"model take {_size(size)}. Make room, or choose another --run_dir DIR"
+            f"the disk of {path} has {there} free, but two checkpoints of this "
+            f"model take {needed}. Make room, or choose another --run_dir DIR"
         )
 
 
@@ -63,11 +65,3 @@ def _reason(error: OSError) -> str:
         return f"{error.filename} is a file, not a folder. Choose another place with --run_dir DIR"
     what = error.strerror or str(error)
     return f"{what}. Choose a place where you may write with --run_dir DIR"
-
-
-def _size(count: float) -> str:
-    for unit in ("B", "KB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:.3g} TB"

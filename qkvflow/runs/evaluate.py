@@ -34,7 +34,7 @@ class RunEvaluator:
         size = batch_size or max(1, config.trainer.batch_schedule.batch_size_at_step(0))
         size = max(1, size // jax.device_count()) * jax.device_count()
         self.Batch = Axis(BATCH, size)
-        self.Pos = config.model.max_Pos.resize(config.train_seq_len or config.model.max_seq_len)
+        self.Pos = config.Pos
         self._trainer = TrainerConfig(train_batch_size=size)
         data = config.data.resolve(Path(run.path) / "tokenizer")
         check_enough_tokens(data, self.Pos.size)

@@ -117,9 +117,9 @@ def prepare_run(config: C, phase: Phase | None = None) -> Iterator[PreparedRun[C
             try:
                 prepared = _open(directory, config, phase, stack)
             except UserError:
-                tell_others(False)
+                tell_others(None)
                 raise
-            tell_others(True, directory.lock)
+            tell_others(directory.lock)
             yield prepared
     except UserError:
         if is_new_folder and not directory.config.exists():

@@ -14,20 +14,20 @@ from qkvflow.errors import UserError
 _SECONDS_TO_APPEAR = 30  # what network file systems may need to show a new file to another machine
 
 
-def tell_others(is_open: bool, mark: Path | None = None) -> None:
+def tell_others(mark: Path | None) -> None:
     """The first process tells whether the run directory is open; returns when all have heard it.
 
     Args:
-        mark: a file in the run directory, which all processes must see.
+        mark: a file in the run directory, which all processes must see; None if it could not be opened.
 
     Errors: `UserError` if another process does not see the directory.
     """
     if jax.process_count() == 1:
         return
-    multihost_utils.broadcast_one_to_all(np.asarray(is_open))
-    if not is_open:
+    multihost_utils.broadcast_one_to_all(np.asarray(mark is not None))
+    if mark is None:
         jax.distributed.shutdown()  # returns when all have come to it; else the others would be aborted
-    elif mark is not None:
+    else:
         _require_seen(mark)
 
 

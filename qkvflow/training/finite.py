@@ -108,10 +108,18 @@ def _learned(state: TrainerState) -> tuple:
 
 
 def _stays_finite(old: tuple, new: tuple) -> jax.Array:
-    """Whether all numbers that were finite are still."""
+    """Whether all arrays are finite, and all single numbers that were.
+
+    Some optimizers begin with an infinite number, such as the best value so far; the arrays are read once only.
+    """
+
+    def is_good(before, after):
+        finite = jnp.isfinite(after)
+        return jnp.all(finite if after.ndim else finite | ~jnp.isfinite(before))
+
     pairs = zip(jax.tree.leaves(old), jax.tree.leaves(new), strict=True)
     checks = [
-        jnp.all(jnp.isfinite(after) | ~jnp.isfinite(before))
+        is_good(before, after)
         for before, after in pairs
         if is_jax_array_like(after) and jnp.issubdtype(after.dtype, jnp.inexact)
     ]

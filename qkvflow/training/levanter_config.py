@@ -4,12 +4,19 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+import jax
 from levanter.trainer import TrainerConfig
 
 from qkvflow.cli.quiet import tell
 from qkvflow.runs.checkpoints import Phase, sound_checkpoint
 from qkvflow.runs.config import TrainConfig
 from qkvflow.runs.prepare import PreparedRun
+
+
+def configure_jax(trainer: TrainerConfig) -> None:
+    """Sets the options of JAX that `trainer.jax_config` names."""
+    for key, value in trainer.jax_config.items():
+        jax.config.update(key, value)
 
 
 def levanter_trainer(run: PreparedRun[TrainConfig], phase: Phase) -> TrainerConfig:

@@ -66,7 +66,7 @@ def train(
     log_loss = log_step_info(total)
     log_speed = log_performance_stats(tokens_per_example, config.batch_schedule, flops_per_example)
     checkpointer = create_checkpointer(config.checkpointer)
-    trainer.skips, bad_steps = max_skipped_steps > 0, BadSteps(max_skipped_steps)
+    bad_steps = BadSteps(max_skipped_steps)
     _add_hooks(trainer)
     steps = trainer.training_steps(state, batches)
     del state  # its arrays are given away in the first step

@@ -15,7 +15,7 @@ from levanter.trainer_state import TrainerState
 from levanter.utils.jax_utils import parameter_count
 
 from qkvflow.cli.quiet import Quiet, quiet_libraries
-from qkvflow.models import NeuralOdeConfig, decay
+from qkvflow.models import NeuralOdeConfig
 from qkvflow.progress import Progress, describe_loss
 from qkvflow.runs.config import TrainConfig
 from qkvflow.runs.config_file import encode
@@ -25,7 +25,7 @@ from qkvflow.runs.prepare import C, PreparedRun, prepare_run
 from qkvflow.tracking import start_trackers
 from qkvflow.training.checks import check_config, check_devices, tree_bytes
 from qkvflow.training.corpus import Corpus, open_corpus
-from qkvflow.training.levanter_config import levanter_trainer
+from qkvflow.training.levanter_config import configure_jax, levanter_trainer
 from qkvflow.training.loop import Outcome, train
 from qkvflow.training.mesh import check_mesh, divide_features
 from qkvflow.training.share import TrainedShare
@@ -49,8 +49,7 @@ def train_run(config: C, start_of: Callable[[PreparedRun[C]], Start]) -> Path:
     """
     check_config(config)
     with quiet_libraries() as quiet:
-        for key, value in config.trainer.jax_config.items():
-            jax.config.update(key, value)
+        configure_jax(config.trainer)
         if config.trainer.jax_compilation_cache_dir is not None:
             jax.config.update("jax_compilation_cache_dir", config.trainer.jax_compilation_cache_dir)
         config.trainer.distributed.initialize()
@@ -72,18 +71,16 @@ def _train_in(run: PreparedRun[C], start: Start, quiet: Quiet, progress: Progres
     levanter_config = levanter_trainer(run, progress.phase)
     check_devices(levanter_config)
     data_key, _, model_key, training_key = jax.random.split(jax.random.PRNGKey(config.trainer.seed), 4)
-    Pos = config.model.max_Pos.resize(config.train_seq_len or config.model.max_seq_len)
 
     with progress.phase("Preparing data"):
-        corpus = open_corpus(run, levanter_config, Pos, data_key)
+        corpus = open_corpus(run, levanter_config, config.Pos, data_key)
     vocab = vocabulary(config, len(corpus.tokenizer), levanter_config)
-    optimizer_config = decay.configure(config.optimizer, config.weight_decay_on)
-    optimizer = optimizer_config.build(config.trainer.num_train_steps)
+    optimizer = config.build_optimizer()
 
     with levanter_config.use_device_mesh():
         shape = start.shape(vocab)
         levanter_config = divide_features(levanter_config, shape)
-        check_mesh(levanter_config, shape, Pos)
+        check_mesh(levanter_config, shape, config.Pos)
         share = TrainedShare.of(shape, start.trainable(shape), optimizer)
         run.require_space(share.checkpoint_bytes)
     run.commit(dataclasses.replace(config, vocab_size=vocab.size))
@@ -107,7 +104,8 @@ def _train_in(run: PreparedRun[C], start: Start, quiet: Quiet, progress: Progres
                 progress.say(share.describe(tree_bytes(state.opt_state)))
                 if run.last_step < 0:
                     _log_beginning(state, share, validation, progress, corpus.unigram)
-            flops = config.model.flops_per_token(vocab.size, Pos.size)
+            length = config.Pos.size
+            flops = config.model.flops_per_token(vocab.size, length)
             outcome = train(
                 trainer,
                 state,
@@ -116,8 +114,8 @@ def _train_in(run: PreparedRun[C], start: Start, quiet: Quiet, progress: Progres
                 tracker=tracker,
                 directory=directory,
                 progress=progress,
-                tokens_per_example=Pos.size,
-                flops_per_example=None if flops is None else 3 * flops * Pos.size,
+                tokens_per_example=length,
+                flops_per_example=None if flops is None else 3 * flops * length,
                 unigram=corpus.unigram,
                 max_skipped_steps=config.max_skipped_steps,
                 sequences_per_epoch=corpus.train_sequences,

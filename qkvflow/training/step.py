@@ -86,8 +86,10 @@ def state_shape(trainer: FiniteTrainer, model: eqx.Module, trainable: FilterTree
     return _sharded(shape, trainer, trainer.parameter_axis_mapping)
 
 
-def batch_shape(config: TrainConfig, trainer: FiniteTrainer, Pos: Axis) -> LmExample:
+def batch_shape(config: TrainConfig, trainer: FiniteTrainer) -> LmExample:
     """A training batch as Levanter's loader gives it for running text, as shapes that know their sharding."""
+
+    Pos = config.Pos
 
     def example() -> LmExample:
         blocked = config.data.block_cross_document_attention
