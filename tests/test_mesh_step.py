@@ -17,9 +17,9 @@ assert jax.device_count() == 8
 LLAMA = {"type": "llama", "num_heads": 8, "num_kv_heads": 8, "intermediate_dim": 192, "form": "official"}
 
 
-def config(block, weights="generated", mesh=None, **depth):
+def config(block, weights="generated", mesh=None, width=128, **depth):
     sizes = {"generated": {"time_embed_dim": 22, "sinusoidal_dim": 8}, "modulated": {"hidden_dim": 22}}
-    model = {"type": "neuralode", "max_seq_len": 48, "hidden_dim": 128, "block": block}
+    model = {"type": "neuralode", "max_seq_len": 48, "hidden_dim": width, "block": block}
     model |= {"weights": {"type": weights} | sizes.get(weights, {}), "depth": {"steps": 5} | depth}
     trainer = {"train_batch_size": 8, "num_train_steps": 10} | ({} if mesh is None else {"mesh": mesh})
     return decode(TrainConfig, {"model": model, "trainer": trainer})
@@ -35,20 +35,22 @@ for name, given in {
     "reversible": config(GPT2, adjoint="reversible"),
     "llama": config(LLAMA),
     "ssm": config(SSM),
-    "modulated": config(GPT2, "modulated"),
-    "fsdp x tensor": config(LLAMA, mesh={"axes": {"data": 4, "model": 2}, "shared_mapping": {"kv_head": "model"}}),
+    # So wide that the networks of gates are small beside the weights.
+    "modulated": config(GPT2, "modulated", width=512),
+    "fsdp x tensor": config(LLAMA, mesh={"axes": {"data": 4, "model": 2}}),
 }.items():
     report = compile_ahead(given, 256, large=8 << 10)
     share = (report.parameters + report.optimizer) / (report.all_parameters + report.all_optimizer)
-    # The networks of gates are not small beside a shared block of this size.
-    assert share <= (1.1 if name != "modulated" else 1.3) / 8, (name, share)
+    assert share <= 1.1 / 8, (name, share)
     # Time networks have a matrix {sinusoid or hidden, hidden} each, below 11 kB; all else is divided.
     large = [w for w in report.whole_arguments if w.bytes > 11 << 10]
     assert not large, (name, large)
     assert report.donated >= report.parameters + report.optimizer, name
     # Whole are the weights of one step while it is made, never those of all steps (5) nor what makes them (22).
     of_time = [w for w in report.whole_temporaries if {5, 22} & set(w.sizes) and w.bytes > 11 << 10]
-    assert name == "modulated" or not of_time, (name, of_time)
+    if name == "modulated":  # but for a gate's own projection, while that gate is made
+        of_time = [w for w in of_time if w.bytes > 0.05 * max(w.bytes for w in report.whole_temporaries)]
+    assert not of_time, (name, of_time)
     assert name == "fsdp x tensor" or any(w.times >= 5 for w in report.whole_temporaries), name
     gathers = sum(c.count for c in report.collectives if c.kind == "all-gather")
     assert 5 < gathers < 400, (name, gathers)  # a state-space model would gather at each position
@@ -65,7 +67,7 @@ from qkvflow.runs.prepare import PreparedRun
 from qkvflow.training.checks import check_devices, model_shape
 from qkvflow.training.corpus import open_corpus
 from qkvflow.training.levanter_config import configure_jax
-from qkvflow.training.mesh import divide_features
+from qkvflow.training.mesh import complete_mesh
 from qkvflow.training.start import FromScratch
 from qkvflow.training.step import batch_shape, lower_step, make_trainer, state_shape, vocabulary
 
@@ -82,7 +84,7 @@ key = jax.random.PRNGKey(0)
 corpus = open_corpus(PreparedRun(directory, given, -1, {}), given.trainer, given.Pos, key)
 Vocab = vocabulary(given, len(corpus.tokenizer), given.trainer)
 shape = model_shape(given.model, Vocab)
-trainer_config = divide_features(given.trainer, shape)
+trainer_config = complete_mesh(given.trainer, shape)
 optimizer = given.build_optimizer()
 with levanter.tracker.current_tracker(NoopTracker()), make_trainer(given, trainer_config, optimizer) as trainer:
     start = FromScratch(given.model, directory)
@@ -116,7 +118,7 @@ from pathlib import Path
 import equinox as eqx, haliax as hax, jax.numpy as jnp, numpy as np, yaml
 from haliax.partitioning import named_jit
 from levanter.models.lm_model import LmExample
-from qkvflow.training.mesh import check_mesh, divide_features
+from qkvflow.training.mesh import check_mesh, complete_mesh
 
 Batch, Pos, Vocab = hax.Axis("batch", 8), hax.Axis("position", 48), hax.Axis("vocab", 256)
 tokens = hax.random.randint(jax.random.PRNGKey(1), (Batch, Pos), 0, 256)
@@ -134,7 +136,7 @@ for block in ({"type": "gpt2", "num_heads": 8}, LLAMA):
     reference = jax.tree.leaves(eqx.filter_jit(eqx.filter_value_and_grad(loss))(model, example))
     for path in sorted(Path("configs/mesh").glob("*.yaml")):
         trainer = config(block, mesh=yaml.safe_load(path.read_text())).trainer
-        trainer = divide_features(trainer, model)
+        trainer = complete_mesh(trainer, model)
         check_mesh(trainer, model, Pos)
 
         def divided(model, example):

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import haliax as hax
 import pytest
-from conftest import VOCAB, small_config
+from conftest import VOCAB, llama, small_config
 from levanter.trainer import TrainerConfig
 from levanter.utils.mesh import MeshConfig
 
@@ -19,7 +19,7 @@ from qkvflow.meshes.shape import MeshShape
 from qkvflow.meshes.whole import Whole, whole_temporaries
 from qkvflow.runs.config import TrainConfig
 from qkvflow.training.checks import model_shape
-from qkvflow.training.mesh import check_mesh, divide_features
+from qkvflow.training.mesh import check_mesh, complete_mesh
 
 HLO = """HloModule jit_step, is_scheduled=true
 
@@ -147,17 +147,25 @@ def test_what_cannot_be_divided_is_named(trainer, said):
     check_mesh(trainer_of({"data": 4, "model": 2}), model, hax.Axis("position", 12))
 
 
+def completed(shapes, **devices: int):
+    """The mapping of parameters."""
+
+    class Trainer(TrainerConfig):
+        device_mesh = SimpleNamespace(shape={"data": 1, "model": 1} | devices)
+
+    return complete_mesh(Trainer(), shapes).parameter_axis_mapping
+
+
 def test_features_are_divided_only_if_they_can_be():
     model = model_shape(small_config(), VOCAB)  # features of 8 and 32 (head_size, mlp)
+    assert completed(model, data=8)["features"] == "data"
+    assert "features" not in completed(model, data=16)
 
-    def mapping(devices: int):
-        class Trainer(TrainerConfig):
-            device_mesh = SimpleNamespace(shape={"data": devices})
 
-        return divide_features(Trainer(), model).parameter_axis_mapping
-
-    assert mapping(8)["features"] == "data"
-    assert "features" not in mapping(16)
+def test_heads_of_keys_are_divided_only_if_they_can_be():
+    model = model_shape(small_config(block=llama("official", num_heads=4, num_kv_heads=2)), VOCAB)
+    assert completed(model, model=2)["kv_head"] == "model"
+    assert "kv_head" not in completed(model, model=4)
 
 
 def report(**changes):

@@ -17,7 +17,7 @@ from qkvflow.meshes.report import MeshReport
 from qkvflow.meshes.whole import LARGE, whole_arguments, whole_temporaries
 from qkvflow.runs.config import TrainConfig
 from qkvflow.training.checks import check_config, check_devices, model_shape, tree_bytes
-from qkvflow.training.mesh import check_mesh, divide_features
+from qkvflow.training.mesh import check_mesh, complete_mesh
 from qkvflow.training.step import batch_shape, lower_step, make_trainer, state_shape, vocabulary
 
 # Memory is settled before machine code is made; good code would only cost time.
@@ -41,7 +41,7 @@ def compile_ahead(config: TrainConfig, tokens: int, large: int = LARGE) -> MeshR
     optimizer = config.build_optimizer()
     with trainer_config.use_device_mesh():
         model = model_shape(config.model, Vocab)
-    trainer_config = divide_features(trainer_config, model)
+    trainer_config = complete_mesh(trainer_config, model)
     check_mesh(trainer_config, model, config.Pos)
     began = time.monotonic()
     with (

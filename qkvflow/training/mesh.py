@@ -10,24 +10,32 @@ from haliax import Axis, NamedArray
 from haliax.partitioning import ResourceMapping
 from levanter.trainer import TrainerConfig
 
-from qkvflow.axes import EMBED, FEATURES
+from qkvflow.axes import EMBED, FEATURES, HEADS, KV_HEAD
 from qkvflow.errors import UserError
 
 
-def divide_features(trainer: TrainerConfig, model: eqx.Module) -> TrainerConfig:
-    """A copy of the trainer's configuration that divides `features` as `embed`, if all of the model's can be.
+def complete_mesh(trainer: TrainerConfig, model: eqx.Module) -> TrainerConfig:
+    """A copy of the trainer's configuration that also divides `kv_head` as `heads`, and `features` as `embed`.
 
-    model: its shapes. A mapping of `features` in the configuration is left as it is.
+    Each where all axes of that name in the model (given by its shapes) can be divided so, and the configuration has no
+    mapping of its own for it.
     """
     mesh = trainer.mesh
-    over = mesh.resolved_param_mapping.get(EMBED)
-    if over is None or FEATURES in mesh.resolved_param_mapping:
-        return trainer
+    heads, features = _as(trainer, model, KV_HEAD, HEADS), _as(trainer, model, FEATURES, EMBED)
+    shared, param = {**mesh.shared_mapping, **heads}, {**mesh.param_mapping, **features}
+    return dataclasses.replace(trainer, mesh=dataclasses.replace(mesh, shared_mapping=shared, param_mapping=param))
+
+
+def _as(trainer: TrainerConfig, model: eqx.Module, name: str, other: str) -> dict[str, str | list[str]]:
+    """The mapping of the axis `name` like that of `other`; empty if there is one, or it cannot be."""
+    mapping = trainer.mesh.resolved_param_mapping
+    over = mapping.get(other)
+    if over is None or name in mapping:
+        return {}
     count = prod(trainer.device_mesh.shape[axis] for axis in _tuple(over))
-    if any(axis.name == FEATURES and axis.size % count for _, array in _arrays(model) for axis in array.axes):
-        return trainer
-    mapping = {**mesh.param_mapping, FEATURES: over if isinstance(over, str) else list(over)}
-    return dataclasses.replace(trainer, mesh=dataclasses.replace(mesh, param_mapping=mapping))
+    if any(axis.name == name and axis.size % count for _, array in _arrays(model) for axis in array.axes):
+        return {}
+    return {name: over if isinstance(over, str) else list(over)}
 
 
 def check_mesh(trainer: TrainerConfig, model: eqx.Module, Pos: Axis) -> None:

@@ -27,7 +27,7 @@ from qkvflow.training.checks import check_config, check_devices, tree_bytes
 from qkvflow.training.corpus import Corpus, open_corpus
 from qkvflow.training.levanter_config import configure_jax, levanter_trainer
 from qkvflow.training.loop import Outcome, train
-from qkvflow.training.mesh import check_mesh, divide_features
+from qkvflow.training.mesh import check_mesh, complete_mesh
 from qkvflow.training.share import TrainedShare
 from qkvflow.training.start import Start
 from qkvflow.training.step import make_trainer, vocabulary
@@ -79,7 +79,7 @@ def _train_in(run: PreparedRun[C], start: Start, quiet: Quiet, progress: Progres
 
     with levanter_config.use_device_mesh():
         shape = start.shape(vocab)
-        levanter_config = divide_features(levanter_config, shape)
+        levanter_config = complete_mesh(levanter_config, shape)
         check_mesh(levanter_config, shape, config.Pos)
         share = TrainedShare.of(shape, start.trainable(shape), optimizer)
         run.require_space(share.checkpoint_bytes)
