@@ -2,9 +2,11 @@
 
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +18,7 @@ from qkvflow.tracking import read_metrics
 pytestmark = [pytest.mark.slow, pytest.mark.program]
 
 STEPS = 20
-SAVED = 9  # the step of the first checkpoint that stays
+SAVED = 10  # the step of the first checkpoint that stays
 GENERATED = {"type": "generated", "time_embed_dim": 16, "sinusoidal_dim": 8}
 EULER = {"solver": "euler", "steps": 4}
 MODELS = {
@@ -50,8 +52,8 @@ LAYOUTS = {  # name: processes, devices of each, options
 }
 
 
-def start(folder: Path, model: str, layout: str) -> list[subprocess.Popen]:
-    """Starts a run `folder/model`, or continues it; one process or two."""
+def start(folder: Path, model: str, layout: str, *words: str) -> list[subprocess.Popen]:
+    """Starts a run `folder/model`, or continues it; one process or two. words: more of the command line."""
     config = {
         "run_dir": str(folder),
         "data": {"tokenizer": "byte", "cache_dir": str(folder.parent / "cache")},
@@ -63,7 +65,7 @@ def start(folder: Path, model: str, layout: str) -> list[subprocess.Popen]:
             "num_train_steps": STEPS,
             "steps_per_eval": STEPS,
             "max_eval_batches": 1,
-            "checkpointer": {"save_interval": "1h", "keep": [{"every": SAVED + 1}]},
+            "checkpointer": {"save_interval": "1h", "keep": [{"every": SAVED}]},
         },
         "optimizer": {"learning_rate": 3e-3, "warmup": 0.1},
     }
@@ -71,7 +73,15 @@ def start(folder: Path, model: str, layout: str) -> list[subprocess.Popen]:
     (folder / f"{model}.yaml").write_text(yaml.safe_dump(config))
     processes, devices, options = LAYOUTS[layout]
     flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={devices}"
-    command = [sys.executable, "-m", "qkvflow.train_lm", "--config_path", str(folder / f"{model}.yaml"), *options]
+    command = [
+        sys.executable,
+        "-m",
+        "qkvflow.train_lm",
+        "--config_path",
+        str(folder / f"{model}.yaml"),
+        *options,
+        *words,
+    ]
     if processes > 1:
         with socket.socket() as sock:
             sock.bind(("127.0.0.1", 0))
@@ -128,6 +138,22 @@ def test_a_checkpoint_is_read_by_every_layout(base, before, after):
     config.write_text(config.read_text().replace(f"run_dir: {base / before}", f"run_dir: {folder}"))
     continued = run(folder, "gpt2", after, says=f"continues after step {SAVED}")
     np.testing.assert_allclose(continued[:-1], [r["train/loss"] for r in whole], atol=1e-4)
+
+
+def test_sigterm_to_one_process_stops_all_after_the_same_step(base):
+    """The second one is told; the first one writes the checkpoint, too."""
+    folder = base / "terminated"
+    processes = start(folder, "gpt2", "processes", "--trainer.num_train_steps", "100000")
+    metrics = folder / "gpt2" / "metrics.jsonl"
+    deadline = time.monotonic() + 300
+    while not (metrics.is_file() and len(metrics.read_text().splitlines()) > 4) and time.monotonic() < deadline:
+        time.sleep(0.5)
+    processes[1].send_signal(signal.SIGTERM)
+    errors = [p.communicate(timeout=300)[1] for p in processes]
+    assert [p.returncode for p in processes] == [143, 143], errors
+    last = read_metrics(metrics)[-1]["step"]
+    assert (folder / "gpt2" / "checkpoints" / f"step-{last}" / "metadata.json").is_file()
+    assert "Traceback" not in "".join(errors)
 
 
 def test_a_mistake_ends_all_processes(base):

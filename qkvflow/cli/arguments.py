@@ -73,6 +73,8 @@ def _load_yaml(text: str, where: str) -> Any:
         raise UserError(f"{where} is not valid YAML{place}: {error.problem or error.context}") from None
     except yaml.YAMLError as error:
         raise UserError(f"{where} is not valid YAML: {error}") from None
+    except RecursionError:
+        raise UserError(f"{where} is not valid here: its brackets are nested too deeply") from None
 
 
 class _StrictLoader(yaml.SafeLoader):
@@ -138,6 +140,8 @@ def _scalar(key: str, text: str) -> Any:
         if text[:1] in "[{\"'":
             raise UserError(f"--{key}: `{text}` is not a valid YAML value: {error.problem}") from None  # pyright: ignore
         return text  # e.g. a prompt with a colon in it
+    except RecursionError:
+        raise UserError(f"--{key}: the brackets of its value are nested too deeply") from None
 
 
 def _set(raw: dict[str, Any], dotted: str, value: Any) -> None:

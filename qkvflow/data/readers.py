@@ -96,6 +96,8 @@ def _records(path: Path, text_key: str | None, control: ControlField | None) -> 
             raise _not_utf8(path, error.start, "") from error
         except json.JSONDecodeError as error:
             raise _broken_json(path, error.lineno, error) from error
+        except RecursionError as error:
+            raise _broken_json(path, 1, error) from error
         yield from ((f"{path}, record {number}", record) for number, record in enumerate(records, 1))
     else:
         yield from _json_lines(path)
@@ -112,7 +114,7 @@ def _json_lines(path: Path) -> Iterator[tuple[str, Any]]:
                     yield f"{path}:{number}", json.loads(line.removeprefix(codecs.BOM_UTF8))
                 except UnicodeDecodeError as error:
                     raise _not_utf8(path, error.start, f" of line {number}") from error
-                except json.JSONDecodeError as error:
+                except (json.JSONDecodeError, RecursionError) as error:
                     raise _broken_json(path, number, error) from error
     except (EOFError, OSError, zlib.error, _zstd_error()) as error:
         raise UserError(f"{path} cannot be read: {error}") from error
@@ -145,7 +147,7 @@ def _parquet_records(path: Path, text_key: str | None, control: ControlField | N
             for record in batch.to_pylist():
                 number += 1
                 yield f"{path}, record {number}", record
-    except (pa.ArrowException, OSError) as error:
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path} is not a readable parquet file: {error}") from error
 
 
@@ -169,8 +171,9 @@ def _no_text(where: str, text_key: str, found: list[str]) -> str:
     )
 
 
-def _broken_json(path: Path, line: int, error: json.JSONDecodeError) -> UserError:
-    return UserError(f"{path}:{line}: not valid JSON ({error.msg}, column {error.colno})")
+def _broken_json(path: Path, line: int, error: json.JSONDecodeError | RecursionError) -> UserError:
+    why = "nested too deeply" if isinstance(error, RecursionError) else f"{error.msg}, column {error.colno}"
+    return UserError(f"{path}:{line}: not valid JSON ({why})")
 
 
 def _not_utf8(path: Path, offset: int, of_what: str) -> UserError:

@@ -188,7 +188,13 @@ def _copy(source: Path, made: Path) -> None:
 
 def _refuse_other_origin(spec: str, folder: Path) -> None:
     origin = folder / ORIGIN_FILE
-    found = json.loads(origin.read_text(encoding="utf-8"))["spec"] if origin.is_file() else None
+    try:
+        found = json.loads(origin.read_text(encoding="utf-8"))["spec"] if origin.is_file() else None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(
+            f"{origin}, which says what this tokenizer was made from, cannot be read: {error}. Remove the folder"
+            f" {folder}: it is made again from `data.tokenizer`"
+        ) from None
     source = Path(spec).expanduser()
     if (source / "tokenizer.json").is_file():
         same = source.resolve() == folder.resolve() or tokenizer_fingerprint(source) == tokenizer_fingerprint(folder)

@@ -51,7 +51,7 @@ def stop_strings(stop: str | list[str] | None) -> list[str]:
 
         try:
             stop = yaml.safe_load(stop)
-        except yaml.YAMLError as error:
+        except (yaml.YAMLError, RecursionError) as error:
             raise UserError(f'stop: {stop!r} is no list such as ["\\n", "END"]: {error}') from None
     elif isinstance(stop, str):
         text, stop = stop, ""
@@ -82,7 +82,7 @@ def _from_file(path: Path) -> list[Prompt]:
 def _from_record(where: str, line: str) -> Prompt:
     try:
         record = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{where} is not JSON: {error}") from None
     if not isinstance(record, dict) or not isinstance(record.get("prompt"), str):
         raise UserError(

@@ -11,6 +11,7 @@ from levanter.trainer import TrainerConfig
 from optax import GradientTransformation
 
 from qkvflow.data import DataConfig
+from qkvflow.errors import UserError
 from qkvflow.models import decay
 from qkvflow.runs.base import OfficialConfig
 from qkvflow.runs.modes import FinetuneMode
@@ -73,8 +74,15 @@ class TrainConfig:
         return self.model.max_Pos.resize(self.train_seq_len or self.model.max_seq_len)
 
     def build_optimizer(self) -> GradientTransformation:
-        """The optimizer for all steps of the training, decaying what `weight_decay_on` says."""
-        return decay.configure(self.optimizer, self.weight_decay_on).build(self.trainer.num_train_steps)
+        """The optimizer for all steps of the training, decaying what `weight_decay_on` says.
+
+        Errors: `UserError` if it cannot be built, such as a `warmup` that is no share of the steps.
+        """
+        optimizer = decay.configure(self.optimizer, self.weight_decay_on)
+        try:
+            return optimizer.build(self.trainer.num_train_steps)
+        except (ValueError, TypeError, ArithmeticError, AssertionError) as error:
+            raise UserError(f"the optimizer cannot be built from `optimizer`: {error or type(error).__name__}") from error
 
 
 @dataclass(frozen=True)
