@@ -15,7 +15,7 @@ import yaml
 
 from qkvflow.tracking import read_metrics
 
-pytestmark = [pytest.mark.slow, pytest.mark.program]
+pytestmark = pytest.mark.program
 
 STEPS = 20
 SAVED = 10  # the step of the first checkpoint that stays
@@ -111,6 +111,7 @@ def base(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("layouts")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
 def test_every_layout_gives_the_same_losses(base, model):
     """Sums in another order move a loss by some 1e-6 in one step, and twenty steps of Adam multiply that."""
@@ -121,6 +122,7 @@ def test_every_layout_gives_the_same_losses(base, model):
         np.testing.assert_allclose(found, losses["one"], atol=1e-4, err_msg=layout)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("before", "after"), [("processes", "one"), ("processes", "fsdp"), ("one", "processes"), ("tensor", "processes")]
 )
@@ -140,6 +142,7 @@ def test_a_checkpoint_is_read_by_every_layout(base, before, after):
     np.testing.assert_allclose(continued[:-1], [r["train/loss"] for r in whole], atol=1e-4)
 
 
+@pytest.mark.slow
 def test_sigterm_to_one_process_stops_all_after_the_same_step(base):
     """The second one is told; the first one writes the checkpoint, too."""
     folder = base / "terminated"
@@ -156,6 +159,7 @@ def test_sigterm_to_one_process_stops_all_after_the_same_step(base):
     assert "Traceback" not in "".join(errors)
 
 
+@pytest.mark.slow
 def test_a_mistake_ends_all_processes(base):
     """The first process says what is wrong; the second one does not wait for it."""
     folder = base / "mistake"
@@ -166,3 +170,17 @@ def test_a_mistake_ends_all_processes(base):
     assert (first.returncode, second.returncode) == (2, 2)
     assert "somebody.txt" in errors[0]
     assert "Traceback" not in "".join(errors)
+
+
+def test_no_device_is_asked_before_the_processes_know_each_other():
+    """`jax.distributed` must come before the first computation; checks of a configuration come before it."""
+    script = """
+import qkvflow
+from jax._src import xla_bridge
+from qkvflow.cli import parse
+from qkvflow.runs import TrainConfig
+from qkvflow.training.checks import check_config
+check_config(parse(TrainConfig, ["--config_path", "configs/quickstart.yaml"])[0])
+assert not xla_bridge.backends_are_initialized()
+"""
+    subprocess.run([sys.executable, "-c", script], check=True)

@@ -68,6 +68,8 @@ def damage_of(checkpoint: Path) -> str | None:
         return f"its {CHECKSUMS} cannot be read ({error})"
     for name, (size, _) in expected.items():  # cheap, so first
         path = checkpoint / name
+        if not path.resolve().is_relative_to(checkpoint.resolve()):
+            return f"its {CHECKSUMS} names the file {name}, which is outside"
         if not path.is_file():
             return f"its file {name} is gone"
         if path.stat().st_size != size:

@@ -32,7 +32,6 @@ def check_config(config: TrainConfig) -> None:
                 "does not add up its normaliser over the parts of the vocabulary. To spread the embedding "
                 "over devices, map `vocab` in `trainer.mesh.param_mapping`"
             )
-    config.build_optimizer()
     config.data.control_field(control_dim(config))
     if model.max_seq_len < 1:
         raise UserError(f"`model.max_seq_len` must be at least 1, but is {model.max_seq_len}")

@@ -70,12 +70,12 @@ def _train_in(run: PreparedRun[C], start: Start, quiet: Quiet, progress: Progres
     quiet.log_to(directory.log if index == 0 else directory.log.with_suffix(f".{index}.log"))
     levanter_config = levanter_trainer(run, progress.phase)
     check_devices(levanter_config)
+    optimizer = config.build_optimizer()  # early, because it may be refused
     data_key, _, model_key, training_key = jax.random.split(jax.random.PRNGKey(config.trainer.seed), 4)
 
     with progress.phase("Preparing data"):
         corpus = open_corpus(run, levanter_config, config.Pos, data_key)
     vocab = vocabulary(config, len(corpus.tokenizer), levanter_config)
-    optimizer = config.build_optimizer()
 
     with levanter_config.use_device_mesh():
         shape = start.shape(vocab)
