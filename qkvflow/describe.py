@@ -19,12 +19,11 @@ from pathlib import Path
 import equinox as eqx
 from haliax import Axis
 from levanter.models.lm_model import LmHeadModel
-from levanter.tokenizers import load_tokenizer
 
 import qkvflow as qkvflow  # registers the models
 from qkvflow.cli import parse, run_program
 from qkvflow.cli.quiet import quiet_libraries
-from qkvflow.data.tokenizers import resolve_tokenizer
+from qkvflow.data.tokenizers import load_tokenizer, resolve_tokenizer
 from qkvflow.errors import UserError
 from qkvflow.meshes import MeshReport, MeshShape, describe_mesh
 from qkvflow.meshes.report import as_dict
@@ -184,7 +183,7 @@ def vocabulary_size(config: TrainConfig) -> int:
         return size
     with tempfile.TemporaryDirectory() as folder:
         try:
-            return len(load_tokenizer(str(resolve_tokenizer(config.data.tokenizer, Path(folder)))))
+            return len(load_tokenizer(resolve_tokenizer(config.data.tokenizer, Path(folder))))
         except UserError as error:
             raise UserError(f"{error} To describe the model without its tokenizer, give --vocab_size N.") from error
 

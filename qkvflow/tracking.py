@@ -22,13 +22,17 @@ _NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
-    """The records of a `metrics.jsonl`, in the order of their steps; an unfinished last line is left out."""
+    """The records of a `metrics.jsonl`, in the order of their steps. Lines that are no record are left out, such as the
+    last one of a process that was killed while it wrote.
+    """
     records = []
-    for line in Path(path).read_text(encoding="utf-8").splitlines():
+    for line in Path(path).read_text(encoding="utf-8", errors="replace").splitlines():
         try:
             record = json.loads(line)
-        except ValueError:
-            break  # a line that a killed process did not finish; nothing valid can follow it
+        except (ValueError, RecursionError):
+            continue
+        if not isinstance(record, dict) or type(record.get("step")) is not int:
+            continue
         records.append({key: _NOT_FINITE.get(v, v) if isinstance(v, str) else v for key, v in record.items()})
     return records
 

@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
+from levanter.tokenizers import load_tokenizer
 
 from qkvflow import train_lm
 from qkvflow.cli import parse
@@ -202,6 +203,7 @@ def test_run_directories(place, finished, part):
             victim.write_text(damage_text(content.decode(), draw), encoding="utf-8")
         else:
             victim.write_bytes(damage_bytes(content, draw))
+        load_tokenizer.cache_clear()  # by path: as in a new process
         before = {p: p.read_bytes() for p in Path("runs/tiny").rglob("step-*/**/*") if p.is_file()}
         with read_or_refused():
             load_run("runs/tiny")

@@ -28,7 +28,7 @@ from qkvflow.runs.checkpoints import checkpoint_steps, clean_up
 from qkvflow.runs.config import RunTrainerConfig
 from qkvflow.runs.config_file import differences, read_config, write_config
 from qkvflow.runs.directory import run_id
-from qkvflow.runs.disk import full_disk_is_told
+from qkvflow.runs.disk import disk_errors_are_told
 from qkvflow.tracking import JsonlTracker, read_metrics, start_trackers
 
 
@@ -176,7 +176,7 @@ def test_a_disk_without_room_for_two_checkpoints_is_refused(tmp_path):
 
 def test_a_disk_that_becomes_full_is_told(tmp_path):
     def save():
-        with full_disk_is_told(tmp_path):
+        with disk_errors_are_told(tmp_path):
             raise ValueError("RESOURCE_EXHAUSTED: write failed [No space left on device]")
 
     with pytest.raises(UserError, match="became full"):

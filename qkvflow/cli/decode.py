@@ -12,7 +12,7 @@ import difflib
 import enum
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from typing import Any, TypeVar
 
 import draccus
@@ -58,7 +58,11 @@ def decode(cls: type[T], raw: Any, path: str = "") -> T:
         return _decode_dataclass(origin, raw, path)
     if isinstance(origin, type) and issubclass(origin, enum.Enum):
         by_name = {**{m.name: m for m in origin}, **{m.value: m for m in origin}}
-        return by_name[raw] if raw in by_name else _refuse_choice(path, raw, [str(m.value) for m in origin])
+        return (
+            by_name[raw]
+            if isinstance(raw, Hashable) and raw in by_name
+            else _refuse_choice(path, raw, [str(m.value) for m in origin])
+        )
     return _decode_container(cls, origin, raw, path)
 
 
@@ -100,6 +104,8 @@ def _decode_choice(cls: Any, raw: Any, path: str) -> Any:
     name = raw.get("type", cls.default_choice_name())
     if name is None:
         raise UserError(f"the key `{_join(path, 'type')}` is missing; choices: {_choices(cls)}")
+    if not isinstance(name, str):
+        _refuse_choice(_join(path, "type"), name, sorted(cls.get_known_choices()))
     # Asking the registry first spares the import of every module where choices could be registered.
     subclass = cls._choice_registry.get(name)
     if subclass is None:

@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 from haliax import Axis
@@ -12,10 +13,12 @@ from levanter.data.text import ConcatDatasetComponent, DatasetComponent, LmDataC
 from levanter.models.lm_model import LmExample
 from levanter.schedule import BatchSchedule
 from levanter.store.cache import TreeCache
+from levanter.tokenizers import MarinTokenizer
 
 from qkvflow.data.cache import load_or_build
 from qkvflow.data.control_dataset import ControlledDataset, with_sequence_controls
 from qkvflow.data.control_field import ControlField
+from qkvflow.data.tokenizers import load_tokenizer
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,10 @@ class ResolvedDataConfig(LmDataConfig):
     control: ControlField | None = None
     record: Mapping[str, str] = field(default_factory=dict)
     """What the data is, file by file, see `source_record`; a run writes it down and compares it later."""
+
+    @cached_property
+    def the_tokenizer(self) -> MarinTokenizer:
+        return super().the_tokenizer if self.tokenizer == "passthrough" else load_tokenizer(Path(self.tokenizer))
 
     def train_set(self, Pos: Axis, batch_schedule: BatchSchedule, *, key: PRNGKeyArray) -> AsyncDataset[LmExample]:
         named = super().train_set(Pos, batch_schedule, key=key)

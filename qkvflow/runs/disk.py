@@ -44,8 +44,9 @@ def require_space(path: Path, size: int) -> None:
 
 
 @contextlib.contextmanager
-def full_disk_is_told(path: Path) -> Iterator[None]:
-    """Turns the many shapes in which libraries report a full disk into one `UserError`."""
+def disk_errors_are_told(path: Path) -> Iterator[None]:
+    """Turns the many shapes in which libraries report a full disk into one `UserError`, and whatever else the disk
+    refuses of a file in the folder `path` into one that names the file."""
     try:
         yield
     except Exception as error:
@@ -55,7 +56,13 @@ def full_disk_is_told(path: Path) -> Iterator[None]:
                 f"the disk of {path} became full. Make room and give the same command again: the "
                 "run continues from its newest complete checkpoint"
             ) from error
+        if isinstance(error, OSError) and _is_below(path, error.filename):
+            raise UserError(f"{error.filename} cannot be used: {error.strerror}. Mend it, or remove it") from error
         raise
+
+
+def _is_below(folder: Path, name: object) -> bool:
+    return isinstance(name, str) and Path(name).resolve().is_relative_to(folder.resolve())
 
 
 def _reason(error: OSError) -> str:

@@ -15,12 +15,13 @@ import jax
 from haliax import Axis, NamedArray
 from levanter.checkpoint import load_checkpoint
 from levanter.models.lm_model import LmHeadModel
-from levanter.tokenizers import MarinTokenizer, load_tokenizer
+from levanter.tokenizers import MarinTokenizer
 from levanter.trainer import TrainerConfig
 from levanter.trainer_state import trainables_only
 from levanter.utils.tree_utils import inference_mode
 
 from qkvflow.cli.quiet import tell
+from qkvflow.data import load_tokenizer
 from qkvflow.errors import UserError
 from qkvflow.models import lora
 from qkvflow.runs.base import Base, BaseRecord, OfficialBase
@@ -29,6 +30,7 @@ from qkvflow.runs.checksums import damage_of
 from qkvflow.runs.config import FinetuneConfig, TrainConfig
 from qkvflow.runs.config_file import read_config
 from qkvflow.runs.directory import RunDirectory
+from qkvflow.runs.disk import disk_errors_are_told
 
 
 @dataclass(frozen=True)
@@ -66,12 +68,13 @@ def load_run(path: str | os.PathLike, checkpoint_step: int | None = None, *, mer
         are damaged; and if the base of a LoRA run is gone or has changed.
     """
     directory = find_run(path)
-    return _read_run(directory, _choose_step(directory, checkpoint_step), merge)
+    with disk_errors_are_told(directory.path):
+        return _read_run(directory, _choose_step(directory, checkpoint_step), merge)
 
 
 def _read_run(directory: RunDirectory, step: int, merge: bool = True) -> Run:
     config = read_config(directory.config, TrainConfig)
-    tokenizer = load_tokenizer(str(directory.tokenizer))
+    tokenizer = load_tokenizer(directory.tokenizer)
     vocab = Axis("vocab", config.vocab_size or len(tokenizer))
     checkpoint = directory.checkpoints / f"step-{step}"
     if is_adapter(directory):

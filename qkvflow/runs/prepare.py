@@ -107,24 +107,28 @@ def prepare_run(config: C, phase: Phase | None = None) -> Iterator[PreparedRun[C
             " the folder where it is mounted"
         )
     directory = RunDirectory(Path(config.run_dir).expanduser() / name)
-    if jax.process_index() > 0:  # one of several processes of a run: the first one makes all checks
-        follow(directory.lock)
-        yield _follow(directory, config)
-        return
     is_new_folder = not directory.path.exists()
     try:
-        with contextlib.ExitStack() as stack:
-            try:
-                prepared = _open(directory, config, phase, stack)
-            except UserError:
-                tell_others(None)
-                raise
-            tell_others(directory.lock)
-            yield prepared
+        with disk.disk_errors_are_told(directory.path), contextlib.ExitStack() as stack:
+            if jax.process_index() > 0:  # one of several processes of a run: the first one makes all checks
+                follow(directory.lock)
+                yield _follow(directory, config)
+            else:
+                yield _lead(directory, config, phase, stack)
     except UserError:
-        if is_new_folder and not directory.config.exists():
+        if jax.process_index() == 0 and is_new_folder and not directory.config.exists():
             shutil.rmtree(directory.path, ignore_errors=True)
         raise
+
+
+def _lead(directory: RunDirectory, config: C, phase: Phase | None, stack: contextlib.ExitStack) -> PreparedRun[C]:
+    try:
+        prepared = _open(directory, config, phase, stack)
+    except BaseException:
+        tell_others(None)
+        raise
+    tell_others(directory.lock)
+    return prepared
 
 
 def _open(

@@ -19,7 +19,6 @@ from qkvflow.models import NeuralOdeConfig
 from qkvflow.progress import Progress, describe_loss
 from qkvflow.runs.config import TrainConfig
 from qkvflow.runs.config_file import encode
-from qkvflow.runs.disk import full_disk_is_told
 from qkvflow.runs.load import unreadable_checkpoint
 from qkvflow.runs.prepare import C, PreparedRun, prepare_run
 from qkvflow.tracking import start_trackers
@@ -55,7 +54,7 @@ def train_run(config: C, start_of: Callable[[PreparedRun[C]], Start]) -> Path:
         config.trainer.distributed.initialize()
         is_first = jax.process_index() == 0
         progress = Progress(quiet.terminal if is_first else open(os.devnull, "w"))  # noqa: SIM115
-        with prepare_run(config, progress.phase) as run, full_disk_is_told(run.directory.path):
+        with prepare_run(config, progress.phase) as run:
             outcome, unigram = _train_in(run, start_of(run), quiet, progress)
     if jax.process_index() == 0:
         _say_goodbye(run, outcome, unigram)
