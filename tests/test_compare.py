@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 import yaml
 
+from experiments.causality import check_causality
 from experiments.compare import figures, tables
 from experiments.compare.__main__ import SMOKE, arguments, main
-from experiments.compare.causality import check_causality
 from experiments.compare.config import CompareConfig
 from experiments.compare.plan import choose_rates, job, reported_jobs, selection_jobs, variants
 from experiments.compare.summary import lines

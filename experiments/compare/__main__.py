@@ -10,12 +10,8 @@ Every training is a run below `run_dir`. Given again, the command continues wher
 
 import dataclasses
 import json
-import os
-import platform
-import shlex
 import sys
 from collections.abc import Sequence
-from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +74,7 @@ def _run(config: CompareConfig, run_dir: Path) -> dict[str, Any]:
     planned = variants(config, text, run_dir)
     with quiet_libraries() as quiet:
         quiet.log_to(run_dir / "experiment.log")
-        _use_compilation_cache(run_dir / "compiled")
+        jobs.use_compilation_cache(run_dir / "compiled")
         costs = {v.label: _costs(v, run_dir, quiet) for v in planned}
         search = selection_jobs(config, planned)
         if search:
@@ -93,9 +89,7 @@ def _run(config: CompareConfig, run_dir: Path) -> dict[str, Any]:
         "costs": costs,
         "results": results,
         "selection": searched,
-        "machine": {"device": _device(), "cores": os.cpu_count(), "jax": jax.__version__},
-        "date": date.today().isoformat(),
-        "command": shlex.join(["python", "-m", "experiments.compare", *sys.argv[1:]]),
+        **jobs.origin("experiments.compare"),
     }
 
 
@@ -142,16 +136,6 @@ def _protocol(config: CompareConfig, text: Text, reference: Variant) -> dict[str
         "report_batches": config.report_batches,
         "targets": config.targets,
     }
-
-
-def _use_compilation_cache(folder: Path) -> None:
-    """Seeds share their programs; a cached program is the same program, so that no number depends on it."""
-    jax.config.update("jax_compilation_cache_dir", str(folder.resolve()))
-
-
-def _device() -> str:
-    device = jax.devices()[0]
-    return device.device_kind if device.platform != "cpu" else platform.machine()
 
 
 if __name__ == "__main__":

@@ -1,8 +1,6 @@
 """One training and what is read off it: losses, times, and the test of causality before any of it is accepted."""
 
-import hashlib
 import statistics
-from pathlib import Path
 from typing import Any
 
 import haliax as hax
@@ -12,7 +10,7 @@ from levanter.layers.attention import AttentionMask
 from levanter.models.lm_model import LmHeadModel
 
 from experiments import jobs
-from experiments.compare.causality import check_causality
+from experiments.causality import check_causality
 from experiments.compare.config import CompareConfig
 from experiments.compare.plan import Job
 from experiments.texts import Text
@@ -35,7 +33,7 @@ def measure(job: Job, text: Text, config: CompareConfig) -> dict[str, Any]:
     """
     jobs.train(job.config)
     directory = jobs.directory(job.config)
-    asked = {"report": _hash(text.file("report")), "batches": config.report_batches} if job.is_reported else None
+    asked = {"report": text.hash("report"), "batches": config.report_batches} if job.is_reported else None
 
     def read() -> dict[str, Any]:
         metrics = read_metrics(directory.metrics)
@@ -48,10 +46,6 @@ def measure(job: Job, text: Text, config: CompareConfig) -> dict[str, Any]:
     variant = job.variant
     what = {"system": variant.system, "rows": list(variant.rows), "width": variant.width, "steps": variant.steps}
     return {**what, "seed": job.seed, "learning_rate": job.rate, **found}
-
-
-def _hash(path: str) -> str:
-    return hashlib.sha256(Path(path).read_bytes()).hexdigest()
 
 
 def _logits(model: LmHeadModel, tokens: NamedArray) -> NamedArray:

@@ -9,10 +9,8 @@ from typing import Any
 
 from experiments.compare.config import CompareConfig
 from experiments.compare.cost import Cost, cost_of, width_with
+from experiments.systems import merged, system
 from experiments.texts import Text
-from qkvflow.cli import decode
-from qkvflow.cli.arguments import read_yaml
-from qkvflow.runs.config import TrainConfig
 
 
 @dataclass(frozen=True)
@@ -55,7 +53,9 @@ def variants(config: CompareConfig, text: Text, run_dir: Path) -> list[Variant]:
     Errors: `UserError` if a configuration cannot be read, or the costs of a model are not known.
     """
     names = [config.reference, *(name for name in config.systems if name != config.reference)]
-    raws = {name: _system(config, name, text, run_dir) for name in names}
+    raws = {
+        name: system(config.systems[name], config.overrides, text, run_dir, config.select_batches) for name in names
+    }
     reference = _variant(config, config.reference, (), raws[config.reference])
     found: dict[str, Variant] = {}
 
@@ -114,37 +114,6 @@ def job(variant: Variant, seed: int, rate: float, is_reported: bool) -> Job:
     raw["trainer"] |= {"id": f"{variant.label}-lr{rate:g}-seed{seed}", "seed": seed}
     raw["optimizer"] |= {"learning_rate": rate}
     return Job(variant, seed, rate, is_reported, raw)
-
-
-def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """`base` with the leaves of `over` in place of its own."""
-    result = dict(base)
-    for key, value in over.items():
-        old = result.get(key)
-        result[key] = merged(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
-    return result
-
-
-def _system(config: CompareConfig, name: str, text: Text, run_dir: Path) -> dict[str, Any]:
-    raw = merged(read_yaml(Path(config.systems[name])), config.overrides)
-    plain = decode(TrainConfig, raw)
-    ours = {
-        "run_dir": str(run_dir),
-        "data": {
-            "tokenizer": plain.data.tokenizer,
-            "train": text.file("train"),
-            "validation": text.file("select"),
-            "cache_dir": str(run_dir / "cache"),
-        },
-        "model": {"hidden_dim": plain.model.Embed.size},
-        "trainer": {
-            "num_train_steps": plain.trainer.num_train_steps,
-            "max_eval_batches": config.select_batches,
-            "checkpointer": {"save_interval": "2m", "keep": []},
-        },
-        "optimizer": {"learning_rate": float(plain.optimizer.learning_rate)},
-    }
-    return merged({key: value for key, value in raw.items() if key not in ("data", "run_dir")}, ours)
 
 
 def _equal(row: str, raw: dict[str, Any], reference: Variant) -> dict[str, Any]:

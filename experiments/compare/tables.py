@@ -1,12 +1,12 @@
 """Tables of the comparison, from its JSON alone: Markdown, LaTeX and CSV."""
 
 import csv
-import math
 from pathlib import Path
 from typing import Any
 
 from experiments.compare.config import ROWS
 from experiments.compare.summary import Line, Record, lines
+from experiments.markdown import markdown_table, number
 from experiments.statistics import LEVEL
 
 LOSS = ("model", "width", "trained", "materialised", "steps", "FLOPs", "rate", "loss", "SD", "minus", "p (Holm)", "d_z")
@@ -54,7 +54,7 @@ def markdown(record: Record) -> str:
     text += ["", losses(record)]
     text += ["", "## Speed, memory, and the way to given losses", ""]
     targets = [f"to {t:g}: steps, s, FLOPs" for t in record["protocol"]["targets"]]
-    text += _markdown_table([*COST, *targets], [_cost_cells(line, n) for line in found])
+    text += markdown_table([*COST, *targets], [_cost_cells(line, n) for line in found])
     return "\n".join(text) + "\n"
 
 
@@ -63,7 +63,7 @@ def losses(record: Record) -> str:
     text = []
     for row, found in _by_row(record).items():
         text += [f"## At {ROWS[row]} (n = {len(record['protocol']['seeds'])})", ""]
-        text += [*_markdown_table(_head(record), [_loss_cells(line) for line in found]), ""]
+        text += [*markdown_table(_head(record), [_loss_cells(line) for line in found]), ""]
     return "\n".join(text).rstrip()
 
 
@@ -114,8 +114,8 @@ def _loss_cells(line: Line) -> list[str]:
         str(line.loss),
         f"{line.loss.sd:.3f}",
         str(line.difference or ""),
-        "" if line.p_holm is None else _number(line.p_holm),
-        "" if test is None else _number(test.effect),
+        "" if line.p_holm is None else number(line.p_holm),
+        "" if test is None else number(test.effect),
     ]
 
 
@@ -165,10 +165,6 @@ def _plain(line: Line) -> dict[str, Any]:
     return cells
 
 
-def _markdown_table(head: list[str], rows: list[list[str]]) -> list[str]:
-    return [f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *rows)]
-
-
 def _write_csv(path: Path, rows: list[dict[str, Any]]) -> None:
     columns = list(dict.fromkeys(key for row in rows for key in row))
     with path.open("w", newline="", encoding="utf-8") as file:
@@ -183,7 +179,3 @@ def _latex(cell: str) -> str:
 
 def _count(n: float) -> str:
     return f"{n / 1e6:.2f}M" if n >= 1e5 else f"{n / 1e3:.1f}k"
-
-
-def _number(x: float) -> str:
-    return "-" if math.isnan(x) else f"{x:.2g}"
