@@ -42,9 +42,11 @@ def system(
 
 
 def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """`base` with the leaves of `over` in place of its own."""
+    """`base` with the leaves of `over` in place of its own; what `over` gives another `type` stands for itself."""
     result = dict(base)
     for key, value in over.items():
         old = result.get(key)
-        result[key] = merged(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
+        is_alike = isinstance(old, Mapping) and isinstance(value, Mapping)
+        is_alike = is_alike and value.get("type", old.get("type")) == old.get("type")
+        result[key] = merged(old, value) if is_alike else value
     return result

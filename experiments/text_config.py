@@ -1,4 +1,4 @@
-"""YAML `text:` where the text of an experiment comes from: WikiText-2, files of the user, or the Python library."""
+"""YAML `text:` where the text of an experiment comes from: WikiText-2, Shakespeare, files, or the Python library."""
 
 import abc
 from dataclasses import dataclass
@@ -38,6 +38,21 @@ class WikiText2(TextConfig):
     @property
     def parts(self) -> dict[str, str]:
         return {"train": "valid.txt", "select": "first half of test.txt", "report": "second half of test.txt"}
+
+
+@TextConfig.register_subclass("shakespeare")
+@dataclass(frozen=True)
+class Shakespeare(TextConfig):
+    """folder: with TinyShakespeare's `input.txt`."""
+
+    folder: str
+
+    def prepare(self, folder: Path) -> Text:
+        return texts.shakespeare(str(Path(self.folder) / "input.txt"), folder)
+
+    @property
+    def parts(self) -> dict[str, str]:
+        return {"train": "first 80 % of input.txt", "select": "the next tenth", "report": "the last tenth"}
 
 
 @TextConfig.register_subclass("files")

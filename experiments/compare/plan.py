@@ -1,14 +1,12 @@
-"""What is trained: systems in the sizes and lengths that the rows ask for, and their trainings, as runs of train_lm."""
+"""What is trained: systems in the sizes and lengths that the rows ask for, as configurations of train_lm."""
 
-import copy
 import dataclasses
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from experiments.compare.config import CompareConfig
-from experiments.compare.cost import Cost, cost_of, width_with
+from experiments.cost import Cost, cost_of, width_with
 from experiments.systems import merged, system
 from experiments.texts import Text
 
@@ -17,7 +15,8 @@ from experiments.texts import Text
 class Variant:
     """A system in one size, trained for one number of steps.
 
-    rows: those that it stands in. raw: configuration of train_lm without a name, seed and chosen learning rate.
+    rows: those that it stands in. flops: of its whole training.
+    raw: configuration of train_lm without a name, seed and chosen learning rate.
     """
 
     system: str
@@ -31,20 +30,13 @@ class Variant:
     def label(self) -> str:
         return f"{self.system}-d{self.width}-s{self.steps}"
 
-
-@dataclass(frozen=True)
-class Job:
-    """One training. `is_reported`: otherwise it only helps to choose a learning rate."""
-
-    variant: Variant
-    seed: int
-    rate: float
-    is_reported: bool
-    config: dict[str, Any]
+    @property
+    def size(self) -> tuple[str, int]:
+        return self.system, self.width
 
     @property
-    def name(self) -> str:
-        return self.config["trainer"]["id"]
+    def flops(self) -> float:
+        return self.cost.flops * self.steps
 
 
 def variants(config: CompareConfig, text: Text, run_dir: Path) -> list[Variant]:
@@ -67,53 +59,6 @@ def variants(config: CompareConfig, text: Text, run_dir: Path) -> list[Variant]:
         for name, raw in raws.items():
             add(_variant(config, name, (row,), _equal(row, raw, reference)))
     return list(found.values())
-
-
-def selection_jobs(config: CompareConfig, planned: Iterable[Variant]) -> list[Job]:
-    """Trainings by which learning rates are chosen; none where there is no choice.
-
-    A variant that differs from another only in its number of steps, as in the row of FLOPs, takes over its rate.
-    """
-    rates = config.learning_rates if len(config.learning_rates) > 1 else []
-    searched: dict[tuple[str, int], Variant] = {}
-    for variant in planned:
-        searched.setdefault(size(variant), variant)
-    return [job(v, seed, rate, False) for v in searched.values() for seed in config.selection_seeds for rate in rates]
-
-
-def choose_rates(jobs: Iterable[Job], losses: Iterable[float]) -> dict[tuple[str, int], float]:
-    """For each size of each system the learning rate with the lowest mean loss over the seeds; the lower of equals."""
-    seen: dict[tuple[str, int], dict[float, list[float]]] = {}
-    for one, loss in zip(jobs, losses, strict=True):
-        seen.setdefault(size(one.variant), {}).setdefault(one.rate, []).append(loss)
-    return {
-        of: min(sorted(by_rate), key=lambda rate: sum(by_rate[rate]) / len(by_rate[rate]))
-        for of, by_rate in seen.items()
-    }
-
-
-def reported_jobs(
-    config: CompareConfig, planned: Iterable[Variant], chosen: Mapping[tuple[str, int], float]
-) -> list[Job]:
-    """The trainings whose losses are reported, a whole seed before the next."""
-    only = config.learning_rates[0] if config.learning_rates else None
-    planned = list(planned)
-    return [
-        job(v, seed, chosen.get(size(v), only or v.raw["optimizer"]["learning_rate"]), True)
-        for seed in config.seeds
-        for v in planned
-    ]
-
-
-def size(variant: Variant) -> tuple[str, int]:
-    return variant.system, variant.width
-
-
-def job(variant: Variant, seed: int, rate: float, is_reported: bool) -> Job:
-    raw = copy.deepcopy(variant.raw)
-    raw["trainer"] |= {"id": f"{variant.label}-lr{rate:g}-seed{seed}", "seed": seed}
-    raw["optimizer"] |= {"learning_rate": rate}
-    return Job(variant, seed, rate, is_reported, raw)
 
 
 def _equal(row: str, raw: dict[str, Any], reference: Variant) -> dict[str, Any]:
