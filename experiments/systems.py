@@ -13,14 +13,18 @@ from qkvflow.runs.config import TrainConfig
 def system(
     path: str, overrides: Mapping[str, Any], text: Text, run_dir: Path, select_batches: int | None
 ) -> dict[str, Any]:
-    """The configuration at `path` with `overrides`, trained on `text` in `run_dir`; it has no name and no seed yet.
+    """The configuration at `path` with `overrides`, trained on `text` in `run_dir`, see `on_text`."""
+    return on_text(merged(read_yaml(Path(path)), overrides), text, run_dir, select_batches)
+
+
+def on_text(raw: dict[str, Any], text: Text, run_dir: Path, select_batches: int | None) -> dict[str, Any]:
+    """The configuration `raw` of train_lm, trained on `text` in `run_dir`; it has no name and no seed yet.
 
     Args:
         select_batches: of how many batches the loss on the part `select` is.
 
     Errors: `UserError` if the configuration cannot be read.
     """
-    raw = merged(read_yaml(Path(path)), overrides)
     plain = decode(TrainConfig, raw)
     ours = {
         "run_dir": str(run_dir),
@@ -46,7 +50,10 @@ def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     result = dict(base)
     for key, value in over.items():
         old = result.get(key)
-        is_alike = isinstance(old, Mapping) and isinstance(value, Mapping)
-        is_alike = is_alike and value.get("type", old.get("type")) == old.get("type")
-        result[key] = merged(old, value) if is_alike else value
+        is_merged = isinstance(old, Mapping) and isinstance(value, Mapping) and not _is_of_other_type(old, value)
+        result[key] = merged(old, value) if is_merged else value  # pyright: ignore
     return result
+
+
+def _is_of_other_type(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
+    return "type" in old and "type" in new and old["type"] != new["type"]
