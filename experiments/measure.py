@@ -25,9 +25,8 @@ def measure(job: Job, text: Text, report_batches: int | None, name: str) -> dict
     """Trains what is not trained yet. What was found is kept beside the run, in the file `name`.
 
     Returns:
-        `seed`, `learning_rate`; `curve`: [steps done, loss on the part `select`]; `select_loss`: its end;
-        `seconds_per_step`: the median, without the first step of the run; and of reported trainings `report_loss` and
-        `causal_at`, the positions of the test.
+        `seed`, `learning_rate`, what `read_training` gives, and of reported trainings `report_loss` and `causal_at`,
+        the positions of the test.
 
     Errors: `UserError` if the model sees the future.
     """
@@ -36,10 +35,7 @@ def measure(job: Job, text: Text, report_batches: int | None, name: str) -> dict
     asked = {"report": text.hash("report"), "batches": report_batches} if job.is_reported else None
 
     def read() -> dict[str, Any]:
-        metrics = read_metrics(directory.metrics)
-        curve = [[r["step"] + 1, r["eval/loss"]] for r in metrics if "eval/loss" in r]
-        seconds = statistics.median(r["throughput/duration"] for r in metrics[1:])
-        found = {"curve": curve, "select_loss": curve[-1][1], "seconds_per_step": seconds}
+        found = read_training(job.config)
         if not job.is_reported:
             return found
         run = load_run(directory.path)
@@ -47,6 +43,19 @@ def measure(job: Job, text: Text, report_batches: int | None, name: str) -> dict
         return found | {"causal_at": tried, "report_loss": jobs.loss_on(run, text.file("report"), report_batches)}
 
     return {"seed": job.seed, "learning_rate": job.rate, **jobs.kept(directory.path / name, asked, read)}
+
+
+def read_training(config: dict[str, Any]) -> dict[str, Any]:
+    """What a finished run wrote while it was trained.
+
+    Returns:
+        `curve`: [steps done, loss on the part `select`]; `select_loss`: its end; `seconds_per_step`: the median,
+        without the first step of the run.
+    """
+    metrics = read_metrics(jobs.directory(config).metrics)
+    curve = [[r["step"] + 1, r["eval/loss"]] for r in metrics if "eval/loss" in r]
+    seconds = statistics.median(r["throughput/duration"] for r in metrics[1:])
+    return {"curve": curve, "select_loss": curve[-1][1], "seconds_per_step": seconds}
 
 
 def causal_at(run: Run, name: str) -> list[int]:

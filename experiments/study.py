@@ -12,14 +12,10 @@ from qkvflow.errors import UserError
 
 
 @dataclass
-class StudyConfig:
+class SeedsConfig:
     """
-    text: `{type: wikitext2, folder: DIR}`, `{type: files, name, train, select, report}` or `{type: builtin}`.
     overrides: merged into the configuration of every model.
     seeds: of the trainings that are reported; a seed settles data order and initial weights.
-    learning_rates: for each model the one with the lowest mean loss on the part `select` at the end of trainings with
-        `selection_seeds` is taken; one alone is taken as it is. If empty, that of each configuration.
-    selection_seeds: others than `seeds`.
     evaluations: how often the loss on `select` is read during a training; select_batches: of how many batches.
     report_batches: of how many batches of the part `report` the reported loss is; all if null.
     run_dir: where the runs go. output: folder of the results, by default `<run_dir>/results`.
@@ -27,11 +23,8 @@ class StudyConfig:
     redraw: only tables and figures, from `results.json` in `output`.
     """
 
-    text: TextConfig = field(default_factory=Builtin)
     overrides: dict[str, Any] = field(default_factory=dict)
     seeds: list[int] = field(default_factory=lambda: [42, 123, 456, 789, 1011])
-    learning_rates: list[float] = field(default_factory=list)
-    selection_seeds: list[int] = field(default_factory=lambda: [0])
     evaluations: int = 20
     select_batches: int | None = None
     report_batches: int | None = None
@@ -44,12 +37,6 @@ class StudyConfig:
         """Errors: `UserError` for what cannot be studied, before any work."""
         if len(self.seeds) < 2 or len(set(self.seeds)) < len(self.seeds):
             raise UserError(f"`seeds` must be at least two different ones, for intervals and tests; got {self.seeds}")
-        both = set(self.seeds) & set(self.selection_seeds)
-        if len(self.learning_rates) > 1 and (both or not self.selection_seeds):
-            raise UserError(
-                f"`selection_seeds` must be others than `seeds`, at least one, but are {self.selection_seeds}: what is"
-                " chosen by a training must not be reported of the same one"
-            )
         if self.evaluations < 1:
             raise UserError(f"`evaluations` must be at least 1, got {self.evaluations}")
 
@@ -57,6 +44,31 @@ class StudyConfig:
         """The folder of the runs of `study`."""
         name = "" if self.config_path is None else f"_{Path(self.config_path).stem}"
         return Path(self.run_dir or f"runs/{study}{name}")
+
+
+@dataclass
+class StudyConfig(SeedsConfig):
+    """Besides what `SeedsConfig` says:
+
+    text: `{type: wikitext2, folder: DIR}`, `{type: files, name, train, select, report}` or `{type: builtin}`.
+    learning_rates: for each model the one with the lowest mean loss on the part `select` at the end of trainings with
+        `selection_seeds` is taken; one alone is taken as it is. If empty, that of each configuration.
+    selection_seeds: others than `seeds`.
+    """
+
+    text: TextConfig = field(default_factory=Builtin)
+    learning_rates: list[float] = field(default_factory=list)
+    selection_seeds: list[int] = field(default_factory=lambda: [0])
+
+    def check(self) -> None:
+        """Errors: `UserError` for what cannot be studied, before any work."""
+        super().check()
+        both = set(self.seeds) & set(self.selection_seeds)
+        if len(self.learning_rates) > 1 and (both or not self.selection_seeds):
+            raise UserError(
+                f"`selection_seeds` must be others than `seeds`, at least one, but are {self.selection_seeds}: what is"
+                " chosen by a training must not be reported of the same one"
+            )
 
 
 def arguments(argv: Sequence[str], smoke: Path) -> list[str]:
