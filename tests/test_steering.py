@@ -163,7 +163,7 @@ def test_the_smoke_test_steers_and_then_trains_nothing(tmp_path, monkeypatch):
     assert {path.name for path in output.iterdir()} == {"results.json", "results.md", "runs.csv", "figure.png"}
     before = json.loads((output / "results.json").read_text())
     steered = [r for r in before["results"] if r["arm"] == "steered"]
-    assert all(r["losses"]["right"] < r["losses"]["wrong"] for r in steered)
+    assert all(r["losses"]["right"] < r["losses"]["wrong"] - 0.005 for r in steered)
 
     def fails(*args, **kwargs):
         raise AssertionError("a finished run was trained or read again")
