@@ -4,8 +4,13 @@ import contextlib
 import dataclasses
 import io
 import json
+import os
+import platform
+import shlex
+import sys
 import time
 from collections.abc import Callable, Sequence
+from datetime import date
 from pathlib import Path
 from typing import Any, Protocol, TextIO, TypeVar
 
@@ -53,11 +58,16 @@ def train(config: dict[str, Any], is_finetune: bool = False) -> None:
             train_lm.main(decode(TrainConfig, config))
 
 
-def loss_on(run: Run, path: str, max_batches: int | None) -> float:
-    """Loss of a run's model on another text than those it was trained and validated with."""
+def evaluator_on(run: Run, path: str, max_batches: int | None) -> RunEvaluator:
+    """Evaluates models of a run on another text than those it was trained and validated with."""
     data = dataclasses.replace(run.config.data, validation=path)
     unseen = dataclasses.replace(run, config=dataclasses.replace(run.config, data=data))
-    return RunEvaluator(unseen, max_batches=max_batches).loss(run.model)
+    return RunEvaluator(unseen, max_batches=max_batches)
+
+
+def loss_on(run: Run, path: str, max_batches: int | None) -> float:
+    """Loss of a run's model on another text."""
+    return evaluator_on(run, path, max_batches).loss(run.model)
 
 
 def carry_out(
@@ -88,6 +98,22 @@ def carry_out(
         )
         jax.clear_caches()
     return results
+
+
+def use_compilation_cache(folder: Path) -> None:
+    """Seeds share their programs; a cached program is the same program, so that no number depends on it."""
+    jax.config.update("jax_compilation_cache_dir", str(folder.resolve()))
+
+
+def origin(module: str) -> dict[str, Any]:
+    """Where results come from: machine, date, and the command that made them."""
+    device = jax.devices()[0]
+    name = device.device_kind if device.platform != "cpu" else platform.machine()
+    return {
+        "machine": {"device": name, "cores": os.cpu_count(), "jax": jax.__version__},
+        "date": date.today().isoformat(),
+        "command": shlex.join(["python", "-m", module, *sys.argv[1:]]),
+    }
 
 
 def kept(path: Path, asked: Any, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:

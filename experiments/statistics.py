@@ -2,12 +2,15 @@
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from scipy import stats
 
 LEVEL = 0.95
+
+K = TypeVar("K", bound=Hashable)
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,35 @@ def paired_test(first: Mapping[int, float], second: Mapping[int, float]) -> Test
         return Test(mean, (n,), math.nan, n - 1, math.nan, math.nan)
     found = stats.ttest_1samp(differences, 0.0)
     return Test(mean, (n,), float(found.statistic), float(found.df), float(found.pvalue), mean / sd)
+
+
+@dataclass(frozen=True)
+class Contrast:
+    """A mean, and its difference to a reference, paired by seed; the latter and its test are None for the reference."""
+
+    mean: Interval
+    difference: Interval | None = None
+    test: Test | None = None
+    p_holm: float | None = None
+
+
+def contrasts(values: Mapping[K, Mapping[int, float]], reference: Callable[[K], K]) -> dict[K, Contrast]:
+    """What each of `values` (seed -> value) is against another of them, `reference` of its key.
+
+    All tests together are the family that Holm corrects for.
+    """
+    others = [key for key in values if reference(key) != key]
+    tests = {key: paired_test(values[key], values[reference(key)]) for key in others}
+    corrected = dict(zip(others, holm([tests[key].p for key in others]), strict=True))
+    return {
+        key: Contrast(
+            interval(list(own.values())),
+            paired(own, values[reference(key)]) if key in tests else None,
+            tests.get(key),
+            corrected.get(key),
+        )
+        for key, own in values.items()
+    }
 
 
 def welch_test(first: Sequence[float], second: Sequence[float]) -> Test:

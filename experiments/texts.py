@@ -1,5 +1,6 @@
 """The texts of experiments, each in three files: to train on, to watch and choose by, and to report on once."""
 
+import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +24,10 @@ class Text:
     def sizes(self) -> dict[str, int]:
         """Bytes of each part."""
         return {part: Path(self.file(part)).stat().st_size for part in PARTS}
+
+    def hash(self, part: str) -> str:
+        """sha256 (hex) of a part."""
+        return hashlib.sha256(Path(self.file(part)).read_bytes()).hexdigest()
 
 
 def wikitext2(source: str, folder: Path) -> Text:

@@ -97,12 +97,15 @@ def _sweep(run, model: NeuralOdeLMHeadModel, steps, solvers, config: EvalConfig,
     for model in models:
         depth = model.config.depth
         with progress.phase(f"{depth.solver}, {depth.steps} steps"):
-            loss = evaluator.loss(model)
-            moved = _displacement(model, example)
-        readings.append(
-            Reading(depth.solver, depth.steps, model.config.plan.evaluations, loss, perplexity(loss), moved)
-        )
+            readings.append(read(model, evaluator, example))
     return readings
+
+
+def read(model: NeuralOdeLMHeadModel, evaluator: RunEvaluator, example: LmExample) -> Reading:
+    """A flow on a fixed grid as it stands: its loss on the evaluator's text, its displacement on `example`."""
+    depth, loss = model.config.depth, evaluator.loss(model)
+    evaluations, moved = model.config.plan.evaluations, _displacement(model, example)
+    return Reading(depth.solver, depth.reading_steps, evaluations, loss, perplexity(loss), moved)
 
 
 def _evaluate_ordinary(run, config: EvalConfig, progress) -> Reading:

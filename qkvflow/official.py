@@ -83,6 +83,8 @@ def to_arrays(model: NeuralOdeLMHeadModel) -> dict[str, np.ndarray]:
             "Official names are those of generated weights, and this model has none (it is discretised, or was built"
             " with other weights). Give the model with `weights: generated`, before discretise."
         )
+    if getattr(model.config.weights, "frozen_time", None) is not None:
+        raise UserError("The official code knows no frozen time: this model's `weights.frozen_time` would be lost.")
     return {name: np.asarray(_to_official_order(name, get(model)).array) for name, get in _accessors(model).items()}
 
 

@@ -67,6 +67,12 @@ def time_axis(t: Time) -> Axis | None:
     return None
 
 
+def frozen(t: Time, value: float) -> Time:
+    """The time `value` in place of t; along its axis, if it has one."""
+    axis = time_axis(t)
+    return Grid((value,), None) if axis is None else Grid((value,) * axis.size, axis)
+
+
 def sinusoidal_features(t, dim: int) -> NamedArray:
     """phi(t): NamedArray {[the axis of t,] sinusoid = 2 dim + 1}, float32 (float64 under `jax_enable_x64`)."""
     t = as_time(t)

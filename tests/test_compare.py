@@ -14,15 +14,17 @@ import numpy as np
 import pytest
 import yaml
 
+from experiments.causality import check_causality
 from experiments.compare import figures, tables
-from experiments.compare.__main__ import SMOKE, arguments, main
-from experiments.compare.causality import check_causality
+from experiments.compare.__main__ import SMOKE, main
 from experiments.compare.config import CompareConfig
-from experiments.compare.plan import choose_rates, job, reported_jobs, selection_jobs, variants
+from experiments.compare.plan import variants
 from experiments.compare.summary import lines
 from experiments.leak.__main__ import Vocab, draw
 from experiments.leak.model import Model
+from experiments.rates import choose_rates, job, reported_jobs, selection_jobs
 from experiments.statistics import holm, paired_test
+from experiments.study import arguments
 from experiments.texts import Text, files
 from qkvflow.cli import decode, parse
 from qkvflow.errors import UserError
@@ -133,7 +135,7 @@ def test_what_cannot_be_compared_is_refused(tmp_path):
         main(smoke(redraw=True, run_dir=str(tmp_path)))
     with pytest.raises(UserError, match="nothing to compare"):
         main(CompareConfig())
-    assert parse(CompareConfig, arguments(["--smoke", "--seeds", "[3, 4]"]))[0] == smoke(seeds=[3, 4])
+    assert parse(CompareConfig, arguments(["--smoke", "--seeds", "[3, 4]"], SMOKE))[0] == smoke(seeds=[3, 4])
     for name in ("train", "select"):
         (tmp_path / name).write_text("the same\n")
     (tmp_path / "report").write_text("other\n")

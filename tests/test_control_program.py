@@ -3,12 +3,14 @@
 import json
 from pathlib import Path
 
+import equinox as eqx
 import numpy as np
 import pytest
 
 from qkvflow.cli import decode
 from qkvflow.errors import UserError
 from qkvflow.runs import TrainConfig, load_run
+from qkvflow.runs.evaluate import RunEvaluator
 from qkvflow.tracking import read_metrics
 from qkvflow.train_lm import main
 
@@ -61,8 +63,18 @@ def test_a_run_with_control_trains_evaluates_and_continues(tmp_path):
     parts = run(tmp_path, name="parts", control_key="control", accept_changes=True)
     assert losses(parts) == losses(whole)
     assert losses(parts, "eval/loss")[5] == losses(whole, "eval/loss")[5]
+    heard, deaf = evaluate(parts)
+    assert abs(heard - deaf) > 1e-4
     # Nothing but the gradient moves them (no weight decay), and it is zero for a model that hears no control.
     assert np.abs(control_weights(parts) - first).min() > 0
+
+
+def evaluate(path: Path) -> tuple[float, float]:
+    """Loss as eval_lm reads it, of the model, and of the model that hears no control."""
+    run = load_run(path)
+    deaf = eqx.tree_at(lambda m: m.transformer.flow.weights.control.weight, run.model, replace_fn=lambda w: w * 0)
+    evaluator = RunEvaluator(run)
+    return evaluator.loss(run.model), evaluator.loss(deaf)
 
 
 def control_weights(path: Path) -> np.ndarray:

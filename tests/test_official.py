@@ -4,6 +4,7 @@ Tolerances are relative to the largest entry: 2e-5 for the plain arrays (roundin
 gives 1e-6 to 6e-6), 3e-4 for `strong`, whose reference moves by 6e-5 between its own jit and eager runs.
 """
 
+import dataclasses
 import re
 
 import equinox as eqx
@@ -123,6 +124,11 @@ def test_wrong_arrays_are_refused(case):
 def test_only_generated_weights_have_official_names(case):
     with pytest.raises(UserError, match="before discretise"):
         official.to_arrays(case.model.discretise())
+    config = dataclasses.replace(
+        case.model.config, weights=dataclasses.replace(case.model.config.weights, frozen_time=0.5)
+    )
+    with pytest.raises(UserError, match="frozen"):
+        official.to_arrays(dataclasses.replace(case.model, _config=config))
 
 
 def test_rotary_tables_may_be_given():

@@ -156,11 +156,29 @@ def test_compute_dtype_does_not_touch_time():
         ({"time_embed_dim": 0}, "time_embed_dim"),
         ({"sinusoidal_dim": -1}, "sinusoidal_dim"),
         ({"init": "x"}, "official"),
+        ({"frozen_time": 1.5}, "frozen_time"),
     ],
 )
 def test_bad_options_are_refused(kwargs, message):
     with pytest.raises(UserError, match=message):
         GeneratedConfig(**kwargs)
+
+
+def test_frozen_time_leaves_the_adapter_and_takes_the_time():
+    moving = block_of("generated")
+    config = GeneratedConfig(time_embed_dim=6, sinusoidal_dim=4, frozen_time=0.5)
+    frozen = config.build(init_block, TIMES, key=jax.random.PRNGKey(0))
+    shapes = [[(x.shape, x.dtype) for x in arrays(block)] for block in (frozen, moving)]
+    assert shapes[0] == shapes[1]
+    frozen = jax.tree.unflatten(jax.tree.structure(frozen), jax.tree.leaves(moving))
+    expected = at(moving, 0.5).mlp.c_fc.weight
+    assert float(jnp.abs(at(moving, 0.9).mlp.c_fc.weight.array - expected.array).max()) > 1e-3
+    for t in (0.1, jnp.asarray(0.9), GridPoint(TIMES, jnp.asarray(1))):
+        np.testing.assert_allclose(at(frozen, t).mlp.c_fc.weight.array, expected.array, atol=1e-6)
+    for t in (grid(TIMES), hax.named(jnp.asarray(TIMES), "layers")):
+        stacked = at(frozen, t).mlp.c_fc.weight
+        assert stacked.axes == (Axis("layers", 5), *expected.axes)
+        np.testing.assert_allclose(stacked["layers", 4].array, expected.array, atol=1e-6)
 
 
 def test_discretised_config_is_itself_a_config():

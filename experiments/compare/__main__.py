@@ -10,23 +10,19 @@ Every training is a run below `run_dir`. Given again, the command continues wher
 
 import dataclasses
 import json
-import os
-import platform
-import shlex
 import sys
-from collections.abc import Sequence
-from datetime import date
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from experiments import jobs
+from experiments import jobs, rates, study
 from experiments.compare import figures, tables
 from experiments.compare.config import CompareConfig
-from experiments.compare.cost import step_memory
-from experiments.compare.measure import measure
-from experiments.compare.plan import Job, Variant, choose_rates, reported_jobs, selection_jobs, variants
+from experiments.compare.plan import Variant, variants
+from experiments.cost import step_memory
+from experiments.measure import measure
+from experiments.rates import Job
 from experiments.texts import Text
 from qkvflow.cli import run_program
 from qkvflow.cli.quiet import Quiet, quiet_libraries
@@ -46,8 +42,7 @@ def main(config: CompareConfig) -> None:
             "nothing to compare: give --config experiments/compare/wikitext2.yaml (its text by --text.folder DIR), or"
             " --smoke"
         )
-    name = "" if config.config_path is None else f"_{Path(config.config_path).stem}"
-    run_dir = Path(config.run_dir or f"runs/compare{name}")
+    run_dir = config.runs("compare")
     output = Path(config.output) if config.output else run_dir / "results"
     if not config.redraw:
         config.check()
@@ -67,46 +62,27 @@ def main(config: CompareConfig) -> None:
     print(f"Written to {output}", flush=True)
 
 
-def arguments(argv: Sequence[str]) -> list[str]:
-    """The command line as it is parsed: `--smoke` stands for `--config` with the file of that name."""
-    smoke = ["--config", str(SMOKE)] if "--smoke" in argv else []
-    return [*smoke, *(word for word in argv if word != "--smoke")]
-
-
 def _run(config: CompareConfig, run_dir: Path) -> dict[str, Any]:
     text = config.text.prepare(run_dir / "texts")
     planned = variants(config, text, run_dir)
     with quiet_libraries() as quiet:
         quiet.log_to(run_dir / "experiment.log")
-        _use_compilation_cache(run_dir / "compiled")
+        jobs.use_compilation_cache(run_dir / "compiled")
         costs = {v.label: _costs(v, run_dir, quiet) for v in planned}
-        search = selection_jobs(config, planned)
-        if search:
-            print(f"{len(search)} trainings to choose learning rates by", file=quiet.terminal)
-        searched = _carry_out(search, text, config, "select_loss", quiet)
-        reported = reported_jobs(config, planned, choose_rates(search, [r["select_loss"] for r in searched]))
-        flops = sum(one.variant.cost.flops * one.variant.steps for one in reported)
-        print(f"{len(reported)} trainings to report, {flops:.3g} FLOPs", file=quiet.terminal)
-        results = _carry_out(reported, text, config, "report_loss", quiet)
+        found = rates.carry_out(config, planned, lambda job: _measure(job, text, config), quiet)
     return {
         "protocol": _protocol(config, text, planned[0]),
         "costs": costs,
-        "results": results,
-        "selection": searched,
-        "machine": {"device": _device(), "cores": os.cpu_count(), "jax": jax.__version__},
-        "date": date.today().isoformat(),
-        "command": shlex.join(["python", "-m", "experiments.compare", *sys.argv[1:]]),
+        **found,
+        **jobs.origin("experiments.compare"),
     }
 
 
-def _carry_out(planned: list[Job], text: Text, config: CompareConfig, loss: str, quiet: Quiet) -> list[dict[str, Any]]:
-    return jobs.carry_out(
-        planned,
-        lambda job: measure(job, text, config),
-        weight=lambda job: job.variant.cost.flops * job.variant.steps,
-        loss=loss,
-        terminal=quiet.terminal,
-    )
+def _measure(job: Job[Variant], text: Text, config: CompareConfig) -> dict[str, Any]:
+    """What the training was, and what is read off it."""
+    variant = job.variant
+    what = {"system": variant.system, "rows": list(variant.rows), "width": variant.width, "steps": variant.steps}
+    return {**what, **measure(job, text, config.report_batches, "compare.json")}
 
 
 def _costs(variant: Variant, run_dir: Path, quiet: Quiet) -> dict[str, Any]:
@@ -117,7 +93,7 @@ def _costs(variant: Variant, run_dir: Path, quiet: Quiet) -> dict[str, Any]:
     costs = dataclasses.asdict(variant.cost) | found
     print(
         f"{variant.label}: {costs['parameters']:,} parameters, {costs['materialised']:,} materialised,"
-        f" {costs['flops'] * variant.steps:.3g} FLOPs",
+        f" {variant.flops:.3g} FLOPs",
         file=quiet.terminal,
     )
     return costs
@@ -126,33 +102,14 @@ def _costs(variant: Variant, run_dir: Path, quiet: Quiet) -> dict[str, Any]:
 def _protocol(config: CompareConfig, text: Text, reference: Variant) -> dict[str, Any]:
     systems = [config.reference, *(name for name in config.systems if name != config.reference)]
     return {
-        "text": text.name,
-        "parts": config.text.parts,
-        "bytes": text.sizes(),
-        "tokenizer": reference.raw["data"]["tokenizer"],
+        **study.protocol(config, text, reference.raw["data"]["tokenizer"], reference.cost.tokens),
         "systems": {name: config.systems[name] for name in systems},
         "reference": config.reference,
         "rows": config.rows,
-        "seeds": config.seeds,
-        "learning_rates": config.learning_rates,
-        "selection_seeds": config.selection_seeds,
         "steps": reference.steps,
-        "tokens_per_step": reference.cost.tokens,
-        "select_batches": config.select_batches,
-        "report_batches": config.report_batches,
         "targets": config.targets,
     }
 
 
-def _use_compilation_cache(folder: Path) -> None:
-    """Seeds share their programs; a cached program is the same program, so that no number depends on it."""
-    jax.config.update("jax_compilation_cache_dir", str(folder.resolve()))
-
-
-def _device() -> str:
-    device = jax.devices()[0]
-    return device.device_kind if device.platform != "cpu" else platform.machine()
-
-
 if __name__ == "__main__":
-    run_program(main, CompareConfig, arguments(sys.argv[1:]))
+    run_program(main, CompareConfig, study.arguments(sys.argv[1:], SMOKE))

@@ -1,15 +1,8 @@
 """What is compared, on which text and by which rules: the YAML of the comparison."""
 
-import abc
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
 
-import draccus
-
-from experiments import texts
-from experiments.texts import Text
-from qkvflow.data.sources import BUILTIN_TEXTS
+from experiments.study import StudyConfig
 from qkvflow.errors import UserError
 
 ROWS = {
@@ -19,108 +12,20 @@ ROWS = {
 }
 
 
-class TextConfig(draccus.ChoiceRegistry, abc.ABC):
-    """Where the text comes from, in three parts: to train on, to choose by, to report on."""
-
-    @abc.abstractmethod
-    def prepare(self, folder: Path) -> Text:
-        """Writes the three parts below `folder`."""
-
-    @property
-    @abc.abstractmethod
-    def parts(self) -> dict[str, str]:
-        """What each part is, in words."""
-
-
-@TextConfig.register_subclass("wikitext2")
-@dataclass(frozen=True)
-class WikiText2(TextConfig):
-    """folder: with WikiText-2's `valid.txt` and `test.txt`."""
-
-    folder: str
-
-    def prepare(self, folder: Path) -> Text:
-        return texts.wikitext2(self.folder, folder)
-
-    @property
-    def parts(self) -> dict[str, str]:
-        return {"train": "valid.txt", "select": "first half of test.txt", "report": "second half of test.txt"}
-
-
-@TextConfig.register_subclass("files")
-@dataclass(frozen=True)
-class Files(TextConfig):
-    """name: of the text. train, select, report: its files."""
-
-    name: str
-    train: str
-    select: str
-    report: str
-
-    def prepare(self, folder: Path) -> Text:
-        return texts.files(self.name, self.train, self.select, self.report, folder)
-
-    @property
-    def parts(self) -> dict[str, str]:
-        return {part: getattr(self, part) for part in texts.PARTS}
-
-
-@TextConfig.register_subclass("builtin")
-@dataclass(frozen=True)
-class Builtin(TextConfig):
-    """text: one of those that every Python carries, `topics` or `library`."""
-
-    text: str = "topics"
-
-    def __post_init__(self):
-        if self.text not in BUILTIN_TEXTS:
-            raise UserError(f"text.text: {self.text!r} is not known. Choices: {', '.join(BUILTIN_TEXTS)}")
-
-    def prepare(self, folder: Path) -> Text:
-        return texts.builtin(self.text, folder)
-
-    @property
-    def parts(self) -> dict[str, str]:
-        half = "half of its validation split"
-        return {"train": f"training split of {self.text}", "select": f"first {half}", "report": f"second {half}"}
-
-
 @dataclass
-class CompareConfig:
-    """
-    text: `{type: wikitext2, folder: DIR}`, `{type: files, name, train, select, report}` or `{type: builtin}`.
+class CompareConfig(StudyConfig):
+    """Besides what `StudyConfig` says; a learning rate is chosen for each system in each size:
+
     systems: name -> configuration of train_lm; its data is replaced by `text`.
     reference: the system that the others are compared with, in number of FLOPs and parameters too.
-    overrides: merged into the configuration of every system.
-    seeds: of the trainings that are reported; a seed settles data order and initial weights.
     rows: of ROWS.
-    learning_rates: for each system, in each size, the one with the lowest mean loss on the part `select` at the end of
-        trainings with `selection_seeds` is taken; one alone is taken as it is. If empty, that of each configuration.
-    selection_seeds: others than `seeds`.
-    evaluations: how often the loss on `select` is read during a training; select_batches: of how many batches.
-    report_batches: of how many batches of the part `report` the reported loss is; all if null.
     targets: losses on `select` to whose first crossing time and FLOPs are given.
-    run_dir: where the runs go. output: folder of the results, by default `<run_dir>/results`.
-    config_path: the YAML file that this came from; its name is that of the run directory, `runs/compare_<name>`.
-    redraw: only tables and figures, from `results.json` in `output`.
     """
 
-    text: TextConfig = field(default_factory=Builtin)
     systems: dict[str, str] = field(default_factory=dict)
     reference: str = "standard"
-    overrides: dict[str, Any] = field(default_factory=dict)
-    seeds: list[int] = field(default_factory=lambda: [42, 123, 456, 789, 1011])
     rows: list[str] = field(default_factory=lambda: list(ROWS))
-    learning_rates: list[float] = field(default_factory=list)
-    selection_seeds: list[int] = field(default_factory=lambda: [0])
-    evaluations: int = 20
-    select_batches: int | None = None
-    report_batches: int | None = None
     targets: list[float] = field(default_factory=list)
-    run_dir: str | None = None
-    output: str | None = None
-    redraw: bool = False
-    config_path: str | None = None
 
     def check(self) -> None:
         """Errors: `UserError` for what cannot be compared, before any work."""
@@ -130,13 +35,4 @@ class CompareConfig:
         unknown = [row for row in self.rows if row not in ROWS]
         if unknown or not self.rows:
             raise UserError(f"`rows` has {', '.join(unknown) or 'nothing in it'}. Choices: {', '.join(ROWS)}")
-        if len(self.seeds) < 2 or len(set(self.seeds)) < len(self.seeds):
-            raise UserError(f"`seeds` must be at least two different ones, for intervals and tests; got {self.seeds}")
-        both = set(self.seeds) & set(self.selection_seeds)
-        if len(self.learning_rates) > 1 and (both or not self.selection_seeds):
-            raise UserError(
-                f"`selection_seeds` must be others than `seeds`, at least one, but are {self.selection_seeds}: what is"
-                " chosen by a training must not be reported of the same one"
-            )
-        if self.evaluations < 1:
-            raise UserError(f"`evaluations` must be at least 1, got {self.evaluations}")
+        super().check()

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from experiments.compare.config import ROWS
-from experiments.statistics import Interval, Test, holm, interval, paired, paired_test
+from experiments.statistics import Interval, Test, contrasts, interval
 
 Record = dict[str, Any]
 
@@ -67,16 +67,13 @@ def _of_row(record: Record, row: str) -> list[Line]:
     protocol = record["protocol"]
     systems, reference = list(protocol["systems"]), protocol["reference"]
     losses = {name: by_seed(select(record, row=row, system=name), "report_loss") for name in systems}
-    others = [name for name in systems if name != reference]
-    tests = {name: paired_test(losses[name], losses[reference]) for name in others}
-    corrected = dict(zip(others, holm([tests[name].p for name in others]), strict=True))
+    against = contrasts(losses, lambda name: reference)
     found = []
     for name in systems:
         own = select(record, row=row, system=name)
         first = own[0]
         cost = record["costs"][f"{name}-d{first['width']}-s{first['steps']}"]
         cost = cost | {f"{k}_in_all": cost[k] * first["steps"] for k in ("flops", "tokens")}
-        is_other = name != reference
         found.append(
             Line(
                 row,
@@ -84,10 +81,10 @@ def _of_row(record: Record, row: str) -> list[Line]:
                 first["width"],
                 first["steps"],
                 first["learning_rate"],
-                interval(list(losses[name].values())),
-                paired(losses[name], losses[reference]) if is_other else None,
-                tests.get(name),
-                corrected.get(name),
+                against[name].mean,
+                against[name].difference,
+                against[name].test,
+                against[name].p_holm,
                 cost,
                 interval([r["seconds_per_step"] for r in own]),
                 [_reached(own, target, cost["flops"]) for target in protocol["targets"]],

@@ -1,13 +1,13 @@
 """Tables of the comparison, from its JSON alone: Markdown, LaTeX and CSV."""
 
-import csv
-import math
 from pathlib import Path
 from typing import Any
 
 from experiments.compare.config import ROWS
 from experiments.compare.summary import Line, Record, lines
-from experiments.statistics import LEVEL
+from experiments.csv_file import write_csv as write_rows
+from experiments.markdown import count, markdown_table, number
+from experiments.study import in_words
 
 LOSS = ("model", "width", "trained", "materialised", "steps", "FLOPs", "rate", "loss", "SD", "minus", "p (Holm)", "d_z")
 COST = ("model", "width", "steps", "ms per step", "peak MiB")
@@ -16,34 +16,17 @@ COST = ("model", "width", "steps", "ms per step", "peak MiB")
 def protocol(record: Record) -> str:
     """What was done, as a Markdown list."""
     p = record["protocol"]
-    parts = ", ".join(f"{part}: {p['parts'][part]} ({p['bytes'][part]:,} bytes)" for part in p["parts"])
-    rates = ", ".join(f"{r:g}" for r in p["learning_rates"])
-    chosen = (
-        f"the one of {rates} with the lowest loss on `select` at the end of trainings with seeds"
-        f" {', '.join(map(str, p['selection_seeds']))}, for each model in each size"
-        if len(p["learning_rates"]) > 1
-        else rates or "that of each configuration, not searched for"
-    )
-    first = (p["report_batches"] or 0) * p["tokens_per_step"]
-    read = f"its first {first:,} tokens, if it has so many" if first else "all of it"
-    return "\n".join(
-        [
-            f"- Text {p['text']}: {parts}. Nothing is chosen by the part `report`, which is read once, after the last"
-            f" step ({read}).",
-            f"- Tokenizer {p['tokenizer']}; loss in nats per token. Trainings of {p['steps']} steps (where steps are"
-            f" equal) of {p['tokens_per_step']:,} tokens, {p['steps'] * p['tokens_per_step']:,} tokens in all.",
-            f"- Learning rate: {chosen}. The model is that after the last step; no step is chosen.",
-            f"- {len(p['seeds'])} seeds ({', '.join(map(str, p['seeds']))}). A seed settles initial weights and the"
-            " order of the text, which is the same for all models.",
-            f"- Intervals: {LEVEL:.0%}, Student's t; SD of the sample. Differences, tests and d_z are paired by seed,"
-            f" against {p['reference']}; p corrected by Holm over the models of a row.",
-            "- Each model passed the test of causality after training: a token is changed, all logits before it stay as"
-            " they are, bit for bit.",
-            "- FLOPs: matrix products forward and backward and generation of weights, nothing recomputed. Memory: a"
-            " training step by XLA's count. Times: of this machine, with whatever else it did.",
-            f"- {record['machine']['device']}, {record['machine']['cores']} cores, JAX {record['machine']['jax']},"
-            f" {record['date']}. Command: `{record['command']}`",
-        ]
+    tokens = p["tokens_per_step"]
+    return in_words(
+        record,
+        trainings=f"Trainings of {p['steps']} steps (where steps are equal) of {tokens:,} tokens,"
+        f" {p['steps'] * tokens:,} tokens in all.",
+        each="each model in each size",
+        paired=f"against {p['reference']}; p corrected by Holm over the models of a row",
+        more=[
+            "FLOPs: matrix products forward and backward and generation of weights, nothing recomputed. Memory: a"
+            " training step by XLA's count. Times: of this machine, with whatever else it did."
+        ],
     )
 
 
@@ -54,7 +37,7 @@ def markdown(record: Record) -> str:
     text += ["", losses(record)]
     text += ["", "## Speed, memory, and the way to given losses", ""]
     targets = [f"to {t:g}: steps, s, FLOPs" for t in record["protocol"]["targets"]]
-    text += _markdown_table([*COST, *targets], [_cost_cells(line, n) for line in found])
+    text += markdown_table([*COST, *targets], [_cost_cells(line, n) for line in found])
     return "\n".join(text) + "\n"
 
 
@@ -63,7 +46,7 @@ def losses(record: Record) -> str:
     text = []
     for row, found in _by_row(record).items():
         text += [f"## At {ROWS[row]} (n = {len(record['protocol']['seeds'])})", ""]
-        text += [*_markdown_table(_head(record), [_loss_cells(line) for line in found]), ""]
+        text += [*markdown_table(_head(record), [_loss_cells(line) for line in found]), ""]
     return "\n".join(text).rstrip()
 
 
@@ -81,13 +64,8 @@ def latex(record: Record) -> str:
 
 def write_csv(record: Record, summary: Path, runs: Path) -> None:
     """summary: a line for each system in each row. runs: a line for each training."""
-    rows = [_plain(line) for line in lines(record)]
-    _write_csv(summary, rows)
-    scalars = [
-        {k: v for k, v in r.items() if not isinstance(v, list)} | {"rows": " ".join(r["rows"])}
-        for r in record["results"]
-    ]
-    _write_csv(runs, scalars)
+    write_rows(summary, [_plain(line) for line in lines(record)])
+    write_rows(runs, [r | {"rows": " ".join(r["rows"])} for r in record["results"]])
 
 
 def _by_row(record: Record) -> dict[str, list[Line]]:
@@ -106,16 +84,16 @@ def _loss_cells(line: Line) -> list[str]:
     return [
         line.system,
         str(line.width),
-        _count(line.cost["parameters"]),
-        _count(line.cost["materialised"]),
+        count(line.cost["parameters"]),
+        count(line.cost["materialised"]),
         str(line.steps),
         f"{line.cost['flops_in_all']:.3g}",
         f"{line.learning_rate:g}",
         str(line.loss),
         f"{line.loss.sd:.3f}",
         str(line.difference or ""),
-        "" if line.p_holm is None else _number(line.p_holm),
-        "" if test is None else _number(test.effect),
+        "" if line.p_holm is None else number(line.p_holm),
+        "" if test is None else number(test.effect),
     ]
 
 
@@ -165,25 +143,5 @@ def _plain(line: Line) -> dict[str, Any]:
     return cells
 
 
-def _markdown_table(head: list[str], rows: list[list[str]]) -> list[str]:
-    return [f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *rows)]
-
-
-def _write_csv(path: Path, rows: list[dict[str, Any]]) -> None:
-    columns = list(dict.fromkeys(key for row in rows for key in row))
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, columns, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
-
-
 def _latex(cell: str) -> str:
     return cell.replace("_", r"\_").replace("±", r"$\pm$")
-
-
-def _count(n: float) -> str:
-    return f"{n / 1e6:.2f}M" if n >= 1e5 else f"{n / 1e3:.1f}k"
-
-
-def _number(x: float) -> str:
-    return "-" if math.isnan(x) else f"{x:.2g}"

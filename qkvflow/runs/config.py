@@ -84,6 +84,12 @@ class TrainConfig:
         except (ValueError, TypeError, ArithmeticError, AssertionError) as error:
             raise UserError(f"the optimizer cannot be built from `optimizer`: {error or type(error).__name__}") from error
 
+    @property
+    def control_dim(self) -> int | None:
+        """Components of the model's control; None for a model without, as all of Levanter's own."""
+        control = getattr(self.model, "control", None)
+        return None if control is None else control.dim
+
 
 @dataclass(frozen=True)
 class FinetuneDataConfig(DataConfig):

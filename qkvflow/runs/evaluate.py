@@ -36,7 +36,7 @@ class RunEvaluator:
         self.Batch = Axis(BATCH, size)
         self.Pos = config.Pos
         self._trainer = TrainerConfig(train_batch_size=size)
-        data = config.data.resolve(Path(run.path) / "tokenizer")
+        data = config.data.resolve(Path(run.path) / "tokenizer", config.control_dim)
         check_enough_tokens(data, self.Pos.size)
         with set_mesh(self._trainer.device_mesh):
             self._sets = data.tagged_eval_sets(self.Pos)

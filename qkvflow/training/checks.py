@@ -32,7 +32,7 @@ def check_config(config: TrainConfig) -> None:
                 "does not add up its normaliser over the parts of the vocabulary. To spread the embedding "
                 "over devices, map `vocab` in `trainer.mesh.param_mapping`"
             )
-    config.data.control_field(control_dim(config))
+    config.data.control_field(config.control_dim)
     if model.max_seq_len < 1:
         raise UserError(f"`model.max_seq_len` must be at least 1, but is {model.max_seq_len}")
     length = config.train_seq_len
@@ -42,12 +42,6 @@ def check_config(config: TrainConfig) -> None:
             f"which is {model.max_seq_len}"
         )
     _check_levanter_paths(trainer)
-
-
-def control_dim(config: TrainConfig) -> int | None:
-    """Components of the model's control; None for a model without, as all of Levanter's own."""
-    control = getattr(config.model, "control", None)
-    return None if control is None else control.dim
 
 
 def check_devices(trainer: TrainerConfig) -> None:

@@ -15,7 +15,6 @@ from qkvflow.data.controlled import check_some_control
 from qkvflow.data.statistics import token_counts, unigram_entropy
 from qkvflow.runs.config import TrainConfig
 from qkvflow.runs.prepare import PreparedRun
-from qkvflow.training.checks import control_dim
 
 
 @dataclass(frozen=True)
@@ -49,7 +48,7 @@ def open_corpus(run: PreparedRun[TrainConfig], trainer: TrainerConfig, Pos: Axis
     are wrong or nowhere; before any work if the data is not what the run was started with.
     """
     config = run.config
-    data = config.data.resolve(run.directory.tokenizer, control_dim(config))
+    data = config.data.resolve(run.directory.tokenizer, config.control_dim)
     run.check_data(data.record)
     counts = check_enough_tokens(data, Pos.size)
     if data.control is not None:

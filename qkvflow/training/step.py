@@ -23,7 +23,6 @@ from qkvflow.errors import UserError
 from qkvflow.models import NeuralOdeLMHeadModel
 from qkvflow.models.metrics import depth_metrics
 from qkvflow.runs.config import TrainConfig
-from qkvflow.training.checks import control_dim
 from qkvflow.training.finite import FiniteTrainer
 
 InStep = Callable[[LmHeadModel, jax.Array | None], LmHeadModel]
@@ -95,7 +94,7 @@ def batch_shape(config: TrainConfig, trainer: FiniteTrainer) -> LmExample:
         blocked = config.data.block_cross_document_attention
         plain = GrugLmExample.causal(jnp.zeros(Pos.size, jnp.int32), eos_id=0, block_cross_document_attention=blocked)
         named = named_lm_example_from_grug(plain, Pos)
-        dim = control_dim(config)
+        dim = config.control_dim
         if dim is None or config.data.control_key is None:
             return named
         control = hax.zeros((Pos, Axis(CONTROL, dim)))

@@ -14,6 +14,11 @@ from qkvflow.weights.per_layer import PerLayer
 from qkvflow.weights.scales import PRESETS, GeneratedScales
 
 
+def _check_frozen(time: float | None) -> None:
+    if time is not None and not 0.0 <= time <= 1.0:
+        raise UserError(f"frozen_time must be null or a time in [0, 1], got {time}: layer-time goes from 0 to 1.")
+
+
 @dataclass(frozen=True)
 class WeightsConfig(draccus.ChoiceRegistry, abc.ABC):
     """What W(t) is."""
@@ -36,11 +41,15 @@ class WeightsConfig(draccus.ChoiceRegistry, abc.ABC):
 @WeightsConfig.register_subclass("generated")
 @dataclass(frozen=True)
 class GeneratedConfig(WeightsConfig):
-    """Each weight is produced by a time network (the paper). T = time_embed_dim, S = sinusoidal_dim."""
+    """Each weight is produced by a time network (the paper). T = time_embed_dim, S = sinusoidal_dim.
+
+    frozen_time: null, or a time in [0, 1] at which weights are generated whatever t is (the control without time).
+    """
 
     time_embed_dim: int = 20
     sinusoidal_dim: int = 128
     init: str = "matched"
+    frozen_time: float | None = None
 
     def __post_init__(self):
         for name in ("time_embed_dim", "sinusoidal_dim"):
@@ -48,12 +57,13 @@ class GeneratedConfig(WeightsConfig):
                 raise UserError(f"{name} must be at least 1, got {getattr(self, name)}.")
         if self.init not in PRESETS:
             raise UserError(f"init: {self.init!r} is not known. Choices: {', '.join(PRESETS)}.")
+        _check_frozen(self.frozen_time)
 
     def build(self, init_block: Callable, times: tuple[float, ...], *, key):
         del times  # generated weights exist at every t
         k_block, k_generate = jax.random.split(key)
         block = init_block(key=k_block)
-        return generate(block, self.time_embed_dim, self.sinusoidal_dim, self.scales, key=k_generate)
+        return generate(block, self.time_embed_dim, self.sinusoidal_dim, self.scales, self.frozen_time, key=k_generate)
 
     @property
     def evaluate(self) -> str:
@@ -84,10 +94,7 @@ class ModulatedConfig(WeightsConfig):
                 raise UserError(f"{name} must be at least 1, got {getattr(self, name)}.")
         if self.gate not in GATES:
             raise UserError(f"gate: {self.gate!r} is not known. Choices: {', '.join(GATES)}.")
-        if self.frozen_time is not None and not 0.0 <= self.frozen_time <= 1.0:
-            raise UserError(
-                f"frozen_time must be null or a time in [0, 1], got {self.frozen_time}: layer-time goes from 0 to 1."
-            )
+        _check_frozen(self.frozen_time)
 
     def build(self, init_block: Callable, times: tuple[float, ...], *, key):
         del times  # modulated weights exist at every t

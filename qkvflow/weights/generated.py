@@ -21,7 +21,7 @@ import numpy as np
 from haliax import Axis, NamedArray
 
 from qkvflow.axes import SINUSOID, TIME_EMBED, TIME_HIDDEN
-from qkvflow.time import Time, grid, sinusoidal_features
+from qkvflow.time import Time, frozen, grid, sinusoidal_features
 from qkvflow.weights.base import TimeDependent, array_fields, replace_units
 from qkvflow.weights.division import named_as, named_for_division
 from qkvflow.weights.product import project
@@ -81,9 +81,10 @@ class Generated(TimeDependent):
 
     net: TimeNetwork
     leaves: eqx.Module  # the ordinary module with a `Leaf` in place of each array
+    frozen_time: float | None = eqx.field(static=True, default=None)
 
     def at(self, t: Time):
-        e = self.net(t)
+        e = self.net(t if self.frozen_time is None else frozen(t, self.frozen_time))
         return jax.tree.map(lambda leaf: leaf(e), self.leaves, is_leaf=_is_generated_leaf)
 
     @property
@@ -98,14 +99,25 @@ def _is_generated_leaf(x) -> bool:
     return isinstance(x, Leaf)
 
 
-def generate(module, time_embed_dim: int, sinusoidal_dim: int, scales: GeneratedScales, *, key):
+def generate(
+    module,
+    time_embed_dim: int,
+    sinusoidal_dim: int,
+    scales: GeneratedScales,
+    frozen_time: float | None = None,
+    *,
+    key,
+):
     """Replace every smallest module with parameters inside `module` by a `Generated` one.
 
     `module` is an ordinary module; its arrays give the shapes and, for the preset `matched`, the initial values.
+    frozen_time: a time in [0, 1] at which all weights are generated, whatever t is: the control for whether time
+        matters. Parameters and work are the same.
     """
 
     def build(unit, key) -> Generated:
-        return _generate_unit(unit, time_embed_dim, sinusoidal_dim, scales, key=key)
+        made = _generate_unit(unit, time_embed_dim, sinusoidal_dim, scales, key=key)
+        return Generated(made.net, made.leaves, frozen_time)
 
     return replace_units(module, build, key=key)
 

@@ -1,0 +1,1 @@
+"""Ablations: which part of a model does what, each part changed alone, over several seeds."""

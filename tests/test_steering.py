@@ -1,0 +1,174 @@
+"""Steering: the judge by hand, records that say their source and nothing else, numbers from the JSON alone."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import yaml
+
+from experiments import jobs
+from experiments.statistics import holm, paired_test
+from experiments.steering import report
+from experiments.steering.__main__ import SMOKE, main, upper_bound
+from experiments.steering.config import SteeringConfig
+from experiments.steering.ngrams import Judge, K, NgramModel, pieces_of
+from experiments.steering.plan import ARMS, planned_jobs
+from experiments.steering.records import cut, training_records
+from experiments.texts import Text, builtin
+from qkvflow.cli import decode
+from qkvflow.data.sources import BUILTIN_TEXTS
+from qkvflow.errors import UserError
+from qkvflow.runs.config import TrainConfig
+
+
+def smoke(**changes) -> SteeringConfig:
+    return decode(SteeringConfig, yaml.safe_load(SMOKE.read_text()) | changes)
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory) -> list[Text]:
+    return [builtin(name, tmp_path_factory.mktemp("texts")) for name in BUILTIN_TEXTS]
+
+
+def test_the_judge_counts_as_by_hand():
+    model = NgramModel(b"abcabcabd")  # abca bcab cabc abca bcab cabd
+    for piece, gram, context in ((b"abca", 2, 2), (b"cabd", 1, 2), (b"cabx", 0, 2), (b"xyzw", 0, 0)):
+        expected = math.log((gram + K) / (context + 256 * K))
+        assert model.log_probability(piece) == pytest.approx(expected)
+    both = model.log_probability(b"abca") + model.log_probability(b"bcab")
+    assert model.log_probability(b"abcab") == pytest.approx(both)
+    assert model.log_probability(b"abc") == 0.0
+    judge = Judge(b"abcabcabc", b"xyzxyzxyz" + b"q" * 1000)  # known by as many bytes
+    assert judge.b.grams.total() == judge.a.grams.total() == 6
+    assert judge.score(b"xyzx") == pytest.approx(-judge.score(b"abca"))
+    assert judge.score(b"xyzx") > 0
+    assert judge.share_of_b([b"xyzx", b"abca", b"", b"xyzxyz"]) == (1 + 0 + 0.5 + 1) / 4
+    with pytest.raises(UserError, match="at least 4 bytes"):
+        Judge(b"abc", b"abcd")
+
+
+def test_pieces_do_not_overlap():
+    text = bytes(range(100))
+    assert pieces_of(text, 10, 4) == [text[s : s + 10] for s in (0, 25, 50, 75)]
+    assert b"".join(pieces_of(text, 10, 50)) == text
+    assert pieces_of(text, 101, 4) == []
+
+
+def test_the_judge_separates_real_texts(texts):
+    judge = Judge(*(Path(text.file("select")).read_bytes() for text in texts))
+    long, short = (upper_bound(judge, texts, length) for length in (240, 30))
+    assert long["accuracy"] > 0.85 > short["accuracy"] > 0.6
+    assert long["accuracy"] == pytest.approx((1 - long["shares"][0] + long["shares"][1]) / 2)
+
+
+def test_records_say_their_source_and_begin_anywhere(texts, tmp_path):
+    def made(name, **options):
+        path = training_records(texts, "train", tmp_path / name, size=200, without=0.2, **options)
+        return [json.loads(line) for line in Path(path).read_text().splitlines()]
+
+    steered, shuffled = made("steered", shuffled=False), made("shuffled", shuffled=True)
+    whole = [Path(text.file("train")).read_text() for text in texts]
+    for kind, text in (([1.0, 0.0], whole[0]), ([0.0, 1.0], whole[1])):
+        own = [r["text"] for r in steered if r["control"] == kind]
+        assert abs(len(own) / len(steered) - 0.4) < 0.02
+        assert all(piece in text for piece in own[:50])
+    assert len(cut(whole[0], 200)) == len(whole[0]) // 200
+    assert {len(r["text"]) for r in steered} == {200}
+    assert [r["text"] for r in shuffled] == [r["text"] for r in steered]  # only the controls differ
+    of = {r["text"]: str(r["control"]) for r in steered}
+    assert sorted(of.values()) == sorted(str(r["control"]) for r in shuffled)
+    same = [of[r["text"]] == str(r["control"]) for r in shuffled]
+    assert abs(sum(same) / len(same) - (0.4**2 + 0.4**2 + 0.2**2)) < 0.05
+
+
+def test_jobs_are_configurations_and_what_cannot_be_is_refused(texts, tmp_path):
+    config = smoke()
+    config.check()
+    planned = planned_jobs(config, texts, tmp_path)
+    assert [(job.variant.label, job.seed) for job in planned] == [(arm, seed) for seed in (1, 2) for arm in ARMS]
+    for job in planned:
+        assert decode(TrainConfig, job.config).data.control_key == "control"
+        assert "report" not in json.dumps(job.config)
+        assert f"{job.variant.label}-train" in job.config["data"]["train"]
+    for changes, message in (
+        ({"base": "configs/wikitext2/neuralode.yaml", "overrides": {}}, r"control.dim` must be 2, .* but is None"),
+        ({"length": 64}, "longer than `model.max_seq_len`, 64"),
+    ):
+        with pytest.raises(UserError, match=message):
+            planned_jobs(smoke(**changes), texts, tmp_path)
+    for changes, message in (
+        ({"b": {"type": "builtin", "text": "topics"}}, "are the same"),
+        ({"between": [0.0, 0.5]}, "must have 0 .* and 1"),
+        ({"temperature": 0.0}, "greedy"),
+        ({"seeds": [3]}, "at least two"),
+    ):
+        with pytest.raises(UserError, match=message):
+            smoke(**changes).check()
+    with pytest.raises(UserError, match="nothing to steer"):
+        main(SteeringConfig())
+
+
+def made_up_record() -> dict:
+    """As `results.json`, of three seeds: the steered model is right on 0.8, 0.9, 0.9, the other on 0.5, 0.6, 0.4."""
+    right = {"steered": (0.8, 0.9, 0.9), "shuffled": (0.5, 0.6, 0.4)}
+    results = [
+        {
+            "arm": arm,
+            "seed": seed,
+            "seconds_per_step": 0.1,
+            "accuracy": all_[seed],
+            "judged_b": {"0.0": 1 - all_[seed], "1.0": all_[seed], "none": 0.5},
+            "losses": {"right": 2.0, "wrong": 2.0 + all_[seed], "none": 2.1 + 0.01 * seed},
+            "examples": {u: ["x"] for u in ("0.0", "1.0", "none")},
+        }
+        for seed in range(3)
+        for arm, all_ in right.items()
+    ]
+    protocol = smoke().settings() | {"seeds": [0, 1, 2], "learning_rate": 0.01, "steps": 10, "between": [0.0, 1.0]}
+    texts = [{"name": name, "parts": {"train": "t"}, "bytes": {}} for name in ("one", "two")]
+    judge = {"shares": [0.1, 0.95], "accuracy": 0.925, "pieces": 20}
+    record = {"protocol": protocol, "texts": texts, "arms": ARMS, "judge": judge, "results": results}
+    origin = {"machine": {"device": "d", "cores": 2, "jax": "0"}, "date": "2026-01-01", "command": "c"}
+    return json.loads(json.dumps(record | origin))
+
+
+def test_numbers_come_from_the_json_alone(tmp_path):
+    record = made_up_record()
+    found = report.accuracies(record)
+    chance = dict.fromkeys(range(3), 0.5)
+    tests = [paired_test(dict(enumerate(right)), chance) for right in ((0.8, 0.9, 0.9), (0.5, 0.6, 0.4))]
+    assert [found[arm].test for arm in ARMS] == tests
+    assert [found[arm].p_holm for arm in ARMS] == holm([test.p for test in tests])
+    heard = report.losses(record)
+    assert heard["steered", "wrong"].difference.mean == pytest.approx(2.6 / 3)
+    assert heard["shuffled", "right"].difference is None
+    text = report.markdown(record)
+    assert "| steered | 0.867 ± 0.143 | 0.133 ± 0.143 | 0.367 ± 0.143 |" in text
+    assert "upper bound | 0.925 |" in text
+    report.write_csv(record, tmp_path / "runs.csv")
+    assert len((tmp_path / "runs.csv").read_text().splitlines()) == 1 + 6
+
+
+@pytest.mark.slow
+def test_the_figure_comes_from_the_json_alone(tmp_path):
+    report.draw(made_up_record(), tmp_path / "figure.png")
+    assert (tmp_path / "figure.png").stat().st_size > 10_000
+
+
+@pytest.mark.slow
+def test_the_smoke_test_steers_and_then_trains_nothing(tmp_path, monkeypatch):
+    main(smoke(run_dir=str(tmp_path)))
+    output = tmp_path / "results"
+    assert {path.name for path in output.iterdir()} == {"results.json", "results.md", "runs.csv", "figure.png"}
+    before = json.loads((output / "results.json").read_text())
+    steered = [r for r in before["results"] if r["arm"] == "steered"]
+    assert all(r["losses"]["right"] < r["losses"]["wrong"] - 0.005 for r in steered)
+
+    def fails(*args, **kwargs):
+        raise AssertionError("a finished run was trained or read again")
+
+    monkeypatch.setattr(jobs, "train_lm", fails)
+    monkeypatch.setattr(jobs, "loss_on", fails)
+    main(smoke(run_dir=str(tmp_path)))
+    assert json.loads((output / "results.json").read_text())["results"] == before["results"]
