@@ -26,7 +26,8 @@ class RunTrainerConfig(TrainerConfig):
 
     tracker: added to metrics.jsonl and TensorBoard, which a run always writes.
     require_accelerator: true refuses to train on a CPU.
-    watch: norms of gradients and parameters; `interval: 0` switches them off.
+    watch: norms of gradients (before clipping) and parameters, every `interval` steps from the first, as `grad/norm/...`;
+        `interval: 0` switches them off.
     """
 
     tracker: TrackerConfig | tuple[TrackerConfig, ...] = ()

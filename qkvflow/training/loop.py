@@ -14,6 +14,7 @@ from qkvflow.runs.directory import RunDirectory
 from qkvflow.tracking import RunTracker
 from qkvflow.training.checkpointer import create_checkpointer
 from qkvflow.training.finite import BadSteps, FiniteTrainer, TooManyBadSteps, data_position, stopped_at
+from qkvflow.training.hooks import StepHooks
 from qkvflow.training.stopping import StopRequest
 from qkvflow.training.validation import Validation
 
@@ -135,6 +136,7 @@ def train(
 def _add_hooks(trainer: FiniteTrainer) -> None:
     """Levanter's optional hooks; what its other default hooks do (bar, log, checkpoints) is in the loop."""
     config = trainer.config
+    trainer.hooks = StepHooks()
     if config.watch.is_enabled:
         trainer.add_hook(config.watch.build(), every=config.watch.interval)
     profiler = config.profiler
