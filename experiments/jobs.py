@@ -103,6 +103,7 @@ def carry_out(
 def use_compilation_cache(folder: Path) -> None:
     """Seeds share their programs; a cached program is the same program, so that no number depends on it."""
     jax.config.update("jax_compilation_cache_dir", str(folder.resolve()))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 
 
 def origin(module: str) -> dict[str, Any]:

@@ -104,7 +104,7 @@ def _sweep(run, model: NeuralOdeLMHeadModel, steps, solvers, config: EvalConfig,
 def read(model: NeuralOdeLMHeadModel, evaluator: RunEvaluator, example: LmExample) -> Reading:
     """A flow on a fixed grid as it stands: its loss on the evaluator's text, its displacement on `example`."""
     depth, loss = model.config.depth, evaluator.loss(model)
-    evaluations, moved = model.config.plan.evaluations, _displacement(model, example)
+    evaluations, moved = model.config.plan.evaluations, displacement(model, example)
     return Reading(depth.solver, depth.reading_steps, evaluations, loss, perplexity(loss), moved)
 
 
@@ -115,7 +115,9 @@ def _evaluate_ordinary(run, config: EvalConfig, progress) -> Reading:
     return Reading("-", layers, layers, loss, perplexity(loss), float("nan"))
 
 
-def _displacement(model: NeuralOdeLMHeadModel, example: LmExample) -> float:
+def displacement(model: NeuralOdeLMHeadModel, example: LmExample) -> float:
+    """||x(1) - x(0)|| / ||x(0)|| of the flow on an example, x(0) after the prelude."""
+
     @eqx.filter_jit
     def ends(model: LmHeadModel, example: LmExample):
         x0 = model.embeddings(example.tokens)
@@ -123,7 +125,7 @@ def _displacement(model: NeuralOdeLMHeadModel, example: LmExample) -> float:
             x0 = model.transformer.prelude(x0, example.attn_mask)
         return x0, model.transformer.flow(x0, example.attn_mask)
 
-    return relative_displacement(*ends(model, example))
+    return relativedisplacement(*ends(model, example))
 
 
 def _table(readings: list[Reading]) -> str:

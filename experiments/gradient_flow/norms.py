@@ -1,0 +1,66 @@
+"""Norms of gradients by component, before and after clipping, and how often they vanish, explode or are not finite."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+# Component -> beginnings of the names of its parameters. The head is tied to the embeddings; the last norm counts to
+# the coda. In the baseline `flow` is the layers that stand in its place.
+COMPONENTS = {
+    "embeddings": ("embeddings.", "lm_head."),
+    "prelude": ("transformer.prelude.",),
+    "flow": ("transformer.flow.",),
+    "coda": ("transformer.coda.", "transformer.norm."),
+}
+VANISHING, EXPLODING = 1e-6, 100.0  # the seed's
+RELATIVE = 1e-3  # ours: of the total norm of the same step
+
+_PREFIX = "grad/norm/"
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Steps of a component whose norm is below VANISHING, below RELATIVE times the total, above EXPLODING, or nan or
+    infinite."""
+
+    vanishing: int
+    relative: int
+    exploding: int
+    not_finite: int
+
+
+def component_norms(record: Mapping[str, Any]) -> dict[str, float]:
+    """Norms by component, and `total`, from a record of `metrics.jsonl` that `trainer.watch` wrote: of a component the
+    root of the sum of squares over its parameters.
+
+    Errors: ValueError if a parameter belongs to no component.
+    """
+    squares: dict[str, float] = {}
+    for key, value in record.items():
+        name = key.removeprefix(_PREFIX)
+        if name == key or name == "total":
+            continue
+        owner = next((c for c, beginnings in COMPONENTS.items() if name.startswith(beginnings)), None)
+        if owner is None:
+            raise ValueError(f"the parameter {name} belongs to no component")
+        squares[owner] = squares.get(owner, 0.0) + value * value
+    found = {name: math.sqrt(squares[name]) for name in COMPONENTS if name in squares}
+    return found | {"total": record[f"{_PREFIX}total"]}
+
+
+def clipped(norms: Sequence[float], totals: Sequence[float], limit: float | None) -> list[float]:
+    """What is left of norms when the whole gradient is scaled down to `limit`: norm · min(1, limit / total)."""
+    if not limit:
+        return list(norms)
+    return [norm * min(1.0, limit / total) if total else norm for norm, total in zip(norms, totals, strict=True)]
+
+
+def counts(norms: Sequence[float], totals: Sequence[float]) -> Counts:
+    """A comparison with nan is false, so what is not finite counts as that alone (infinite also as exploding)."""
+    return Counts(
+        sum(norm < VANISHING for norm in norms),
+        sum(norm < RELATIVE * total for norm, total in zip(norms, totals, strict=True)),
+        sum(norm > EXPLODING for norm in norms),
+        sum(not math.isfinite(norm) for norm in norms),
+    )
