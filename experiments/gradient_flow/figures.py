@@ -9,6 +9,7 @@ matplotlib.use("Agg")
 import numpy as np
 from matplotlib import pyplot as plt
 from matplotlib.figure import Figure
+from matplotlib.ticker import ScalarFormatter
 
 from experiments.gradient_flow.summary import Record, of_system
 from experiments.statistics import interval
@@ -38,12 +39,10 @@ def gradient_flow(record: Record) -> Figure:
         _band(total, [r["norms"]["total"] for r in own], window, system, system)
     for system, words in (("baseline", "baseline, layers in its place"), ("hybrid", "hybrid, flow")):
         _band(middle, [r["norms"]["flow"] for r in of_system(record, system)], window, system, words)
-    loss.axhline(record["unigram"], color="grey", linewidth=0.8)
-    loss.annotate("single tokens", (0, record["unigram"]), fontsize=7, color="grey", va="bottom")
+    _level(loss, record["unigram"], "single tokens")
     clip = of_system(record, "hybrid")[0]["clip"]
     if clip:
-        total.axhline(clip, color="grey", linewidth=0.8)
-        total.annotate("clipped above", (0, clip), fontsize=7, color="grey", va="bottom")
+        _level(total, clip, "clipped above")
     loss.set(title="training loss", ylabel="nats per token")
     total.set(title="gradient, before clipping", ylabel="norm of the whole")
     middle.set(title="gradient, before clipping", ylabel="norm of the middle", yscale="log")
@@ -65,9 +64,10 @@ def invariance(record: Record) -> Figure:
         x = [own[0]["readings"][i]["evaluations"] for i in at]
         _bars(left, x, [[r["readings"][i]["divergence"] for r in own] for i in at], label=solver, fmt=f"{marker}-")
     gone = interval([r["refined"]["left_out"]["divergence"] for r in own]).mean
-    left.axhline(gone, color="grey", linewidth=0.8)
-    left.annotate("flow left out", (1, gone), fontsize=7, color="grey", va="bottom")
-    left.set(xscale="log", xlabel="evaluations of the field", ylabel="divergence of logits", title="the trained flow")
+    _level(left, gone, "flow left out")
+    left.set(xlabel="evaluations of the field", ylabel="divergence of logits", title="the trained flow")
+    left.set_xscale("log", base=2)
+    left.xaxis.set_major_formatter(ScalarFormatter())
     factors = record["protocol"]["refinements"]
     for system, words in (("baseline", "baseline's layers"), ("hybrid", "flow")):
         colour, line = STYLES[system]
@@ -93,6 +93,13 @@ def _band(panel: Any, curves: list[list[float]], window: int, system: str, label
     panel.plot(steps, means, line, color=colour, label=label, linewidth=1.4)
     low = np.maximum(means - halves, means / 10)  # a logarithmic axis has no room below zero
     panel.fill_between(steps, low, means + halves, color=colour, alpha=0.18, linewidth=0)
+
+
+def _level(panel: Any, y: float, words: str) -> None:
+    """A line across, with words at its right end."""
+    panel.axhline(y, color="grey", linewidth=0.8)
+    where = panel.get_yaxis_transform()
+    panel.text(0.99, y, words, transform=where, fontsize=7, color="dimgrey", ha="right", va="top")
 
 
 def _bars(panel: Any, x: list[int], values: list[list[float]], **style: Any) -> None:
