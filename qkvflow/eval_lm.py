@@ -125,7 +125,7 @@ def displacement(model: NeuralOdeLMHeadModel, example: LmExample) -> float:
             x0 = model.transformer.prelude(x0, example.attn_mask)
         return x0, model.transformer.flow(x0, example.attn_mask)
 
-    return relativedisplacement(*ends(model, example))
+    return relative_displacement(*ends(model, example))
 
 
 def _table(readings: list[Reading]) -> str:

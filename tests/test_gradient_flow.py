@@ -18,7 +18,7 @@ from levanter.trainer import Trainer
 from levanter.utils.tree_utils import inference_mode
 
 from experiments import jobs
-from experiments.compare.cost import cost_of
+from experiments.cost import cost_of
 from experiments.gradient_flow import __main__ as program
 from experiments.gradient_flow import tables
 from experiments.gradient_flow.config import GradientFlowConfig
