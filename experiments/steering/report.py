@@ -131,9 +131,10 @@ def draw(record: Record, path: Path) -> None:
     for index, arm in enumerate(record["arms"]):
         own = [interval(list(values(record, arm, "judged_b", str(u)).values())) for u in p["between"]]
         style = {"color": f"C{index}", "capsize": 3}
-        left.errorbar(p["between"], [i.mean for i in own], yerr=[i.half for i in own], fmt="o-", label=arm, **style)
+        where = [u + 0.015 * index for u in p["between"]]
+        left.errorbar(where, [i.mean for i in own], yerr=[i.half for i in own], fmt="o-", label=arm, **style)
         none = interval(list(values(record, arm, "judged_b", "none").values()))
-        left.errorbar(1.2, none.mean, yerr=none.half, fmt="o", **style)
+        left.errorbar(1.2 + 0.015 * index, none.mean, yerr=none.half, fmt="o", **style)
         for place, kind in enumerate(("right", "wrong", "none")):
             mean = heard[arm, kind].mean
             label = arm if place == 0 else None
