@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from conftest import heavy
 from levanter.layers.attention import AttentionMask
 from levanter.layers.rotary import Llama3RotaryEmbeddingsConfig
 from levanter.models.llama import LlamaConfig
@@ -54,7 +55,7 @@ def translate(theirs, ours):
     return theirs.rearrange(ours.axes)
 
 
-@pytest.fixture(scope="module", params=list(CASES))
+@pytest.fixture(scope="module", params=["grouped", *(heavy(case) for case in CASES if case != "grouped")])
 def pair(request):
     kv_heads, options = CASES[request.param]
     theirs = LlamaConfig(

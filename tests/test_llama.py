@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import VOCAB, build, llama, random_tokens, small_config
+from conftest import VOCAB, build, heavy, llama, random_tokens, small_config
 from levanter.layers.attention import AttentionMask
 from levanter.utils.activation import ActivationFunctionEnum
 from levanter.utils.tree_utils import inference_mode
@@ -93,7 +93,7 @@ def test_axes_for_tensor_parallelism():
     }
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", ["official", heavy("parallel"), heavy("sequential")])
 def test_prelude_and_coda_are_ordinary_llama_layers(form, tokens):
     """Sequential, without the official block's bias, whatever the form of the flow."""
     model = build(small_config(block=llama(form), prelude_layers=2, coda_layers=1))

@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import VOCAB
+from conftest import VOCAB, heavy
 from haliax import Axis
 
 from qkvflow.blocks import Gpt2BlockConfig
@@ -28,7 +28,7 @@ def std(x):
     return float(jnp.std(x.array))
 
 
-@pytest.mark.parametrize("init", ["official", "matched"])
+@pytest.mark.parametrize("init", ["matched", heavy("official")])
 def test_table(init):
     unit = block(init).mlp.c_fc
     official = init == "official"

@@ -97,7 +97,7 @@ def test_bf16_input(selective):
     assert float(jnp.abs(y.array - reference).max() / jnp.abs(reference).max()) < 0.05
 
 
-@pytest.mark.parametrize("selective", [False, True])
+@pytest.mark.parametrize("selective", [True, heavy(False)])
 @pytest.mark.parametrize("weights", ["modulated", *map(heavy, ("generated", "constant", "per_layer"))])
 def test_causal_and_discretised(selective, weights):
     block = SsmBlockConfig(num_heads=2, state_size=4, selective=selective)
