@@ -9,7 +9,7 @@ import platform
 import shlex
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import date
 from pathlib import Path
 from typing import Any, Protocol, TextIO, TypeVar
@@ -18,6 +18,7 @@ import jax
 
 from qkvflow import finetune_lm, train_lm
 from qkvflow.cli import decode
+from qkvflow.cli.quiet import Quiet, quiet_libraries
 from qkvflow.runs import RunDirectory
 from qkvflow.runs.checkpoints import checkpoint_steps
 from qkvflow.runs.config import FinetuneConfig, TrainConfig
@@ -98,6 +99,16 @@ def carry_out(
         )
         jax.clear_caches()
     return results
+
+
+@contextlib.contextmanager
+def at_work(run_dir: Path) -> Iterator[Quiet]:
+    """What libraries and programs say goes to `experiment.log` in `run_dir`; the runs share what is compiled."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    with quiet_libraries() as quiet:
+        quiet.log_to(run_dir / "experiment.log")
+        use_compilation_cache(run_dir / "compiled")
+        yield quiet
 
 
 def use_compilation_cache(folder: Path) -> None:

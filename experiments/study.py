@@ -45,6 +45,10 @@ class SeedsConfig:
         name = "" if self.config_path is None else f"_{Path(self.config_path).stem}"
         return Path(self.run_dir or f"runs/{study}{name}")
 
+    def results(self, runs: Path, name: str = "results") -> Path:
+        """The folder of the results: `output`, or `name` in the folder of the runs."""
+        return Path(self.output) if self.output else runs / name
+
 
 @dataclass
 class StudyConfig(SeedsConfig):
@@ -71,9 +75,12 @@ class StudyConfig(SeedsConfig):
             )
 
 
-def arguments(argv: Sequence[str], smoke: Path) -> list[str]:
-    """The command line as it is parsed: `--smoke` stands for `--config` with the file `smoke`."""
-    first = ["--config", str(smoke)] if "--smoke" in argv else []
+def arguments(argv: Sequence[str], smoke: Path, default: Path | None = None) -> list[str]:
+    """The command line as it is parsed: `--smoke` stands for `--config` with the file `smoke`; `default` is the file
+    where none is named."""
+    is_named = any(word.split("=")[0] in ("--config", "--config_path", "--help", "-h") for word in argv)
+    file = smoke if "--smoke" in argv else None if is_named else default
+    first = [] if file is None else ["--config", str(file)]
     return [*first, *(word for word in argv if word != "--smoke")]
 
 

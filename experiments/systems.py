@@ -45,6 +45,11 @@ def on_text(raw: dict[str, Any], text: Text, run_dir: Path, select_batches: int 
     return merged({key: value for key, value in raw.items() if key not in ("data", "run_dir")}, ours)
 
 
+def evaluated(raw: dict[str, Any], evaluations: int) -> dict[str, Any]:
+    """The loss on `select` is read so many times during a training, at equal distances."""
+    return merged(raw, {"trainer": {"steps_per_eval": max(1, raw["trainer"]["num_train_steps"] // evaluations)}})
+
+
 def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     """`base` with the leaves of `over` in place of its own; what `over` gives another `type` stands for itself."""
     result = dict(base)

@@ -9,7 +9,6 @@ Every training is a run below `run_dir`. Given again, the command continues wher
 in the YAML.
 """
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -21,9 +20,9 @@ from experiments.ablations.plan import Variant, settings, variants
 from experiments.ablations.readings import readings
 from experiments.measure import measure
 from experiments.rates import Job
+from experiments.results import kept_in, show
 from experiments.texts import Text
 from qkvflow.cli import run_program
-from qkvflow.cli.quiet import quiet_libraries
 from qkvflow.errors import UserError
 
 SMOKE = Path(__file__).parent / "smoke.yaml"
@@ -41,30 +40,18 @@ def main(config: AblationsConfig) -> None:
         )
     config.check()
     run_dir = config.runs("ablations")
-    results = "results" if config.only is None else "results_" + "_".join(config.chosen)
-    output = Path(config.output) if config.output else run_dir / results
-    if not config.redraw:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        record = _run(config, run_dir)
-        output.mkdir(parents=True, exist_ok=True)
-        (output / "results.json").write_text(json.dumps(record, indent=1) + "\n")
-    path = output / "results.json"
-    if not path.is_file():
-        raise UserError(f"there are no results in {output}: run the ablations first, without --redraw")
-    record = json.loads(path.read_text())
-    (output / "results.md").write_text(tables.markdown(record))
+    name = "results" if config.only is None else "results_" + "_".join(config.chosen)
+    output = config.results(run_dir, name)
+    record = kept_in(output, None if config.redraw else lambda: _run(config, run_dir))
     tables.write_csv(record, output / "summary.csv", output / "runs.csv")
     figures.draw(record, output)
-    print(tables.markdown(record))
-    print(f"Written to {output}", flush=True)
+    show(tables.markdown(record), output)
 
 
 def _run(config: AblationsConfig, run_dir: Path) -> dict[str, Any]:
     text = config.text.prepare(run_dir / "texts")
     planned = variants(config, text, run_dir)
-    with quiet_libraries() as quiet:
-        quiet.log_to(run_dir / "experiment.log")
-        jobs.use_compilation_cache(run_dir / "compiled")
+    with jobs.at_work(run_dir) as quiet:
         for variant in planned:
             arms = ", ".join(f"{group}/{arm}" for group, arm in variant.arms)
             print(f"{variant.label}: {arms}; {variant.cost.parameters:,} parameters", file=quiet.terminal)

@@ -10,7 +10,7 @@ from typing import Any
 
 from experiments.ablations.config import AblationsConfig, Group
 from experiments.cost import Cost, cost_of
-from experiments.systems import merged, on_text
+from experiments.systems import evaluated, merged, on_text
 from experiments.texts import Text
 from qkvflow.cli import decode
 from qkvflow.cli.arguments import read_yaml
@@ -61,7 +61,8 @@ def variants(config: AblationsConfig, text: Text, run_dir: Path) -> list[Variant
             known = found.get(digest)
             if known is None:
                 try:
-                    known = Variant(f"{arm}-{digest}", (), (), cost_of(raw), _evaluations(raw), raw)
+                    cost = cost_of(raw)
+                    known = Variant(f"{arm}-{digest}", (), (), cost, _evaluations(raw, cost), raw)
                 except UserError as error:
                     raise UserError(f"groups.{group_name}.arms.{arm}: {error}") from None
             if group_name in config.chosen:
@@ -87,9 +88,7 @@ def _raw(config: AblationsConfig, group: Group, arm: str, text: Text, run_dir: P
     raw = read_yaml(Path(base))
     for over in (config.overrides, group.overrides, changes):
         raw = merged(raw, over)
-    raw = on_text(raw, text, run_dir, config.select_batches)
-    every = max(1, raw["trainer"]["num_train_steps"] // config.evaluations)
-    return merged(raw, {"trainer": {"steps_per_eval": every}})
+    return evaluated(on_text(raw, text, run_dir, config.select_batches), config.evaluations)
 
 
 def _digest(raw: dict[str, Any], text: Text) -> str:
@@ -99,12 +98,12 @@ def _digest(raw: dict[str, Any], text: Text) -> str:
     return hashlib.sha256(json.dumps(matter, sort_keys=True).encode()).hexdigest()[:8]
 
 
-def _evaluations(raw: dict[str, Any]) -> float:
+def _evaluations(raw: dict[str, Any], cost: Cost) -> float:
     model = decode(TrainConfig, raw).model
     if isinstance(model, NeuralOdeConfig) and model.training_plans:
         flow = statistics.fmean(plan.evaluations for plan in model.training_plans)
         return flow + model.prelude_layers + model.coda_layers
-    return cost_of(raw).evaluations
+    return cost.evaluations
 
 
 def _check_places(raw: dict[str, Any], places: list[Place], where: str) -> None:

@@ -8,8 +8,6 @@ Every training is a run below `run_dir`. Given again, the command continues wher
 interrupted one is resumed. Results go to `output`: `results.json`, `table.md`, `figure.png`.
 """
 
-import json
-import statistics
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +18,8 @@ from levanter.utils.jax_utils import parameter_count
 from experiments import jobs, texts
 from experiments.adaptive_depth.plan import SMOKE, Job, Scale, planned_jobs, settings
 from experiments.adaptive_depth.report import draw, table
+from experiments.measure import read_training
+from experiments.results import kept_in, show
 from experiments.texts import Text
 from qkvflow.cli import run_program
 from qkvflow.cli.quiet import quiet_libraries
@@ -58,19 +58,12 @@ def main(config: AdaptiveDepthConfig) -> None:
     scale = SMOKE if config.smoke else Scale()
     run_dir = Path(config.run_dir or ("runs/adaptive_depth_smoke" if config.smoke else "runs/adaptive_depth"))
     output = Path(config.output) if config.output else (run_dir / "results" if config.smoke else OUTPUT)
-    if not config.redraw:
-        _run(config, scale, run_dir, output)
-    path = output / "results.json"
-    if not path.is_file():
-        raise UserError(f"there are no results in {output}: run the experiment first, without --redraw")
-    record = json.loads(path.read_text())
-    (output / "table.md").write_text(table(record))
+    record = kept_in(output, None if config.redraw else lambda: _run(config, scale, run_dir))
     draw(record, output / "figure.png")
-    print(table(record))
-    print(f"Written to {output}", flush=True)
+    show(table(record), output, "table.md")
 
 
-def _run(config: AdaptiveDepthConfig, scale: Scale, run_dir: Path, output: Path) -> None:
+def _run(config: AdaptiveDepthConfig, scale: Scale, run_dir: Path) -> dict[str, Any]:
     both = _texts(config, run_dir / "texts")
     planned = list(planned_jobs(both, scale, run_dir))
     folders = {text.name: text for text in both}
@@ -83,14 +76,12 @@ def _run(config: AdaptiveDepthConfig, scale: Scale, run_dir: Path, output: Path)
             loss="report_loss",
             terminal=quiet.terminal,
         )
-    output.mkdir(parents=True, exist_ok=True)
-    record = {
+    return {
         "settings": settings(scale),
         "texts": {text.name: text.sizes() for text in both},
         "jax": jax.__version__,
         "results": results,
     }
-    (output / "results.json").write_text(json.dumps(record, indent=1) + "\n")
 
 
 def _texts(config: AdaptiveDepthConfig, folder: Path) -> list[Text]:
@@ -122,7 +113,7 @@ def _result(job: Job, text: Text, scale: Scale) -> dict[str, Any]:
 def _read(job: Job, text: Text, scale: Scale) -> dict[str, Any]:
     directory = jobs.directory(job.config)
     metrics = read_metrics(directory.metrics)
-    curve = [[r["step"] + 1, r["eval/loss"]] for r in metrics if "eval/loss" in r]
+    trained = read_training(job.config)
     run = load_run(directory.path)
     parameters = parameter_count(run.model)
     return {
@@ -135,9 +126,9 @@ def _read(job: Job, text: Text, scale: Scale) -> dict[str, Any]:
         "parameters": metrics[0].get("finetune/parameters", parameters),
         "trained_parameters": metrics[0].get("finetune/trained_parameters", parameters),
         "before": metrics[0].get("finetune/eval_loss_before"),
-        "curve": curve,
+        "curve": trained["curve"],
         "report_loss": jobs.loss_on(run, text.file("report"), scale.report_batches),
-        "seconds_per_step": statistics.median(r["throughput/duration"] for r in metrics[1:]),
+        "seconds_per_step": trained["seconds_per_step"],
     }
 
 

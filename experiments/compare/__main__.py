@@ -9,7 +9,6 @@ Every training is a run below `run_dir`. Given again, the command continues wher
 """
 
 import dataclasses
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -23,9 +22,10 @@ from experiments.compare.plan import Variant, variants
 from experiments.cost import step_memory
 from experiments.measure import measure
 from experiments.rates import Job
+from experiments.results import kept_in, show
 from experiments.texts import Text
 from qkvflow.cli import run_program
-from qkvflow.cli.quiet import Quiet, quiet_libraries
+from qkvflow.cli.quiet import Quiet
 from qkvflow.errors import UserError
 
 SMOKE = Path(__file__).parent / "smoke.yaml"
@@ -43,31 +43,19 @@ def main(config: CompareConfig) -> None:
             " --smoke"
         )
     run_dir = config.runs("compare")
-    output = Path(config.output) if config.output else run_dir / "results"
-    if not config.redraw:
-        config.check()
-        run_dir.mkdir(parents=True, exist_ok=True)
-        record = _run(config, run_dir)
-        output.mkdir(parents=True, exist_ok=True)
-        (output / "results.json").write_text(json.dumps(record, indent=1) + "\n")
-    path = output / "results.json"
-    if not path.is_file():
-        raise UserError(f"there are no results in {output}: run the comparison first, without --redraw")
-    record = json.loads(path.read_text())
-    (output / "results.md").write_text(tables.markdown(record))
+    output = config.results(run_dir)
+    record = kept_in(output, None if config.redraw else lambda: _run(config, run_dir))
     (output / "table.tex").write_text(tables.latex(record))
     tables.write_csv(record, output / "summary.csv", output / "runs.csv")
     figures.draw(record, output)
-    print(tables.markdown(record))
-    print(f"Written to {output}", flush=True)
+    show(tables.markdown(record), output)
 
 
 def _run(config: CompareConfig, run_dir: Path) -> dict[str, Any]:
+    config.check()
     text = config.text.prepare(run_dir / "texts")
     planned = variants(config, text, run_dir)
-    with quiet_libraries() as quiet:
-        quiet.log_to(run_dir / "experiment.log")
-        jobs.use_compilation_cache(run_dir / "compiled")
+    with jobs.at_work(run_dir) as quiet:
         costs = {v.label: _costs(v, run_dir, quiet) for v in planned}
         found = rates.carry_out(config, planned, lambda job: _measure(job, text, config), quiet)
     return {

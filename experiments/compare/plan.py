@@ -7,7 +7,7 @@ from typing import Any
 
 from experiments.compare.config import CompareConfig
 from experiments.cost import Cost, cost_of, width_with
-from experiments.systems import merged, system
+from experiments.systems import evaluated, merged, system
 from experiments.texts import Text
 
 
@@ -74,5 +74,5 @@ def _equal(row: str, raw: dict[str, Any], reference: Variant) -> dict[str, Any]:
 
 def _variant(config: CompareConfig, name: str, rows: tuple[str, ...], raw: dict[str, Any]) -> Variant:
     width, steps = raw["model"]["hidden_dim"], raw["trainer"]["num_train_steps"]
-    raw = merged(raw, {"trainer": {"steps_per_eval": max(1, steps // config.evaluations)}})
+    raw = evaluated(raw, config.evaluations)
     return Variant(name, rows, width, steps, cost_of(raw), raw)

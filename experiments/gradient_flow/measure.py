@@ -1,6 +1,5 @@
 """One training and what is read off it: losses, norms by step, readings of the trained model."""
 
-import statistics
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ import numpy as np
 from haliax import NamedArray
 from jax.tree_util import Partial
 from levanter.models.lm_model import LmExample
+from levanter.utils.jax_utils import parameter_count
 
 from experiments import jobs
 from experiments.causality import check_causality
@@ -18,6 +18,7 @@ from experiments.gradient_flow.control import control_effect, untrained
 from experiments.gradient_flow.invariance import refined_readings, solver_readings
 from experiments.gradient_flow.norms import component_norms
 from experiments.gradient_flow.plan import Job
+from experiments.measure import read_training
 from experiments.texts import Text
 from qkvflow.data.statistics import unigram_entropy
 from qkvflow.data.tokenizers import load_tokenizer
@@ -48,14 +49,14 @@ def measure(job: Job, text: Text, config: GradientFlowConfig) -> dict[str, Any]:
     def read() -> dict[str, Any]:
         metrics = read_metrics(directory.metrics)
         by_step = [component_norms(r) for r in metrics]
-        run = load_run(directory.path)
+        trained, run = read_training(job.config), load_run(directory.path)
         found = {
             "loss": [_round(r["train/loss"]) for r in metrics],
             "norms": {name: [_round(norms[name]) for norms in by_step] for name in by_step[0]},
             "clip": run.config.optimizer.max_grad_norm,
-            "curve": [[r["step"] + 1, r["eval/loss"]] for r in metrics if "eval/loss" in r],
-            "parameters": sum(x.size for x in jax.tree.leaves(run.model) if hasattr(x, "size")),
-            "seconds_per_step": statistics.median(r["throughput/duration"] for r in metrics[1:]),
+            "curve": trained["curve"],
+            "parameters": parameter_count(run.model),
+            "seconds_per_step": trained["seconds_per_step"],
         }
         if job.system == "hybrid":
             found["control_gradient"] = max(r[_CONTROL] for r in metrics)

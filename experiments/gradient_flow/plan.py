@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.gradient_flow.config import GradientFlowConfig
-from experiments.systems import merged, system
+from experiments.systems import evaluated, merged, system
 from experiments.texts import Text
 from qkvflow.cli import decode
 from qkvflow.errors import UserError
@@ -51,8 +51,8 @@ def planned_jobs(config: GradientFlowConfig, text: Text, run_dir: Path) -> list[
 
 def _hybrid(config: GradientFlowConfig, text: Text, run_dir: Path) -> dict[str, Any]:
     raw = system(config.hybrid, config.overrides, text, run_dir, config.select_batches)
-    trainer = decode(TrainConfig, raw).trainer
-    model = decode(TrainConfig, raw).model
+    plain = decode(TrainConfig, raw)
+    trainer, model = plain.trainer, plain.model
     if not isinstance(model, NeuralOdeConfig) or isinstance(model.weights, PerLayerConfig) or model.control is None:
         raise UserError(f"{config.hybrid} must be a `type: neuralode` with a flow and `control`, as the hybrid is")
     if not model.prelude_layers or not model.coda_layers:
@@ -72,11 +72,10 @@ def _hybrid(config: GradientFlowConfig, text: Text, run_dir: Path) -> dict[str, 
         "trainer": {
             # Norms of the gradients as they come, before the optimizer clips them, in every step.
             "watch": {"watch_targets": ["grads"], "interval": 1, "split_scan_layers": False},
-            "steps_per_eval": max(1, trainer.num_train_steps // config.evaluations),
         },
         "max_skipped_steps": trainer.num_train_steps,  # steps that are not finite are counted
     }
-    return merged(raw, ours)
+    return evaluated(merged(raw, ours), config.evaluations)
 
 
 def _ordinary(model: dict[str, Any], layers: int) -> dict[str, Any]:

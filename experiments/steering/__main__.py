@@ -8,12 +8,12 @@ Every training is a run below `run_dir`. Given again, the command continues wher
 `results.json`, `results.md`, `runs.csv` and `figure.png`.
 """
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
 
 from experiments import jobs, study
+from experiments.results import kept_in, show
 from experiments.steering import report
 from experiments.steering.config import SteeringConfig
 from experiments.steering.ngrams import Judge, pieces_of
@@ -21,7 +21,6 @@ from experiments.steering.plan import ARMS, planned_jobs
 from experiments.steering.steer import steer
 from experiments.texts import Text
 from qkvflow.cli import run_program
-from qkvflow.cli.quiet import quiet_libraries
 from qkvflow.errors import UserError
 
 SMOKE = Path(__file__).parent / "smoke.yaml"
@@ -39,22 +38,11 @@ def main(config: SteeringConfig) -> None:
             " --b.folder DIR), or --smoke"
         )
     run_dir = config.runs("steering")
-    output = Path(config.output) if config.output else run_dir / "results"
-    if not config.redraw:
-        config.check()
-        run_dir.mkdir(parents=True, exist_ok=True)
-        record = _run(config, run_dir)
-        output.mkdir(parents=True, exist_ok=True)
-        (output / "results.json").write_text(json.dumps(record, indent=1) + "\n")
-    path = output / "results.json"
-    if not path.is_file():
-        raise UserError(f"there are no results in {output}: run the experiment first, without --redraw")
-    record = json.loads(path.read_text())
-    (output / "results.md").write_text(report.markdown(record))
+    output = config.results(run_dir)
+    record = kept_in(output, None if config.redraw else lambda: _run(config, run_dir))
     report.write_csv(record, output / "runs.csv")
     report.draw(record, output / "figure.png")
-    print(report.markdown(record))
-    print(f"Written to {output}", flush=True)
+    show(report.markdown(record), output)
 
 
 def upper_bound(judge: Judge, texts: list[Text], length: int) -> dict[str, Any]:
@@ -65,14 +53,13 @@ def upper_bound(judge: Judge, texts: list[Text], length: int) -> dict[str, Any]:
 
 
 def _run(config: SteeringConfig, run_dir: Path) -> dict[str, Any]:
+    config.check()
     sources = [config.a, config.b]
     texts = [source.prepare(run_dir / "texts") for source in sources]
     planned = planned_jobs(config, texts, run_dir)
     judge = Judge(*(Path(text.file("select")).read_bytes() for text in texts))
     bound = upper_bound(judge, texts, config.length)
-    with quiet_libraries() as quiet:
-        quiet.log_to(run_dir / "experiment.log")
-        jobs.use_compilation_cache(run_dir / "compiled")
+    with jobs.at_work(run_dir) as quiet:
         print(f"The judge is right on {bound['accuracy']:.1%} of {bound['pieces']} real pieces", file=quiet.terminal)
         results = jobs.carry_out(
             planned,

@@ -9,7 +9,7 @@ from experiments.cost import cost_of
 from experiments.rates import Job
 from experiments.steering.config import SteeringConfig
 from experiments.steering.records import training_records
-from experiments.systems import merged, on_text
+from experiments.systems import evaluated, merged, on_text
 from experiments.texts import Text
 from qkvflow.cli import decode
 from qkvflow.cli.arguments import read_yaml
@@ -54,8 +54,7 @@ def planned_jobs(config: SteeringConfig, texts: list[Text], run_dir: Path) -> li
             f"samples of `length` {config.length} and the token before them are longer than `model.max_seq_len`,"
             f" {plain.model.max_seq_len}"
         )
-    every = max(1, plain.trainer.num_train_steps // config.evaluations)
-    raw = merged(raw, {"trainer": {"steps_per_eval": every}, "data": {"control_key": "control"}})
+    raw = merged(evaluated(raw, config.evaluations), {"data": {"control_key": "control"}})
     variants = []
     for arm in ARMS:
         options = {"size": config.record, "without": config.without_control, "shuffled": arm == "shuffled"}
