@@ -118,11 +118,12 @@ def use_compilation_cache(folder: Path) -> None:
 
 
 def origin(module: str) -> dict[str, Any]:
-    """Where results come from: machine, date, and the command that made them."""
+    """Where results come from: machine (cores: those that it may use), date, and the command that made them."""
     device = jax.devices()[0]
     name = device.device_kind if device.platform != "cpu" else platform.machine()
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return {
-        "machine": {"device": name, "cores": os.cpu_count(), "jax": jax.__version__},
+        "machine": {"device": name, "cores": cores, "jax": jax.__version__},
         "date": date.today().isoformat(),
         "command": shlex.join(["python", "-m", module, *sys.argv[1:]]),
     }
