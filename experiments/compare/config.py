@@ -7,7 +7,7 @@ from qkvflow.errors import UserError
 
 ROWS = {
     "iso_step": "the same number of steps",
-    "iso_flop": "the same number of FLOPs",
+    "iso_flop": "the same number of FLOPs, to 5%",
     "iso_parameter": "the same number of trained parameters",
 }
 

@@ -10,6 +10,8 @@ from experiments.cost import Cost, cost_of, width_with
 from experiments.systems import evaluated, merged, system
 from experiments.texts import Text
 
+_SAME = 0.05  # of the steps: where so few are to be added or left out, the row has no training of its own
+
 
 @dataclass(frozen=True)
 class Variant:
@@ -68,7 +70,8 @@ def _equal(row: str, raw: dict[str, Any], reference: Variant) -> dict[str, Any]:
         width = width_with(raw, reference.cost.parameters)
         raw = merged(raw, {"model": {"hidden_dim": width}})
     elif row == "iso_flop":
-        steps = max(1, round(steps * reference.cost.flops / cost_of(raw).flops))
+        share = reference.cost.flops / cost_of(raw).flops
+        steps = steps if abs(share - 1) < _SAME else max(1, round(steps * share))
     return merged(raw, {"trainer": {"num_train_steps": steps}})
 
 
