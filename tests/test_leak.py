@@ -8,16 +8,20 @@ from experiments.leak.__main__ import LeakConfig, Vocab, demonstrate, main
 
 
 @pytest.mark.slow
-def test_only_the_leak_predicts_random_tokens(capsys):
-    found = main(LeakConfig(steps=200))
+def test_only_the_leak_predicts_random_tokens(tmp_path, capsys):
+    found = main(LeakConfig(steps=200, output=str(tmp_path)))
+    leak, causal = (found["models"][name] for name in ("one name for both axes", "two names (causal)"))
     bound = math.log(Vocab.size)
-    assert found[True].loss < bound - 0.5
-    assert found[False].loss > bound - 4 * found[False].error
-    assert found[True].moved > 0.01
-    assert found[False].moved == 0.0
-    printed = capsys.readouterr().out
-    assert "axes ['position'], all true" in printed
-    assert "| no |" in printed
+    assert leak["loss"] < bound - 0.5
+    assert causal["loss"] > bound - 4 * causal["error"]
+    assert leak["moved"] > 0.01
+    assert causal["moved"] == 0.0
+    page = (tmp_path / "results.md").read_text()
+    assert "axes ['position'], all true" in page
+    assert "| no |" in page
+    assert page in capsys.readouterr().out
+    assert main(LeakConfig(output=str(tmp_path), redraw=True)) == found
+    assert (tmp_path / "results.md").read_text() == page
 
 
 @pytest.mark.slow

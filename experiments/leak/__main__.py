@@ -1,14 +1,18 @@
-"""Shows the fork's leak in seconds: its attention sees the future, so its losses say nothing.
+"""Shows the fork's leak in a minute: its attention sees the future, so its losses say nothing.
 
-    python -m experiments.leak [--steps 400] [--seed 0]
+    python -m experiments.leak [--steps 400] [--seed 0] [--output DIR]
+    python -m experiments.leak --redraw [--output DIR]    (the page, from the JSON)
 
 On fresh uniform random tokens no causal model can get below log(vocab): the next token cannot be known. A model whose
 attention has one name for the axes of queries and keys gets far below, since it pools over the tokens that it is to
 predict. Then follow the fork's published statistics beside what its own losses give.
 """
 
+import dataclasses
 import math
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import equinox as eqx
 import haliax as hax
@@ -18,8 +22,10 @@ import optax
 from haliax import Axis, NamedArray
 from haliax.nn.attention import causal_mask
 
-from experiments.leak import published
+from experiments import jobs
+from experiments.leak import page, published
 from experiments.leak.model import Model
+from experiments.results import kept_in, show
 from qkvflow.cli import run_program
 
 Vocab, Batch, Pos = Axis("vocab", 32), Axis("batch", 64), Axis("position", 8)
@@ -31,10 +37,13 @@ class LeakConfig:
     """
     steps: training steps of each of both models.
     seed: of everything.
+    output: folder of `results.json` and `results.md`. redraw: only the latter, from the former.
     """
 
     steps: int = 400
     seed: int = 0
+    output: str = "runs/leak/results"
+    redraw: bool = False
 
 
 @dataclass(frozen=True)
@@ -42,7 +51,7 @@ class Shown:
     """
     moved: the most that a logit before a changed token moves.
     loss: nats per token on fresh random tokens after training.
-    error: standard error of that loss.
+    error: standard error of that loss, over sequences.
     """
 
     moved: float
@@ -50,23 +59,33 @@ class Shown:
     error: float
 
 
-def main(config: LeakConfig) -> dict[bool, Shown]:
-    """Trains and prints; returns what was found, with and without the leak."""
+def main(config: LeakConfig) -> dict[str, Any]:
+    """Trains, prints and writes; returns what was written."""
+    output = Path(config.output)
+    record = kept_in(output, None if config.redraw else lambda: _run(config))
+    show(page.markdown(record), output)
+    return record
+
+
+def _run(config: LeakConfig) -> dict[str, Any]:
     mask = causal_mask(Pos, Pos)
-    kind = "all true" if bool(hax.all(mask)) else "not all true"
-    print(f"causal_mask(Pos, Pos): axes {[a.name for a in mask.axes]}, {kind}. Two names: a triangle.")
-    found = {leaks: demonstrate(leaks, config.steps, config.seed) for leaks in (True, False)}
-    names = {True: "one name for both axes", False: "two names (causal)"}
-    for leaks, shown in found.items():
-        print(f"{names[leaks]}: a token is changed, logits before it move by up to {shown.moved:.3g}")
-    bound = math.log(Vocab.size)
-    print(f"Fresh random tokens, {config.steps} steps; no causal model is below log({Vocab.size}) = {bound:.3f}:")
-    for leaks, shown in found.items():
-        print(f"{names[leaks]}: loss {shown.loss:.3f} ± {1.96 * shown.error:.3f}")
-    print(
-        f"\nThe fork's five seeds (its losses come from models that see the future):\n\n{published.table()}", flush=True
-    )
-    return found
+    return {
+        "protocol": {
+            "vocab": Vocab.size,
+            "batch": Batch.size,
+            "position": Pos.size,
+            "tested": _TESTED,
+            "steps": config.steps,
+            "seed": config.seed,
+        },
+        "mask": {"axes": [a.name for a in mask.axes], "is_all_true": bool(hax.all(mask))},
+        "models": {
+            name: dataclasses.asdict(demonstrate(leaks, config.steps, config.seed))
+            for name, leaks in (("one name for both axes", True), ("two names (causal)", False))
+        },
+        "published": published.record(),
+        **jobs.origin("experiments.leak"),
+    }
 
 
 def demonstrate(leaks: bool, steps: int, seed: int) -> Shown:

@@ -6,6 +6,7 @@ the seeds, which all models share; the claims are those of its RESEARCH_REVIEW_P
 
 from dataclasses import dataclass
 from itertools import combinations
+from typing import Any
 
 from scipy import stats
 
@@ -59,6 +60,12 @@ class Recomputed:
     def confirms(self, claimed: float) -> bool:
         """Whether p is below `claimed` in the test that the claim names."""
         return self.bonferroni < claimed
+
+
+def record() -> dict[str, Any]:
+    """What was published, as plain data."""
+    claims = [{"pair": list(pair), "below": below} for pair, below in CLAIMED_P.items()]
+    return {"seeds": SEEDS, "losses": LOSSES, "half_widths": CLAIMED_HALF_WIDTHS, "p": claims}
 
 
 def recompute() -> dict[tuple[str, str], Recomputed]:
