@@ -15,6 +15,14 @@ def indented(record: Record) -> str:
     return json.dumps(record, indent=1) + "\n"
 
 
+def made_by(record: Record) -> str:
+    """The last line of a protocol: machine, date and command, from what `jobs.origin` gave."""
+    machine = record["machine"]
+    cores = f"{machine['cores']} core{'' if machine['cores'] == 1 else 's'}"
+    where = f"{machine['device']}, {cores}, JAX {machine['jax']}, {record['date']}"
+    return f"{where}. Command: `{record['command']}`"
+
+
 def kept_in(output: Path, make: Callable[[], Record] | None, write: Callable[[Record], str] = indented) -> Record:
     """What `make` returns, written to `results.json` in the folder `output`; what stands there, if `make` is None.
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from experiments.results import made_by
 from experiments.statistics import LEVEL
 from experiments.text_config import Builtin, TextConfig
 from experiments.texts import Text
@@ -108,7 +109,7 @@ def in_words(record: dict[str, Any], *, trainings: str, each: str, paired: str, 
         trainings: how long they are. each: for what a learning rate is chosen. paired: against what differences are.
         more: what else is to be said.
     """
-    p, machine = record["protocol"], record["machine"]
+    p = record["protocol"]
     parts = ", ".join(f"{part}: {p['parts'][part]} ({p['bytes'][part]:,} bytes)" for part in p["parts"])
     rates = ", ".join(f"{r:g}" for r in p["learning_rates"])
     chosen = (
@@ -131,7 +132,6 @@ def in_words(record: dict[str, Any], *, trainings: str, each: str, paired: str, 
         "Each model passed the test of causality after training: a token is changed, all logits before it stay as they"
         " are, bit for bit.",
         *more,
-        f"{machine['device']}, {machine['cores']} cores, JAX {machine['jax']}, {record['date']}. Command:"
-        f" `{record['command']}`",
+        made_by(record),
     ]
     return "\n".join(f"- {line}" for line in lines)

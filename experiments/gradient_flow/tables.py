@@ -9,6 +9,7 @@ from experiments.gradient_flow.norms import EXPLODING, RELATIVE, VANISHING
 from experiments.gradient_flow.summary import Record, by_seed, clipped_share, losses, norms, of_system, verdicts
 from experiments.gradient_flow.verdict import CANNOT_SHOW, GRADIENT, LOSS_RATIO
 from experiments.markdown import markdown_table, number
+from experiments.results import made_by
 from experiments.statistics import LEVEL, Interval, interval, paired, paired_test
 
 _LABELS = {
@@ -30,7 +31,6 @@ def _protocol(record: Record) -> str:
     first = (p["report_batches"] or 0) * p["tokens_per_step"]
     read = f"its first {first:,} tokens, if it has so many" if first else "all of it"
     systems = "; ".join(f"{name}, {SYSTEMS[name]}" for name in p["systems"])
-    machine = record["machine"]
     return "\n".join(
         [
             f"- {systems}. The baseline has {p['replaced_layers']} ordinary layers in place of the flow.",
@@ -45,8 +45,7 @@ def _protocol(record: Record) -> str:
             "- Differs from the seed: the head is tied to the embeddings (their norm is that of both), no dropout, and"
             " the text is read in its order of training instead of at random places.",
             "- Each model passed the test of causality after training.",
-            f"- {machine['device']}, {machine['cores']} cores, JAX {machine['jax']}, {record['date']}. Command:"
-            f" `{record['command']}`",
+            f"- {made_by(record)}",
         ]
     )
 

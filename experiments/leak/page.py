@@ -4,11 +4,12 @@ import math
 from typing import Any
 
 from experiments.leak import published
+from experiments.results import made_by
 
 
 def markdown(record: dict[str, Any]) -> str:
     """What the two models did, and the published statistics."""
-    p, mask, machine = record["protocol"], record["mask"], record["machine"]
+    p, mask = record["protocol"], record["mask"]
     bound = math.log(p["vocab"])
     kind = "all true" if mask["is_all_true"] else "not all true"
     lines = [
@@ -19,8 +20,7 @@ def markdown(record: dict[str, Any]) -> str:
         f" tokens of {p['vocab']}, fresh in each step; seed {p['seed']}. The next token cannot be known, so no causal"
         f" model is below log({p['vocab']}) = {bound:.3f}.",
         f"- Loss in nats per token on {p['tested']} new sequences, ± 1.96 standard errors over them (n = 1 training).",
-        f"- {machine['device']}, {machine['cores']} cores, JAX {machine['jax']}, {record['date']}. Command:"
-        f" `{record['command']}`",
+        f"- {made_by(record)}",
         "",
         "| axes of queries and keys | loss | a token is changed: the most that a logit before it moves |",
         "| --- | --- | --- |",

@@ -10,6 +10,7 @@ from matplotlib import pyplot as plt
 
 from experiments.csv_file import write_csv as write_rows
 from experiments.markdown import markdown_table, number
+from experiments.results import made_by
 from experiments.statistics import LEVEL, Contrast, contrasts, interval
 
 Record = dict[str, Any]
@@ -88,7 +89,7 @@ def markdown(record: Record) -> str:
 
 def protocol(record: Record) -> str:
     """What was done, as a Markdown list."""
-    p, machine = record["protocol"], record["machine"]
+    p = record["protocol"]
     a, b = record["texts"]
     texts = "; ".join(
         f"{letter}: {text['name']} ({', '.join(f'{part} {what}' for part, what in text['parts'].items())})"
@@ -107,8 +108,7 @@ def protocol(record: Record) -> str:
             " by the parts `report`. The model is that after the last step, and passed the test of causality.",
             f"- Intervals: {LEVEL:.0%}, Student's t over {len(p['seeds'])} seeds ({', '.join(map(str, p['seeds']))});"
             " tests are paired by seed, p corrected by Holm over each table.",
-            f"- {machine['device']}, {machine['cores']} cores, JAX {machine['jax']}, {record['date']}. Command:"
-            f" `{record['command']}`",
+            f"- {made_by(record)}",
         ]
     )
 
