@@ -159,7 +159,11 @@ def test_rows_are_equal_in_what_they_say(planned):
     assert {len(systems) for systems in by_row.values()} == {6}
     assert {v.steps for v in by_row["iso_step"].values()} == {reference.steps}
     for v in by_row["iso_flop"].values():
-        assert v.steps * v.cost.flops == pytest.approx(reference.steps * reference.cost.flops, rel=0.5 / v.steps + 1e-9)
+        # Either to the nearest step, or within the 5 % for which no other number of steps is trained.
+        off = 0.053 if v.steps == reference.steps else 0.5 / v.steps + 1e-9
+        assert v.steps * v.cost.flops == pytest.approx(reference.steps * reference.cost.flops, rel=off)
+    labels = {row: [v.label for v in systems.values()] for row, systems in by_row.items()}
+    assert len(set(labels["iso_flop"]) - set(labels["iso_step"])) >= 2  # models of quite another price
     for v in by_row["iso_parameter"].values():
         assert v.cost.parameters == pytest.approx(reference.cost.parameters, rel=0.3)  # a step in width is much here
     assert len({v.label for v in found}) == len(found)
