@@ -1,14 +1,17 @@
 """What studies over seeds have in common: keys of their YAML, and the rules that they follow, as data and in words."""
 
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from experiments.counts import ngram_losses
 from experiments.results import made_by
 from experiments.statistics import LEVEL
 from experiments.text_config import Builtin, TextConfig
 from experiments.texts import Text
+from qkvflow.data.tokenizers import load_tokenizer, resolve_tokenizer
 from qkvflow.errors import UserError
 
 
@@ -86,7 +89,7 @@ def arguments(argv: Sequence[str], smoke: Path, default: Path | None = None) -> 
 
 
 def protocol(config: StudyConfig, text: Text, tokenizer: str, tokens_per_step: int) -> dict[str, Any]:
-    """The rules as data."""
+    """The rules as data, and what counting reaches on what is reported."""
     return {
         "text": text.name,
         "parts": config.text.parts,
@@ -98,7 +101,16 @@ def protocol(config: StudyConfig, text: Text, tokenizer: str, tokens_per_step: i
         "tokens_per_step": tokens_per_step,
         "select_batches": config.select_batches,
         "report_batches": config.report_batches,
+        "counts": _counts(text, tokenizer, (config.report_batches or 0) * tokens_per_step or None),
     }
+
+
+def _counts(text: Text, tokenizer: str, first: int | None) -> dict[str, float]:
+    """What n-grams reach on the `first` tokens of the part `report`; on all if that is None."""
+    with tempfile.TemporaryDirectory() as folder:
+        words = load_tokenizer(resolve_tokenizer(tokenizer, Path(folder)))
+    train, report = (words.encode(Path(text.file(part)).read_text(encoding="utf-8")) for part in ("train", "report"))
+    return ngram_losses(train, report[:first], len(words))
 
 
 def in_words(record: dict[str, Any], *, trainings: str, each: str, paired: str, more: Sequence[str] = ()) -> str:
@@ -118,12 +130,14 @@ def in_words(record: dict[str, Any], *, trainings: str, each: str, paired: str, 
         if len(p["learning_rates"]) > 1
         else rates or "that of each configuration, not searched for"
     )
+    counts = ", ".join(f"{loss:.3f} (n = {n})" for n, loss in p["counts"].items())
     first = (p["report_batches"] or 0) * p["tokens_per_step"]
     read = f"its first {first:,} tokens, if it has so many" if first else "all of it"
     lines = [
         f"Text {p['text']}: {parts}. Nothing is chosen by the part `report`, which is read once, after the last step"
         f" ({read}).",
         f"Tokenizer {p['tokenizer']}; loss in nats per token. {trainings}",
+        f"For comparison: n-grams, counted in the text to train on, reach {counts} on what is reported.",
         f"Learning rate: {chosen}. The model is that after the last step; no step is chosen.",
         f"{len(p['seeds'])} seeds ({', '.join(map(str, p['seeds']))}). A seed settles initial weights and the order of"
         " the text, which is the same for all models.",

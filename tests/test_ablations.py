@@ -59,6 +59,7 @@ def made_up_record() -> dict:
         "tokens_per_step": 512,
         "select_batches": None,
         "report_batches": None,
+        "counts": {"1": 3.25, "2": 2.75},
         "read_batches": 2,
         "steps": [10],
         "groups": {"first": about | {"places": [["euler", 3], ["euler", 6]]}, "second": about | {"places": []}},
@@ -151,7 +152,7 @@ def test_the_groups_of_the_experiment_ask_what_they_say(tmp_path):
     config = parse(AblationsConfig, ["--config", str(WIKITEXT2), "--text", "{type: builtin}"])[0]
     config.check()
     found = planned(config, tmp_path)
-    assert len(found) == 17
+    assert len(found) == 16
     of = {arm: v for v in found for arm in v.arms}
     assert set(of) == {(name, arm) for name, group in config.groups.items() for arm in group.arms}
     assert {of["solver", arm].evaluations for arm in config.groups["solver"].arms} == {12}

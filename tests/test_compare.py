@@ -75,6 +75,7 @@ def made_up_record(seeds=(1, 2, 3)) -> dict:
         "tokens_per_step": 512,
         "select_batches": None,
         "report_batches": None,
+        "counts": {"1": 3.25, "2": 2.75},
         "targets": [2.25, 1.0],
     }
     costs = {"a-d32-s10": cost, "b_c-d32-s10": cost}
