@@ -8,6 +8,7 @@ import matplotlib
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter
 
 from experiments.compare.config import ROWS
 from experiments.compare.summary import Line, Record, lines, select
@@ -64,6 +65,9 @@ def efficiency(record: Record) -> Figure:
     ):
         _points(panel, found, lambda line, key=key: line.cost[key], colours)
         panel.set(xscale="log", xlabel=words)
+        panel.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        panel.xaxis.set_major_formatter(EngFormatter(sep=""))
+        panel.xaxis.set_minor_formatter(NullFormatter())
     panels[0].set_ylabel("reported loss (nats per token)")
     for system, colour in colours.items():
         panels[0].plot([], [], "o", color=colour, label=system)
