@@ -5,9 +5,11 @@ from dataclasses import dataclass, field
 from experiments.study import StudyConfig
 from qkvflow.errors import UserError
 
+# A row of equal FLOPs has no training of its own where that would change the number of steps by less.
+SAME_FLOPS = 0.05
 ROWS = {
     "iso_step": "the same number of steps",
-    "iso_flop": "the same number of FLOPs, to 5%",
+    "iso_flop": f"the same number of FLOPs, to {SAME_FLOPS:.0%}",
     "iso_parameter": "the same number of trained parameters",
 }
 

@@ -5,12 +5,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from experiments.compare.config import CompareConfig
+from experiments.compare.config import SAME_FLOPS, CompareConfig
 from experiments.cost import Cost, cost_of, width_with
 from experiments.systems import evaluated, merged, system
 from experiments.texts import Text
-
-_SAME = 0.05  # of the steps: where so few are to be added or left out, the row has no training of its own
 
 
 @dataclass(frozen=True)
@@ -71,7 +69,7 @@ def _equal(row: str, raw: dict[str, Any], reference: Variant) -> dict[str, Any]:
         raw = merged(raw, {"model": {"hidden_dim": width}})
     elif row == "iso_flop":
         share = reference.cost.flops / cost_of(raw).flops
-        steps = steps if abs(share - 1) < _SAME else max(1, round(steps * share))
+        steps = steps if abs(share - 1) < SAME_FLOPS else max(1, round(steps * share))
     return merged(raw, {"trainer": {"num_train_steps": steps}})
 
 
