@@ -1,5 +1,6 @@
 """What models cost, before anything is trained: parameters, FLOPs, memory of a step; and which width costs as much."""
 
+import contextlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,8 @@ from qkvflow.meshes.ahead import compile_ahead
 from qkvflow.models import cost
 from qkvflow.runs.config import TrainConfig
 from qkvflow.training.checks import model_shape
+
+_NEAR = 0.05
 
 
 @dataclass(frozen=True)
@@ -52,9 +55,20 @@ def cost_of(raw: dict[str, Any]) -> Cost:
 
 
 def width_with(raw: dict[str, Any], parameters: int) -> int:
-    """The `hidden_dim` at which the model has most nearly so many parameters; a multiple of twice its heads."""
-    block = raw["model"].get("block", raw["model"])
-    unit = 2 * block.get("num_heads", 1)
+    """The `hidden_dim` at which the model has most nearly so many parameters.
+
+    It is a multiple of twice the heads; or of the heads, where the former misses by more than 5 % and odd heads can be.
+    """
+    heads = raw["model"].get("block", raw["model"]).get("num_heads", 1)
+    width, found = _nearest(raw, parameters, 2 * heads)
+    if abs(found / parameters - 1) > _NEAR:
+        with contextlib.suppress(UserError):  # rotary positions want even heads
+            width, _ = _nearest(raw, parameters, heads)
+    return width
+
+
+def _nearest(raw: dict[str, Any], parameters: int, unit: int) -> tuple[int, int]:
+    """The multiple of `unit` with most nearly so many parameters, and how many it has."""
 
     def size(units: int) -> int:
         wide = raw | {"model": raw["model"] | {"hidden_dim": units * unit}}
@@ -67,7 +81,8 @@ def width_with(raw: dict[str, Any], parameters: int) -> int:
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if size(middle) < parameters else (low, middle)
-    return unit * min((low, high), key=lambda units: abs(size(units) - parameters))
+    units = min((low, high), key=lambda units: abs(size(units) - parameters))
+    return unit * units, size(units)
 
 
 def step_memory(raw: dict[str, Any]) -> int:

@@ -50,11 +50,11 @@ def read_training(config: dict[str, Any]) -> dict[str, Any]:
 
     Returns:
         `curve`: [steps done, loss on the part `select`]; `select_loss`: its end; `seconds_per_step`: the median,
-        without the first step of the run.
+        without the first step of the run if it has more.
     """
     metrics = read_metrics(jobs.directory(config).metrics)
     curve = [[r["step"] + 1, r["eval/loss"]] for r in metrics if "eval/loss" in r]
-    seconds = statistics.median(r["throughput/duration"] for r in metrics[1:])
+    seconds = statistics.median(r["throughput/duration"] for r in metrics[1:] or metrics)
     return {"curve": curve, "select_loss": curve[-1][1], "seconds_per_step": seconds}
 
 

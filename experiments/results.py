@@ -34,7 +34,10 @@ def kept_in(output: Path, make: Callable[[], Record] | None, write: Callable[[Re
         output.mkdir(parents=True, exist_ok=True)
         path.write_text(write(record))
     if not path.is_file():
-        raise UserError(f"there are no results in {output}: run the experiment first, without --redraw")
+        raise UserError(
+            f"there are no results in {output}: run the experiment first, without --redraw, or name"
+            " their folder by --output"
+        )
     return json.loads(path.read_text())
 
 

@@ -1,13 +1,18 @@
-"""YAML `text:` where the text of an experiment comes from: WikiText-2, Shakespeare, files, or the Python library."""
+"""YAML `text:` where the text of an experiment comes from: WikiText-2, Shakespeare, the hub, files, or one built in."""
 
 import abc
+import contextlib
+import dataclasses
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import draccus
+from levanter.data.text import HfDatasetSourceConfig
 
 from experiments import texts
 from experiments.texts import Text
+from qkvflow.data.cache import open_source
 from qkvflow.data.sources import BUILTIN_TEXTS
 from qkvflow.errors import UserError
 
@@ -33,7 +38,8 @@ class WikiText2(TextConfig):
     folder: str
 
     def prepare(self, folder: Path) -> Text:
-        return texts.wikitext2(self.folder, folder)
+        with _told_what_for("valid.txt and test.txt"):
+            return texts.wikitext2(self.folder, folder)
 
     @property
     def parts(self) -> dict[str, str]:
@@ -48,11 +54,47 @@ class Shakespeare(TextConfig):
     folder: str
 
     def prepare(self, folder: Path) -> Text:
-        return texts.shakespeare(str(Path(self.folder) / "input.txt"), folder)
+        with _told_what_for("input.txt"):
+            return texts.shakespeare(str(Path(self.folder) / "input.txt"), folder)
 
     @property
     def parts(self) -> dict[str, str]:
         return {"train": "first 80 % of input.txt", "select": "the next tenth", "report": "the last tenth"}
+
+
+@TextConfig.register_subclass("hf")
+@dataclass(frozen=True)
+class HuggingFace(TextConfig):
+    """id, name: of a data set on the Hugging Face hub. text_key: of a record, names its text.
+    train, select, report: its splits. They are fetched once.
+    """
+
+    id: str
+    name: str | None = None
+    text_key: str = "text"
+    train: str = "train"
+    select: str = "validation"
+    report: str = "test"
+
+    def prepare(self, folder: Path) -> Text:
+        name = self.name or Path(self.id).name
+        return texts.fetched(
+            name, dataclasses.asdict(self), self._split, [self.train, self.select, self.report], folder
+        )
+
+    def _split(self, split: str) -> str:
+        source = open_source(HfDatasetSourceConfig(id=self.id, name=self.name), split)
+        records = [] if source is None else list(source)
+        if not records or self.text_key not in records[0]:
+            keys = ", ".join(records[0]) if records else "none, for it is empty"
+            raise UserError(
+                f"{self.id}, {split}: its records have no text {self.text_key!r} (`text_key`); keys: {keys}"
+            )
+        return "\n".join(record[self.text_key] for record in records)
+
+    @property
+    def parts(self) -> dict[str, str]:
+        return {part: f"split {getattr(self, part)} of {self.id}" for part in texts.PARTS}
 
 
 @TextConfig.register_subclass("files")
@@ -91,3 +133,15 @@ class Builtin(TextConfig):
     def parts(self) -> dict[str, str]:
         half = "half of its validation split"
         return {"train": f"training split of {self.text}", "select": f"first {half}", "report": f"second {half}"}
+
+
+@contextlib.contextmanager
+def _told_what_for(names: str) -> Iterator[None]:
+    """Adds to an error what the folder of a text must hold."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(
+            f"{error}. `folder` of the text must be one that holds {names}: give it by --text.folder DIR (where there"
+            " are two texts, --a.folder or --b.folder)"
+        ) from None

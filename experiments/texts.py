@@ -1,6 +1,8 @@
 """The texts of experiments, each in three files: to train on, to watch and choose by, and to report on once."""
 
 import hashlib
+import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -66,12 +68,29 @@ def files(name: str, train: str, select: str, report: str, folder: Path) -> Text
     Errors: UserError if one is not there, or two are the same.
     """
     contents = [_read(Path(path)) for path in (train, select, report)]
+    _check_differ(name, contents, [train, select, report])
+    return _write(name, folder, *contents)
+
+
+def fetched(
+    name: str, source: dict[str, str | None], fetch: Callable[[str], str], splits: list[str], folder: Path
+) -> Text:
+    """Three splits of a data set elsewhere: fetched if the folder does not hold them from the same `source`."""
+    text, record = Text(name, folder / name), folder / f"{name}.json"
+    if not record.is_file() or json.loads(record.read_text(encoding="utf-8")) != source:
+        contents = [fetch(split) for split in splits]
+        _check_differ(name, contents, splits)
+        text = _write(name, folder, *contents)
+        record.write_text(json.dumps(source), encoding="utf-8")
+    return text
+
+
+def _check_differ(name: str, contents: list[str], origins: list[str]) -> None:
     if len(set(contents)) < len(contents):
         raise UserError(
-            f"the texts of {name!r} to train on, to select by and to report on must differ, but two of {train},"
-            f" {select} and {report} have the same content"
+            f"the texts of {name!r} to train on, to select by and to report on must differ, but two of {origins[0]},"
+            f" {origins[1]} and {origins[2]} have the same content"
         )
-    return _write(name, folder, *contents)
 
 
 def _line_end(text: str, place: int) -> int:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -20,12 +21,15 @@ from experiments.compare.__main__ import SMOKE, main
 from experiments.compare.config import CompareConfig
 from experiments.compare.plan import variants
 from experiments.compare.summary import lines
+from experiments.cost import width_with
 from experiments.leak.__main__ import Vocab, draw
 from experiments.leak.model import Model
 from experiments.rates import choose_rates, job, reported_jobs, selection_jobs
 from experiments.statistics import holm, paired_test
 from experiments.study import arguments
-from experiments.texts import Text, files
+from experiments.systems import merged, system
+from experiments.text_config import Builtin, HuggingFace
+from experiments.texts import PARTS, Text, files
 from qkvflow.cli import decode, parse
 from qkvflow.errors import UserError
 from qkvflow.runs.config import TrainConfig
@@ -101,6 +105,9 @@ def test_tables_come_from_the_json_alone(tmp_path):
     assert text.count("| b_c | 32 |") == 2
     assert r"b\_c & 32" in tex
     assert tex.count("&") == (len(tables.LOSS) - 1) * 5
+    assert tables._latex("to 5% of a_b") == r"to 5\% of a\_b"
+    assert re.search(r"(?<!\\)[%#_]", tex) is None, "LaTeX takes it for a comment, or worse"
+    assert tex.count("{") == tex.count("}")
     tables.write_csv(record, tmp_path / "summary.csv", tmp_path / "runs.csv")
     assert len((tmp_path / "summary.csv").read_text().splitlines()) == 1 + 4
     assert len((tmp_path / "runs.csv").read_text().splitlines()) == 1 + 6
@@ -132,7 +139,9 @@ def test_what_cannot_be_compared_is_refused(tmp_path):
     ):
         with pytest.raises(UserError, match=message):
             smoke(**changes).check()
-    with pytest.raises(UserError, match="there are no results"):
+    with pytest.raises(UserError, match=r"cannot be read: .*--text\.folder DIR"):
+        smoke(text={"type": "wikitext2", "folder": str(tmp_path)}).text.prepare(tmp_path)
+    with pytest.raises(UserError, match=r"there are no results .* --output"):
         main(smoke(redraw=True, run_dir=str(tmp_path)))
     with pytest.raises(UserError, match="nothing to compare"):
         main(CompareConfig())
@@ -168,6 +177,25 @@ def test_rows_are_equal_in_what_they_say(planned):
     for v in by_row["iso_parameter"].values():
         assert v.cost.parameters == pytest.approx(reference.cost.parameters, rel=0.3)  # a step in width is much here
     assert len({v.label for v in found}) == len(found)
+
+
+@pytest.mark.parametrize("path", sorted(SMOKE.parent.glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_comparison_can_be(path, tmp_path):
+    """Each system on another text than that of the comparison, which may not be here."""
+    config = parse(CompareConfig, ["--config_path", str(path)])[0]
+    config.check()
+    assert set(config.text.parts) == set(PARTS)
+    text = Builtin().prepare(tmp_path / "texts")
+    for file in config.systems.values():
+        assert system(file, config.overrides, text, tmp_path, config.select_batches)["model"]["hidden_dim"] > 0
+
+
+@pytest.mark.parametrize(("wanted", "width"), [(24_000, 16), (50_000, 24), (35_000, 20)])
+def test_the_nearest_width(wanted, width):
+    """Odd sizes of heads only where even ones are far away (here 20 = 4 heads of 5)."""
+    raw = smoke().systems["standard"]
+    raw = merged(yaml.safe_load(Path(raw).read_text()), {"model": {"max_seq_len": 16, "depth": {"steps": 6}}})
+    assert width_with(raw, wanted) == width
 
 
 @pytest.mark.slow
@@ -207,8 +235,8 @@ def test_the_order_of_the_text_depends_on_the_seed_alone(planned, monkeypatch):
             with pytest.raises(Enough):
                 session.train_run(decode(TrainConfig, job(variant, seed, 1e-3, True).config), lambda run: None)
     assert len(seen) == 12
-    for system, seed in seen:
-        np.testing.assert_array_equal(seen[system, seed], seen["standard", seed])
+    for name, seed in seen:
+        np.testing.assert_array_equal(seen[name, seed], seen["standard", seed])
     assert not np.array_equal(seen["standard", 1], seen["standard", 2])
 
 
@@ -246,6 +274,25 @@ def test_killed_half_way_it_comes_to_the_same_table(tmp_path):
         for key in ("system", "seed", "learning_rate", "curve", "select_loss"):
             assert first[key] == second[key]
         assert first.get("report_loss") == second.get("report_loss")
+
+
+def test_a_data_set_of_the_hub_is_fetched_once(tmp_path, monkeypatch):
+    """A folder that `datasets` reads stands for the hub."""
+    source = tmp_path / "some_set"
+    source.mkdir()
+    for split in ("train", "validation", "test"):
+        lines = [json.dumps({"page": f"{split}, page {i}\n"}) for i in range(3)]
+        (source / f"{split}.jsonl").write_text("\n".join(lines))
+    config = HuggingFace(id=str(source), text_key="page")
+    text = config.prepare(tmp_path / "texts")
+    for part, split in (("train", "train"), ("select", "validation"), ("report", "test")):
+        assert Path(text.file(part)).read_text() == "\n".join(f"{split}, page {i}\n" for i in range(3))
+    with pytest.raises(UserError, match=r"no text 'text' \(`text_key`\); keys: page"):
+        HuggingFace(id=str(source)).prepare(tmp_path / "others")
+    with pytest.raises(UserError, match="must differ, but two of train, train and test"):
+        HuggingFace(id=str(source), text_key="page", select="train").prepare(tmp_path / "others")
+    monkeypatch.setattr(HuggingFace, "_split", lambda *_: pytest.fail("fetched again"))
+    assert config.prepare(tmp_path / "texts").sizes() == text.sizes()
 
 
 def test_text_is_written_once(tmp_path):

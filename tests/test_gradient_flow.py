@@ -137,6 +137,7 @@ def test_what_is_around_the_middle_begins_alike(tmp_path):
 
 def test_what_cannot_be_is_refused(tmp_path):
     for changes, message in (
+        ({"hybrid": None}, "`hybrid` is missing"),
         ({"systems": ["hybrid"]}, "must hold hybrid and baseline"),
         ({"systems": ["hybrid", "baseline", "deep"]}, "must hold"),
         ({"seeds": [1, 1]}, "two different ones"),

@@ -11,6 +11,8 @@ from matplotlib.figure import Figure
 
 from experiments.ablations.summary import Record, evaluations, lines, losses, read
 
+_ASIDE = 1.025  # ratio of places on the axis
+
 
 def draw(record: Record, folder: Path) -> None:
     """Writes `<group>.png` for each group."""
@@ -45,20 +47,22 @@ def group(record: Record, name: str) -> Figure:
 
 
 def _readings(panel: Any, record: Record, name: str) -> None:
-    """Loss against evaluations of the field; a line for each solver of each arm."""
+    """Loss against evaluations of the field; a line for each solver of each arm, side by side where bars would hide
+    each other."""
     against, cost = read(record, name), evaluations(record, name)
     arms = list(record["protocol"]["groups"][name]["arms"])
     solvers = list(dict.fromkeys(solver for solver, _ in cost))
     for index, arm in enumerate(arms):
-        for solver, style in zip(solvers, ("-", "--", ":", "-.") * len(solvers), strict=False):
+        for number, (solver, style) in enumerate(zip(solvers, ("o-", "s--", "^:", "D-.") * len(solvers), strict=False)):
             at = sorted((place for place in cost if place[0] == solver), key=lambda place: cost[place])
             own = [against[place, arm].mean for place in at]
             label = f"{arm}, {solver}" if len(solvers) > 1 else arm
-            x, y, bars = [cost[place] for place in at], [i.mean for i in own], [i.half for i in own]
-            panel.errorbar(x, y, yerr=bars, fmt="o" + style, color=f"C{index}", capsize=3, markersize=4, label=label)
+            aside = _ASIDE ** (index * len(solvers) + number - (len(arms) * len(solvers) - 1) / 2)
+            x, y, bars = [aside * cost[place] for place in at], [i.mean for i in own], [i.half for i in own]
+            panel.errorbar(x, y, yerr=bars, fmt=style, color=f"C{index}", capsize=3, markersize=4, label=label)
     panel.set(xscale="log", xlabel="evaluations of the field, read without training", ylabel="loss (nats per token)")
     ticks = sorted(set(cost.values()))
     panel.set_xticks(ticks, [str(tick) for tick in ticks])
     panel.minorticks_off()
     panel.grid(alpha=0.3)
-    panel.legend(fontsize=7)
+    panel.legend(fontsize=7, handlelength=4)

@@ -12,13 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import jax
 from levanter.utils.jax_utils import parameter_count
 
 from experiments import jobs, texts
 from experiments.adaptive_depth.plan import SMOKE, Job, Scale, planned_jobs, settings
 from experiments.adaptive_depth.report import draw, table
-from experiments.measure import read_training
+from experiments.measure import causal_at, read_training
 from experiments.results import kept_in, show
 from experiments.texts import Text
 from qkvflow.cli import run_program
@@ -53,7 +52,8 @@ class AdaptiveDepthConfig:
 def main(config: AdaptiveDepthConfig) -> None:
     """Runs, or continues, the experiment.
 
-    Errors: `UserError` if a text is missing, or if runs in `run_dir` were made with other settings.
+    Errors: `UserError` if a text is missing, runs in `run_dir` were made with other settings, or a model fails the test
+    of causality.
     """
     scale = SMOKE if config.smoke else Scale()
     run_dir = Path(config.run_dir or ("runs/adaptive_depth_smoke" if config.smoke else "runs/adaptive_depth"))
@@ -79,8 +79,8 @@ def _run(config: AdaptiveDepthConfig, scale: Scale, run_dir: Path) -> dict[str, 
     return {
         "settings": settings(scale),
         "texts": {text.name: text.sizes() for text in both},
-        "jax": jax.__version__,
         "results": results,
+        **jobs.origin("experiments.adaptive_depth"),
     }
 
 
@@ -126,6 +126,7 @@ def _read(job: Job, text: Text, scale: Scale) -> dict[str, Any]:
         "parameters": metrics[0].get("finetune/parameters", parameters),
         "trained_parameters": metrics[0].get("finetune/trained_parameters", parameters),
         "before": metrics[0].get("finetune/eval_loss_before"),
+        "causal_at": causal_at(run, job.name),
         "curve": trained["curve"],
         "report_loss": jobs.loss_on(run, text.file("report"), scale.report_batches),
         "seconds_per_step": trained["seconds_per_step"],

@@ -4,6 +4,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+from experiments.results import made_by
 from experiments.statistics import LEVEL, interval, paired
 
 Records = list[dict[str, Any]]
@@ -33,6 +34,7 @@ def table(record: dict[str, Any]) -> str:
         f" {LEVEL:.0%} interval over {scale['seeds']} seeds (Student's t). The flow was trained with"
         f" {scale['layers']} steps; GPT-2 has {scale['layers']} layers. Differences are paired by seed; negative is"
         " better. Before tuning: on the text that was watched.",
+        *(["", made_by(record)] if "command" in record else []),
         "",
         f"After {scale['pretrain']} steps of training, on its own text:",
         "",

@@ -5,12 +5,12 @@ from dataclasses import dataclass, field
 from experiments.study import StudyConfig
 from qkvflow.errors import UserError
 
-# A row of equal FLOPs has no training of its own where that would change the number of steps by less.
+# A row of equal FLOPs has no training of its own where that would change the number of steps by a smaller share.
 SAME_FLOPS = 0.05
 ROWS = {
     "iso_step": "the same number of steps",
-    "iso_flop": f"the same number of FLOPs, to {SAME_FLOPS:.0%}",
-    "iso_parameter": "the same number of trained parameters",
+    "iso_flop": "nearly the same number of FLOPs",
+    "iso_parameter": "nearly the same number of trained parameters",
 }
 
 

@@ -8,13 +8,18 @@ import matplotlib
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter
 
 from experiments.compare.config import ROWS
 from experiments.compare.summary import Line, Record, lines, select
 from experiments.statistics import interval
 
-MARKERS = dict(zip(ROWS, "os^", strict=True))
+# Rows that share a training lie upon each other: later ones are larger, and hollow.
+MARKERS = {
+    row: {"marker": marker, "markersize": size, "linestyle": "none"} | ({"markerfacecolor": "none"} if size > 5 else {})
+    for row, marker, size in zip(ROWS, "os^", (5, 8, 12), strict=True)
+}
 
 
 def draw(record: Record, folder: Path) -> None:
@@ -51,7 +56,7 @@ def loss(record: Record) -> Figure:
     )
     right.set_xticks(range(len(colours)), list(colours), rotation=20, ha="right", fontsize=8)
     right.set(ylabel="reported loss (nats per token)", title=f"n = {found[0].loss.n} seeds, 95 % intervals")
-    _legend_of_rows(right, found)
+    _legend_of_rows(figure, found)
     return figure
 
 
@@ -72,21 +77,22 @@ def efficiency(record: Record) -> Figure:
     for system, colour in colours.items():
         panels[0].plot([], [], "o", color=colour, label=system)
     panels[0].legend(fontsize=8)
-    _legend_of_rows(panels[1], found)
+    _legend_of_rows(figure, found)
     return figure
 
 
 def _points(panel: Any, found: list[Line], where: Any, colours: dict[str, Any]) -> None:
     for line in found:
-        style = {"fmt": MARKERS[line.row], "color": colours[line.system], "capsize": 3, "markersize": 5}
+        style = {"color": colours[line.system], "capsize": 3, **MARKERS[line.row]}
         panel.errorbar(where(line), line.loss.mean, yerr=line.loss.half, **style)
     panel.grid(alpha=0.3)
 
 
-def _legend_of_rows(panel: Any, found: list[Line]) -> None:
-    for row in dict.fromkeys(line.row for line in found):
-        panel.plot([], [], MARKERS[row], color="grey", label=f"at {ROWS[row]}")
-    panel.legend(fontsize=8)
+def _legend_of_rows(figure: Figure, found: list[Line]) -> None:
+    """Below the panels, where it hides nothing."""
+    rows = dict.fromkeys(line.row for line in found)
+    marks = [Line2D([], [], color="grey", label=f"at {ROWS[row]}", **MARKERS[row]) for row in rows]
+    figure.legend(handles=marks, loc="outside lower center", ncols=len(marks), fontsize=8)
 
 
 def _bars(record: Record, words: str, value: Any) -> Figure:

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from experiments.compare.config import ROWS
+from experiments.compare.config import ROWS, SAME_FLOPS
 from experiments.compare.summary import Line, Record, lines
 from experiments.csv_file import write_csv as write_rows
 from experiments.markdown import count, markdown_table, number
@@ -24,8 +24,10 @@ def protocol(record: Record) -> str:
         each="each model in each size",
         paired=f"against {p['reference']}; p corrected by Holm over the models of a row",
         more=[
+            "Nearly the same number of FLOPs: the nearest number of steps, but that of the others where it would change"
+            f" by less than {SAME_FLOPS:.0%}. Of parameters: the nearest width, in steps of the heads.",
             "FLOPs: matrix products forward and backward and generation of weights, nothing recomputed. Memory: a"
-            " training step by XLA's count. Times: of this machine, with whatever else it did."
+            " training step by XLA's count. Times: of this machine, with whatever else it did.",
         ],
     )
 
@@ -36,6 +38,13 @@ def markdown(record: Record) -> str:
     text = ["# Comparison", "", protocol(record)]
     text += ["", losses(record)]
     text += ["", "## Speed, memory, and the way to given losses", ""]
+    distances = " or ".join(map(str, sorted({r["curve"][0][0] for r in record["results"]})))
+    text += [
+        "Steps, seconds and FLOPs until the loss on the part `select` is first read at or below a given one; means over"
+        f" the seeds that get there. It is read after every {distances} steps: what trains for another number"
+        " of steps is read elsewhere.",
+        "",
+    ]
     targets = [f"to {t:g}: steps, s, FLOPs" for t in record["protocol"]["targets"]]
     text += markdown_table([*COST, *targets], [_cost_cells(line, n) for line in found])
     return "\n".join(text) + "\n"
@@ -55,7 +64,7 @@ def latex(record: Record) -> str:
     n = len(record["protocol"]["seeds"])
     body = []
     for row, found in _by_row(record).items():
-        body += [r"\midrule", rf"\multicolumn{{{len(LOSS)}}}{{l}}{{At {ROWS[row]} ($n = {n}$)}} \\"]
+        body += [r"\midrule", rf"\multicolumn{{{len(LOSS)}}}{{l}}{{At {_latex(ROWS[row])} ($n = {n}$)}} \\"]
         body += [" & ".join(_latex(cell) for cell in _loss_cells(line)) + r" \\" for line in found]
     head = " & ".join(_latex(cell) for cell in _head(record)) + r" \\"
     frame = [rf"\begin{{tabular}}{{l{'r' * (len(LOSS) - 1)}}}", r"\toprule", head]
@@ -143,5 +152,9 @@ def _plain(line: Line) -> dict[str, Any]:
     return cells
 
 
+_LATEX = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "±": r"$\pm$"}
+_LATEX |= {mark: rf"\{mark}" for mark in "_%&#${}"}
+
+
 def _latex(cell: str) -> str:
-    return cell.replace("_", r"\_").replace("±", r"$\pm$")
+    return "".join(_LATEX.get(mark, mark) for mark in cell)

@@ -43,6 +43,11 @@ class GradientFlowConfig(SeedsConfig):
     def check(self) -> None:
         """Errors: `UserError` for what cannot be, before any work."""
         super().check()
+        if self.hybrid is None:
+            raise UserError(
+                "`hybrid` is missing: a configuration of train_lm with a flow between ordinary layers, such as"
+                " configs/wikitext2/hybrid_flow.yaml"
+            )
         unknown = [name for name in self.systems if name not in SYSTEMS]
         if unknown or not {"hybrid", "baseline"} <= set(self.systems):
             raise UserError(

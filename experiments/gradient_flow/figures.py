@@ -33,6 +33,7 @@ def gradient_flow(record: Record) -> Figure:
     steps = p["num_train_steps"]
     window = max(1, steps // _SMOOTHED)
     figure, (loss, total, middle) = plt.subplots(1, 3, figsize=(10.5, 3.4), layout="constrained")
+    middle.set_yscale("log")
     for system in p["systems"]:
         own = of_system(record, system)
         _band(loss, [r["loss"] for r in own], window, system, system)
@@ -45,7 +46,7 @@ def gradient_flow(record: Record) -> Figure:
         _level(total, clip, "clipped above")
     loss.set(title="training loss", ylabel="nats per token")
     total.set(title="gradient, before clipping", ylabel="norm of the whole")
-    middle.set(title="gradient, before clipping", ylabel="norm of the middle", yscale="log")
+    middle.set(title="gradient, before clipping", ylabel="norm of the middle")
     for panel in (loss, total, middle):
         panel.set_xlabel(f"steps (mean of {window})")
         panel.legend(fontsize=7.5)
@@ -91,7 +92,9 @@ def _band(panel: Any, curves: list[list[float]], window: int, system: str, label
     steps = np.arange(len(means)) + window
     colour, line = STYLES[system]
     panel.plot(steps, means, line, color=colour, label=label, linewidth=1.4)
-    low = np.maximum(means - halves, means / 10)  # a logarithmic axis has no room below zero
+    low = means - halves
+    if panel.get_yscale() == "log":  # which has no room below zero
+        low = np.maximum(low, means / 10)
     panel.fill_between(steps, low, means + halves, color=colour, alpha=0.18, linewidth=0)
 
 

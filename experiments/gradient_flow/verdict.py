@@ -8,7 +8,7 @@ LOSS_RATIO, GRADIENT = 1.1, 0.01
 
 CANNOT_SHOW = (
     f"A loss ratio below {LOSS_RATIO} after so few steps: most of the loss is then what frequencies of single tokens"
-    " explain, which needs no middle at all. The model without a middle (shallow) is put to the same rule: if it"
+    " explain, which needs no middle at all. Where a model without a middle (shallow) is put to the same rule and"
     " passes, the ratio says nothing about the flow.",
     f"A mean norm above {GRADIENT}: it scales with the loss, the number of parameters and alpha, and is no share of"
     " anything; the mean can be made by a few steps. That a gradient arrives does not mean that the flow learns.",

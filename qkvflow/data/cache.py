@@ -48,7 +48,7 @@ def load_or_build(
         with _lock(folder, split):
             # Another process may have built it while this one waited.
             if not (_is_finished(target) or absent.is_file()):
-                shards = _open_source(source, split)
+                shards = open_source(source, split)
                 if shards is None:
                     absent.touch()
                 else:
@@ -126,7 +126,11 @@ def _batches(shards: ShardedDataSource[dict]) -> Iterator[list[dict]]:
         yield batch
 
 
-def _open_source(source: LmDatasetSourceConfigBase, split: str) -> ShardedDataSource[dict] | None:
+def open_source(source: LmDatasetSourceConfigBase, split: str) -> ShardedDataSource[dict] | None:
+    """The records of a split; None if the source has none for it.
+
+    Errors: `UserError` if it cannot be opened.
+    """
     try:
         if isinstance(source, HfDatasetSourceConfig):
             check_dataset_reachable(source.id)
