@@ -19,11 +19,17 @@ import jax
 from qkvflow import finetune_lm, train_lm
 from qkvflow.cli import decode
 from qkvflow.cli.quiet import Quiet, quiet_libraries
-from qkvflow.runs import RunDirectory
+from qkvflow.errors import UserError
+from qkvflow.runs import RunDirectory, data_record
 from qkvflow.runs.checkpoints import checkpoint_steps
 from qkvflow.runs.config import FinetuneConfig, TrainConfig
+from qkvflow.runs.config_file import FREE_KEYS, differences, listed, read_config
 from qkvflow.runs.evaluate import RunEvaluator
 from qkvflow.runs.load import Run
+
+# What a finished run may differ in. Where its data lies does not matter (its content is compared); how often it was
+# evaluated, and on how much, does: its losses are read off it.
+_FREE_KEYS = {*FREE_KEYS, "data.train", "data.validation"} - {"trainer.steps_per_eval", "trainer.max_eval_batches"}
 
 
 class Job(Protocol):
@@ -49,14 +55,30 @@ def is_finished(config: dict[str, Any]) -> bool:
 
 
 def train(config: dict[str, Any], is_finetune: bool = False) -> None:
-    """Trains, or continues, a run; nothing is printed. A finished run is left as it is."""
+    """Trains, or continues, a run; nothing is printed. A finished run is left as it is.
+
+    Errors: `UserError` if the run in this place, finished or not, was made with other settings or on another text.
+    """
+    kind, program = (FinetuneConfig, finetune_lm.main) if is_finetune else (TrainConfig, train_lm.main)
+    given = decode(kind, config)
     if is_finished(config):
+        _check_is_same(directory(config), given)
         return
     with contextlib.redirect_stdout(io.StringIO()):
-        if is_finetune:
-            finetune_lm.main(decode(FinetuneConfig, config))
-        else:
-            train_lm.main(decode(TrainConfig, config))
+        program(given)
+
+
+def _check_is_same(run: RunDirectory, given: TrainConfig) -> None:
+    stored = read_config(run.config, type(given))
+    given = dataclasses.replace(given, vocab_size=given.vocab_size or stored.vocab_size)
+    changes = differences(stored, given, _FREE_KEYS)
+    data = given.data.resolve(run.tokenizer, given.control_dim).record
+    changes |= {f"data: {name}": change for name, change in data_record.changes(run.data, data).items()}
+    if changes:
+        raise UserError(
+            f"the run {run.path} was made with other settings:\n{listed(changes)}\nNothing was changed. Give another"
+            " --run_dir, or remove this one if its runs are not needed"
+        )
 
 
 def evaluator_on(run: Run, path: str, max_batches: int | None) -> RunEvaluator:
@@ -86,17 +108,16 @@ def carry_out(
         weight: what a job costs, in any unit.
         loss: key of a result that is shown.
     """
-    results, began, worked = [], time.monotonic(), 0.0
+    results, spent, worked = [], 0.0, 0.0
     for number, job in enumerate(jobs, 1):
         start, is_new = time.monotonic(), not is_finished(job.config)
         results.append(result(job))
-        now = time.monotonic()
-        worked += weight(job) if is_new else 0.0
+        took = time.monotonic() - start
+        if is_new:  # what was found already took no time that tells anything
+            worked, spent = worked + weight(job), spent + took
         rest = sum(weight(other) for other in jobs[number:] if not is_finished(other.config))
-        left = f", about {rest * (now - began) / worked / 60:.0f} min left" if worked else ""
-        print(
-            f"{number}/{len(jobs)}  {job.name}  loss {results[-1][loss]:.3f}  {now - start:.0f} s{left}", file=terminal
-        )
+        left = f", about {rest * spent / worked / 60:.0f} min left" if worked else ""
+        print(f"{number}/{len(jobs)}  {job.name}  loss {results[-1][loss]:.3f}  {took:.0f} s{left}", file=terminal)
         jax.clear_caches()
     return results
 

@@ -3,7 +3,7 @@
 import dataclasses
 import enum
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -99,15 +99,26 @@ def read_config(path: Path, config_class: type[T]) -> T:
         raise UserError(f"{path} was written by another version or changed by hand: {error}") from None
 
 
-def differences(stored: Any, given: Any) -> dict[str, tuple[Any, Any]]:
-    """The dotted keys that differ and matter for the numbers, each with its (stored, given) value."""
+def differences(
+    stored: Any, given: Any, free_keys: Collection[str] = FREE_KEYS
+) -> dict[str, tuple[Any, Any]]:
+    """The dotted keys that differ, each with its (stored, given) value; those below `free_keys` may."""
     old, new = _flatten(encode(stored)), _flatten(encode(given))
     keys = sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key))
-    return {key: (old.get(key), new.get(key)) for key in keys if not _is_free(key)}
+    return {key: (old.get(key), new.get(key)) for key in keys if not _is_below(key, free_keys)}
 
 
-def _is_free(key: str) -> bool:
-    return any(key == free or key.startswith(free + ".") for free in FREE_KEYS)
+def listed(changes: Mapping[str, tuple[Any, Any]]) -> str:
+    """What `differences` gave, a line each."""
+    return "\n".join(f"  {key}: {_show(old)} there, {_show(new)} given" for key, (old, new) in changes.items())
+
+
+def _is_below(key: str, above: Collection[str]) -> bool:
+    return any(key == one or key.startswith(one + ".") for one in above)
+
+
+def _show(value: object) -> str:
+    return "nothing" if value is None else repr(value)
 
 
 def _flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -25,7 +25,7 @@ from qkvflow.runs.checkpoints import (
     set_aside,
 )
 from qkvflow.runs.config import TrainConfig
-from qkvflow.runs.config_file import differences, read_config, write_config
+from qkvflow.runs.config_file import differences, listed, read_config, write_config
 from qkvflow.runs.directory import RunDirectory, run_id
 from qkvflow.runs.lock import hold_lock
 from qkvflow.runs.processes import follow, tell_others
@@ -166,9 +166,8 @@ def _reopen(directory: RunDirectory, config: C, phase: Phase | None) -> Prepared
         config = dataclasses.replace(config, vocab_size=stored.vocab_size)
     changes = differences(stored, config)
     if changes and not config.accept_changes:
-        lines = "\n".join(f"  {key}: {_show(old)} there, {_show(new)} given" for key, (old, new) in changes.items())
         raise UserError(
-            f"the run {directory.path} was started with another configuration:\n{lines}\n"
+            f"the run {directory.path} was started with another configuration:\n{listed(changes)}\n"
             "Nothing was changed. For a new run, add --trainer.id NAME; to continue this one with the new "
             "values, add --accept_changes true"
         )
@@ -193,7 +192,3 @@ def _tell_damage(damaged: Damaged, target: Path, last_step: int) -> None:
     text = f"{damaged}. It is kept as {target}; the run continues from step-{last_step}, the newest good one"
     tell(f"warning: {text}")
     logger.warning(text)
-
-
-def _show(value: object) -> str:
-    return "nothing" if value is None else repr(value)
