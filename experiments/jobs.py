@@ -26,6 +26,7 @@ from qkvflow.runs.config import FinetuneConfig, TrainConfig
 from qkvflow.runs.config_file import FREE_KEYS, differences, listed, read_config
 from qkvflow.runs.evaluate import RunEvaluator
 from qkvflow.runs.load import Run
+from qkvflow.training.finetune import settle
 
 # What a finished run may differ in. Where its data lies does not matter (its content is compared); how often it was
 # evaluated, and on how much, does: its losses are read off it.
@@ -59,13 +60,15 @@ def train(config: dict[str, Any], is_finetune: bool = False) -> None:
 
     Errors: `UserError` if the run in this place, finished or not, was made with other settings or on another text.
     """
-    kind, program = (FinetuneConfig, finetune_lm.main) if is_finetune else (TrainConfig, train_lm.main)
-    given = decode(kind, config)
+    given = decode(FinetuneConfig if is_finetune else TrainConfig, config)
     if is_finished(config):
-        _check_is_same(directory(config), given)
+        _check_is_same(directory(config), settle(given)[0] if isinstance(given, FinetuneConfig) else given)
         return
     with contextlib.redirect_stdout(io.StringIO()):
-        program(given)
+        if isinstance(given, FinetuneConfig):
+            finetune_lm.main(given)
+        else:
+            train_lm.main(given)
 
 
 def _check_is_same(run: RunDirectory, given: TrainConfig) -> None:

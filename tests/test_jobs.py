@@ -12,7 +12,9 @@ from experiments import jobs, texts
 from experiments.systems import evaluated, merged, system
 from qkvflow.errors import UserError
 
-STANDARD = Path(__file__).parent.parent / "configs" / "wikitext2" / "standard.yaml"
+STANDARD, NEURALODE = (
+    Path(__file__).parent.parent / "configs" / "wikitext2" / f"{name}.yaml" for name in ("standard", "neuralode")
+)
 
 
 @dataclass
@@ -74,3 +76,22 @@ def test_a_finished_run_is_taken_only_for_what_it_is(tmp_path, monkeypatch):
         file.write("one line more\n")
     with pytest.raises(UserError, match=r"train\.txt: .* there, .* given"):
         jobs.train(raw)
+
+
+@pytest.mark.slow
+def test_so_is_a_finished_fine_tune(tmp_path, monkeypatch):
+    """What it takes over from its base is not asked for again."""
+    text = texts.builtin("topics", tmp_path / "texts")
+    small = {"model": {"hidden_dim": 16, "max_seq_len": 16}, "trainer": {"num_train_steps": 2, "id": "base", "seed": 1}}
+    base = evaluated(system(str(NEURALODE), small, text, tmp_path / "runs", select_batches=2), 1)
+    jobs.train(base)
+    tuned = {key: value for key, value in base.items() if key not in ("model", "weight_decay_on")}
+    tuned |= {"run": str(tmp_path / "runs" / "base"), "steps": 3, "mode": {"type": "lora"}}
+    tuned = merged(tuned, {"trainer": {"id": "tuned"}})
+    jobs.train(copy.deepcopy(tuned), is_finetune=True)
+    assert jobs.is_finished(tuned)
+    monkeypatch.setattr(jobs.finetune_lm, "main", lambda config: pytest.fail("a finished run was trained again"))
+    jobs.train(tuned, is_finetune=True)
+    for changed in ({"steps": 4}, {"mode": {"r": 2}}):
+        with pytest.raises(UserError, match="was made with other settings"):
+            jobs.train(merged(tuned, changed), is_finetune=True)
