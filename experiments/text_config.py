@@ -83,7 +83,10 @@ class HuggingFace(TextConfig):
         )
 
     def _split(self, split: str) -> str:
-        source = open_source(HfDatasetSourceConfig(id=self.id, name=self.name), split)
+        try:
+            source = open_source(HfDatasetSourceConfig(id=self.id, name=self.name), split)
+        except UserError as error:
+            raise UserError(f"{error} In an experiment: `text: {{type: files, name, train, select, report}}`") from None
         records = [] if source is None else list(source)
         if not records or self.text_key not in records[0]:
             keys = ", ".join(records[0]) if records else "none, for it is empty"
