@@ -28,8 +28,8 @@ from qkvflow.runs.evaluate import RunEvaluator
 from qkvflow.runs.load import Run
 from qkvflow.training.finetune import settle
 
-# What a finished run may differ in. Where its data lies does not matter (its content is compared); how often it was
-# evaluated, and on how much, does: its losses are read off it.
+# What a run that is there may differ in. Where its data lies does not matter (its content is compared); how often it
+# was evaluated, and on how much, does: its losses are read off it.
 _FREE_KEYS = {*FREE_KEYS, "data.train", "data.validation"} - {"trainer.steps_per_eval", "trainer.max_eval_batches"}
 
 
@@ -61,8 +61,9 @@ def train(config: dict[str, Any], is_finetune: bool = False) -> None:
     Errors: `UserError` if the run in this place, finished or not, was made with other settings or on another text.
     """
     given = decode(FinetuneConfig if is_finetune else TrainConfig, config)
-    if is_finished(config):
+    if directory(config).config.is_file():
         _check_is_same(directory(config), settle(given)[0] if isinstance(given, FinetuneConfig) else given)
+    if is_finished(config):
         return
     with contextlib.redirect_stdout(io.StringIO()):
         if isinstance(given, FinetuneConfig):

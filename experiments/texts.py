@@ -77,7 +77,8 @@ def fetched(
 ) -> Text:
     """Three splits of a data set elsewhere: fetched if the folder does not hold them from the same `source`."""
     text, record = Text(name, folder / name), folder / f"{name}.json"
-    if not record.is_file() or json.loads(record.read_text(encoding="utf-8")) != source:
+    is_here = record.is_file() and all(Path(text.file(part)).is_file() for part in PARTS)
+    if not is_here or json.loads(record.read_text(encoding="utf-8")) != source:
         contents = [fetch(split) for split in splits]
         _check_differ(name, contents, splits)
         text = _write(name, folder, *contents)
