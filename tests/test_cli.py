@@ -196,7 +196,8 @@ def test_decoding_agrees_with_draccus():
 
 
 PROGRAM = """
-import sys, threading, time
+import signal, sys, threading, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs inherit that Ctrl-C is ignored
 from dataclasses import dataclass
 from qkvflow.cli.program import run_program
 from qkvflow.errors import UserError
