@@ -61,8 +61,7 @@ def train(config: dict[str, Any], is_finetune: bool = False) -> None:
     Errors: `UserError` if the run in this place, finished or not, was made with other settings or on another text.
     """
     given = decode(FinetuneConfig if is_finetune else TrainConfig, config)
-    if directory(config).config.is_file():
-        _check_is_same(directory(config), settle(given)[0] if isinstance(given, FinetuneConfig) else given)
+    _check_is_same(directory(config), given)
     if is_finished(config):
         return
     with contextlib.redirect_stdout(io.StringIO()):
@@ -73,6 +72,11 @@ def train(config: dict[str, Any], is_finetune: bool = False) -> None:
 
 
 def _check_is_same(run: RunDirectory, given: TrainConfig) -> None:
+    """Errors: `UserError` if there is a run already, and it is another than the one that is asked for."""
+    if not run.config.is_file():
+        return
+    if isinstance(given, FinetuneConfig):
+        given, *_ = settle(given)  # with what it takes over from its base
     stored = read_config(run.config, type(given))
     given = dataclasses.replace(given, vocab_size=given.vocab_size or stored.vocab_size)
     changes = differences(stored, given, _FREE_KEYS)

@@ -1,5 +1,6 @@
 """Figures of the ablations, from their JSON alone: one for each group, with intervals over seeds."""
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from matplotlib.figure import Figure
 
 from experiments.ablations.summary import Record, evaluations, lines, losses, read
 
-_ASIDE = 1.025  # ratio of places on the axis
+_ASIDE = 1.025  # ratio of the places, on a logarithmic axis, of neighbouring curves
 
 
 def draw(record: Record, folder: Path) -> None:
@@ -52,14 +53,15 @@ def _readings(panel: Any, record: Record, name: str) -> None:
     against, cost = read(record, name), evaluations(record, name)
     arms = list(record["protocol"]["groups"][name]["arms"])
     solvers = list(dict.fromkeys(solver for solver, _ in cost))
-    for index, arm in enumerate(arms):
-        for number, (solver, style) in enumerate(zip(solvers, ("o-", "s--", "^:", "D-.") * len(solvers), strict=False)):
-            at = sorted((place for place in cost if place[0] == solver), key=lambda place: cost[place])
-            own = [against[place, arm].mean for place in at]
-            label = f"{arm}, {solver}" if len(solvers) > 1 else arm
-            aside = _ASIDE ** (index * len(solvers) + number - (len(arms) * len(solvers) - 1) / 2)
-            x, y, bars = [aside * cost[place] for place in at], [i.mean for i in own], [i.half for i in own]
-            panel.errorbar(x, y, yerr=bars, fmt=style, color=f"C{index}", capsize=3, markersize=4, label=label)
+    styles = dict(zip(solvers, itertools.cycle(("o-", "s--", "^:", "D-.")), strict=False))
+    curves = list(itertools.product(enumerate(arms), solvers))
+    for number, ((index, arm), solver) in enumerate(curves):
+        at = sorted((place for place in cost if place[0] == solver), key=lambda place: cost[place])
+        own = [against[place, arm].mean for place in at]
+        label = f"{arm}, {solver}" if len(solvers) > 1 else arm
+        aside = _ASIDE ** (number - (len(curves) - 1) / 2)
+        x, y, bars = [aside * cost[place] for place in at], [i.mean for i in own], [i.half for i in own]
+        panel.errorbar(x, y, yerr=bars, fmt=styles[solver], color=f"C{index}", capsize=3, markersize=4, label=label)
     panel.set(xscale="log", xlabel="evaluations of the field, read without training", ylabel="loss (nats per token)")
     ticks = sorted(set(cost.values()))
     panel.set_xticks(ticks, [str(tick) for tick in ticks])

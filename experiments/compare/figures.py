@@ -17,8 +17,8 @@ from experiments.statistics import interval
 
 # Rows that share a training lie upon each other: later ones are larger, and hollow.
 MARKERS = {
-    row: {"marker": marker, "markersize": size, "linestyle": "none"} | ({"markerfacecolor": "none"} if size > 5 else {})
-    for row, marker, size in zip(ROWS, "os^", (5, 8, 12), strict=True)
+    row: {"marker": marker, "markersize": size, "fillstyle": fill, "linestyle": "none"}
+    for row, marker, size, fill in zip(ROWS, "os^", (5, 8, 12), ("full", "none", "none"), strict=True)
 }
 
 

@@ -33,7 +33,7 @@ def gradient_flow(record: Record) -> Figure:
     steps = p["num_train_steps"]
     window = max(1, steps // _SMOOTHED)
     figure, (loss, total, middle) = plt.subplots(1, 3, figsize=(10.5, 3.4), layout="constrained")
-    middle.set_yscale("log")
+    middle.set_yscale("log")  # before its bands are drawn, which ask for it
     for system in p["systems"]:
         own = of_system(record, system)
         _band(loss, [r["loss"] for r in own], window, system, system)

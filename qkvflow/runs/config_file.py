@@ -102,7 +102,7 @@ def read_config(path: Path, config_class: type[T]) -> T:
 def differences(
     stored: Any, given: Any, free_keys: Collection[str] = FREE_KEYS
 ) -> dict[str, tuple[Any, Any]]:
-    """The dotted keys that differ, each with its (stored, given) value; those below `free_keys` may."""
+    """The dotted keys that differ, each with its (stored, given) value, but for those in or below `free_keys`."""
     old, new = _flatten(encode(stored)), _flatten(encode(given))
     keys = sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key))
     return {key: (old.get(key), new.get(key)) for key in keys if not _is_below(key, free_keys)}
