@@ -1,7 +1,5 @@
 """Every YAML in configs/ parses, and its model builds (shapes only: the large ones would not fit)."""
 
-from pathlib import Path
-
 import equinox as eqx
 import haliax as hax
 import jax
@@ -9,21 +7,12 @@ import jax.numpy as jnp
 import pytest
 import yaml
 from levanter.trainer_state import trainables_only
+from support.configs import FILES, FINETUNES, IDS, MESHES, ROOT, config_of
 
 from qkvflow.cli import parse
 from qkvflow.runs.config import FinetuneConfig, TrainConfig
 from qkvflow.runs.directory import run_id
 from qkvflow.runs.modes import LoraMode
-
-ROOT = Path(__file__).parent.parent
-FINETUNES = [p for p in sorted((ROOT / "configs" / "finetune").glob("*.yaml")) if not p.stem.startswith("pretrain")]
-MESHES = sorted((ROOT / "configs" / "mesh").glob("*.yaml"))
-FILES = [p for p in sorted((ROOT / "configs").rglob("*.yaml")) if p not in (*FINETUNES, *MESHES)]
-IDS = [str(p.relative_to(ROOT / "configs")) for p in FILES]
-
-
-def config_of(path) -> TrainConfig:
-    return parse(TrainConfig, ["--config_path", str(path)])[0]
 
 
 def vocabulary(config) -> hax.Axis:

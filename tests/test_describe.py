@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import build, llama, small_config
+from support.models import build, llama, small_config
 
 from qkvflow import describe as program
 from qkvflow.cli import decode, parse

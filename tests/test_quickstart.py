@@ -1,32 +1,19 @@
 """The quickstart as users run it: on one device and on eight, in fp32 and in bf16, and read back."""
 
 import math
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import haliax as hax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.quickstart import train
 
 from qkvflow.runs import load_run
 from qkvflow.tracking import read_metrics
 
 ROOT = Path(__file__).parent.parent
 pytestmark = pytest.mark.program
-
-
-def train(base: Path, name: str, *options: str, devices: int = 1) -> Path:
-    flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={devices}"
-    env = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-m", "qkvflow.train_lm", "--config_path", str(ROOT / "configs" / "quickstart.yaml")]
-    settings = {"run_dir": base, "trainer.id": name, "data.cache_dir": base / "cache", "trainer.max_eval_batches": 2}
-    command += [word for key, value in settings.items() for word in (f"--{key}", str(value))]
-    done = subprocess.run([*command, *options], env=env, capture_output=True, text=True, timeout=500)
-    assert done.returncode == 0, done.stderr
-    return base / name
 
 
 def losses(run: Path) -> np.ndarray:
@@ -43,7 +30,7 @@ def one_device(base) -> Path:
     return train(base, "one", "--trainer.num_train_steps", "4")
 
 
-@pytest.mark.slow  # tests/test_processes.py does it for every kind of model
+@pytest.mark.slow  # tests/training/test_processes.py does it for every kind of model
 def test_eight_devices_give_the_numbers_of_one(base, one_device):
     """Fully sharded parameters over 8 virtual devices; sums in another order move the loss by about 1e-6."""
     eight = train(base, "eight", "--trainer.num_train_steps", "4", devices=8)

@@ -38,7 +38,8 @@ class Flops:
 
     Counted are the products of matrices (also those of attention, over the whole context, as all kernels but
     block-sparse ones compute it) and the generation of weights; norms, activations and softmax are left out. Checked
-    against XLA's count in tests/test_cost.py. A matrix product costs twice its forward FLOPs in the backward pass.
+    against XLA's count in tests/models/test_cost.py. A matrix product costs twice its forward FLOPs in the backward
+    pass.
 
     forward, backward: per token, head included.
     recomputed: per token; what is evaluated again in the backward pass, at most (products that the gradient does not

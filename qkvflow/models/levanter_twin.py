@@ -1,7 +1,8 @@
 """Levanter's GPT-2 and Llama as points of our product, with the same arrays: so they generate with our cache.
 
-`per_layer` weights, sequential blocks, Euler steps of length 1: the same function (tests/test_levanter_parity.py and
-tests/test_levanter_llama.py train both side by side).
+`per_layer` weights, sequential blocks, Euler steps of length 1: the same function (tests/models/test_levanter_parity.py
+and
+tests/models/test_levanter_llama.py train both side by side).
 """
 
 import equinox as eqx

@@ -118,7 +118,7 @@ def lower_step(trainer: FiniteTrainer, state: TrainerState, batch: LmExample) ->
     """The step that `trainer.train_step` compiles, from the shapes of its arguments; call it within `with trainer`.
 
     Levanter's `named_jit` lowers arrays only, so its jit is repeated here: the state is donated, and the results are
-    divided by the parameter mapping (tests/test_mesh_step.py compares both).
+    divided by the parameter mapping (tests/training/test_mesh_step.py compares both).
     """
     arrays, static = eqx.partition(state, _is_shape)
 

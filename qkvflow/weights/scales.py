@@ -1,4 +1,4 @@
-"""Initial scales of generated weights, in one table (tests/test_scales.py checks it against samples).
+"""Initial scales of generated weights, in one table (tests/weights/test_scales.py checks it against samples).
 
 W(t) = base + e(t).P,  b(t) = e(t).F,  gain(t) = 1 + e(t).G,  e(t) = lin2(silu(lin1(phi(t)))).
 

@@ -1,0 +1,340 @@
+"""The experiment on gradient flow: norms are those of the gradient before clipping, and its tests can fail."""
+
+import dataclasses
+import json
+import math
+import shutil
+from pathlib import Path
+
+import equinox as eqx
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from levanter.models.lm_model import LmExample
+from levanter.trainer import Trainer
+from levanter.utils.tree_utils import inference_mode
+from support.models import build, random_tokens, small_config
+
+from experiments import jobs
+from experiments.cost import cost_of
+from experiments.gradient_flow import __main__ as program
+from experiments.gradient_flow import tables
+from experiments.gradient_flow.config import GradientFlowConfig
+from experiments.gradient_flow.control import control_effect
+from experiments.gradient_flow.figures import draw
+from experiments.gradient_flow.invariance import centred_logits, left_out, passes, refine, refined_readings
+from experiments.gradient_flow.norms import clipped, component_norms, counts
+from experiments.gradient_flow.plan import Job, planned_jobs
+from experiments.gradient_flow.verdict import verdict
+from experiments.systems import merged
+from qkvflow.cli import decode, parse
+from qkvflow.cli.arguments import read_yaml
+from qkvflow.depth import DepthConfig
+from qkvflow.errors import UserError
+from qkvflow.models.config import ControlConfig
+from qkvflow.runs.config import TrainConfig
+from qkvflow.tracking import read_metrics
+
+ROOT = Path(__file__).parents[2]
+
+
+def smoke(**changes) -> GradientFlowConfig:
+    words = [word for key, value in changes.items() for word in (f"--{key}", json.dumps(value))]
+    return parse(GradientFlowConfig, ["--config_path", str(program.SMOKE), *words])[0]
+
+
+def planned(tmp_path, **changes) -> dict[str, Job]:
+    """The jobs of one seed by system."""
+    config = smoke(**changes)
+    found = planned_jobs(config, config.text.prepare(tmp_path / "texts"), tmp_path / "runs")
+    return {job.system: job for job in found if job.seed == config.seeds[0]}
+
+
+def flow_model(steps=3, weights="constant", **kwargs):
+    depth = DepthConfig(steps=steps, endpoint="left")
+    return build(small_config(weights, depth=depth, control=ControlConfig(), **kwargs))
+
+
+def layers_model(layers=2):
+    return build(small_config("per_layer", "sequential", depth=DepthConfig(steps=layers, step_size="residual")))
+
+
+def is_named(x) -> bool:
+    return isinstance(x, hax.NamedArray)
+
+
+def example() -> LmExample:
+    tokens = random_tokens()
+    return LmExample(tokens, hax.ones(tokens.axes))
+
+
+def test_components_are_roots_of_sums_of_squares():
+    record = {"step": 3, "train/loss": 2.0, "grad/norm/total": 13.0}
+    record |= {"grad/norm/embeddings.a": 3.0, "grad/norm/embeddings.b": 4.0, "grad/norm/transformer.flow.x": 12.0}
+    assert component_norms(record) == {"embeddings": 5.0, "flow": 12.0, "total": 13.0}
+    with pytest.raises(ValueError, match="other belongs to no component"):
+        component_norms(record | {"grad/norm/other": 1.0})
+
+
+def test_steps_are_counted_by_both_rules():
+    found = counts([0.0, 1e-7, 1e-5, 1.0, 101.0, math.nan, math.inf], [1e-5, 1e-4, 1.0, 1.0, 102.0, math.nan, math.inf])
+    assert dataclasses.astuple(found) == (2, 2 + 1, 2, 2)  # 0 and 1e-7; also 1e-5 of 1; 101 and inf; nan and inf
+    assert clipped([0.5, 3.0], [0.8, 6.0], 1.0) == [0.5, 0.5]
+    assert clipped([3.0], [6.0], None) == [3.0]
+
+
+def test_the_seeds_rule_can_say_both():
+    baseline, flow = [9.0, 2.0, 2.0], [0.02, 0.02, 0.02]
+    assert verdict([9.0, 2.1, 2.1], baseline, flow, 2).passes
+    assert verdict([9.0, 2.1, 2.1], baseline, flow, 2).ratio == pytest.approx(1.05)
+    assert not verdict([9.0, 2.3, 2.3], baseline, flow, 2).passes
+    assert not verdict([9.0, 2.1, 2.1], baseline, [0.005] * 3, 2).passes
+    assert not verdict([9.0, math.nan, 2.0], baseline, flow, 2).passes
+    assert verdict([9.0, 2.1, 2.1], baseline, None, 2).passes  # no flow: its first half alone
+
+
+def test_systems_differ_in_their_middle_alone(tmp_path):
+    found = planned(
+        tmp_path, overrides={"trainer": {"num_train_steps": 7}, "model": {"max_seq_len": 64}}, final_steps=2
+    )
+    for job in found.values():
+        config = decode(TrainConfig, job.config)
+        assert config.trainer.num_train_steps == 7
+        assert "report.txt" not in json.dumps(job.config)
+        rest = job.config | {"model": None, "trainer": job.config["trainer"] | {"id": None}}
+        assert rest == found["hybrid"].config | {
+            "model": None,
+            "trainer": found["hybrid"].config["trainer"] | {"id": None},
+        }
+    model = {name: job.config["model"] for name, job in found.items()}
+    differing = {key for key in model["hybrid"] if model["hybrid"][key] != model["baseline"][key]}
+    assert differing == {"block", "weights", "depth", "control"}
+    # Prelude, layers in place of the flow and coda are the six layers of the ordinary model.
+    ordinary = merged(read_yaml(ROOT / "configs/wikitext2/standard.yaml"), {"model": {"max_seq_len": 64}})
+    assert cost_of(found["baseline"].config).parameters == cost_of(ordinary).parameters
+    assert cost_of(found["shallow"].config).evaluations == 4
+
+
+@pytest.mark.slow
+def test_what_is_around_the_middle_begins_alike(tmp_path):
+    models = {}
+    for name in ("hybrid", "baseline"):
+        config = decode(TrainConfig, planned(tmp_path)[name].config).model
+        models[name] = eqx.filter_jit(lambda key, c=config: c.build(hax.Axis("vocab", 64), key=key))(
+            jax.random.PRNGKey(3)
+        )
+    for part in (
+        lambda m: m.embeddings,
+        lambda m: m.transformer.prelude.weights.blocks.stacked,
+        lambda m: m.transformer.coda.weights.blocks.stacked,
+    ):
+        one, other = (jax.tree.leaves(eqx.filter(part(models[name]), eqx.is_array)) for name in ("hybrid", "baseline"))
+        for a, b in zip(one, other, strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
+def test_what_cannot_be_is_refused(tmp_path):
+    for changes, message in (
+        ({"hybrid": None}, "`hybrid` is missing"),
+        ({"systems": ["hybrid"]}, "must hold hybrid and baseline"),
+        ({"systems": ["hybrid", "baseline", "deep"]}, "must hold"),
+        ({"seeds": [1, 1]}, "two different ones"),
+        ({"refinements": [1]}, "`refinements` must be at least 2"),
+        ({"solvers": ["magic"]}, "magic"),
+    ):
+        with pytest.raises(UserError, match=message):
+            smoke(**changes).check()
+    for changes, message in (
+        ({"hybrid": "configs/wikitext2/standard.yaml"}, "with a flow and `control`"),
+        ({"overrides": {"model": {"coda_layers": 0}}, "final_steps": 2}, "0 after it"),
+        ({"overrides": {"model": {"depth": {"solver": "rk4"}}}}, "Euler on a fixed grid"),
+        ({"final_steps": 31}, "of 30 steps in all"),
+    ):
+        with pytest.raises(UserError, match=message):
+            planned(tmp_path, **changes)
+    with pytest.raises(UserError, match="there are no results"):
+        program.main(smoke(redraw=True, run_dir=str(tmp_path)))
+    assert program.arguments(["--smoke", "--seeds", "[3, 4]"])[:2] == ["--config", str(program.SMOKE)]
+    assert program.arguments([]) == ["--config", str(program.DEFAULT)]
+    assert program.arguments(["--config", "mine.yaml"]) == ["--config", "mine.yaml"]
+
+
+def test_the_negative_control_fails():
+    """Layers whose outputs are far larger than their inputs are no flow; nor is a middle that does nothing."""
+    found = refined_readings(layers_model(), [2], lambda model: 0.0, example())
+    assert found["refined"][0]["share"] > 0.1
+    assert not passes(found)
+    assert not passes({"left_out": {"divergence": 0.0}, "refined": [{"share": 0.0}]})
+    assert passes({"left_out": {"divergence": 0.2}, "refined": [{"share": 0.05}]})
+
+
+@pytest.mark.slow
+def test_a_flow_with_small_steps_passes():
+    found = refined_readings(flow_model(steps=64), [2], lambda model: 0.0, example())
+    assert found["left_out"]["divergence"] > 0.01
+    assert passes(found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("m", [2, 3])
+def test_refined_layers_are_applied_m_times(m):
+    """x + B(x)/m, m times for each layer, by hand."""
+    model, tokens = layers_model(), random_tokens()
+    x = model.embeddings(tokens)
+    for k in range(2):
+        block = jax.tree.map(
+            lambda a, k=k: a["layers", k] if is_named(a) else a, model.transformer.flow.blocks.stacked, is_leaf=is_named
+        )
+        for _ in range(m):
+            x = x + block(x, example().attn_mask) / m
+    logits = hax.dot(model.transformer.norm(x), model.get_lm_head(), axis="embed").rearrange((..., "vocab")).array
+    expected = logits - logits.mean(-1, keepdims=True)
+    np.testing.assert_allclose(centred_logits(refine(model, m), tokens), expected, atol=2e-5)
+
+
+@pytest.mark.slow
+def test_left_out_is_the_identity():
+    model, tokens = flow_model(), random_tokens()
+    logits = hax.dot(model.transformer.norm(model.embeddings(tokens)), model.get_lm_head(), axis="embed")
+    logits = logits.rearrange((..., "vocab")).array
+    np.testing.assert_allclose(
+        centred_logits(left_out(model), tokens), logits - logits.mean(-1, keepdims=True), atol=2e-5
+    )
+
+
+@pytest.mark.slow
+def test_a_control_without_a_matrix_has_no_effect():
+    model, key = flow_model(), jax.random.PRNGKey(0)
+    assert control_effect(model, random_tokens(), 2, key=key)["difference"] > 1e-3
+    deaf = eqx.tree_at(lambda m: m.transformer.flow.weights.control.weight.array, model, replace_fn=jnp.zeros_like)
+    assert set(control_effect(deaf, random_tokens(), 2, key=key).values()) == {0.0}
+
+
+@pytest.mark.slow
+def test_norms_are_those_of_the_gradient_before_clipping(tmp_path, monkeypatch):
+    """Of the first two steps, with a limit far below the norm, against jax.grad on the same model and batch."""
+    optimizer = {"learning_rate": 1e-2, "lr_schedule": "constant", "warmup": 0, "max_grad_norm": 1e-3}
+    overrides = {
+        "model": {"hidden_dim": 16, "max_seq_len": 16, "prelude_layers": 1, "coda_layers": 1},
+        "trainer": {"train_batch_size": 2, "num_train_steps": 2},
+        "optimizer": optimizer,
+    }
+    job, seen = planned(tmp_path, overrides=overrides, final_steps=1, evaluations=1)["hybrid"], []
+    step = Trainer.train_step
+
+    def capture(self, state, *batch, **kwargs):
+        seen.append(jax.tree.map(lambda x: jnp.array(x) if eqx.is_array(x) else x, (state.model, batch[0])))
+        return step(self, state, *batch, **kwargs)
+
+    monkeypatch.setattr(Trainer, "train_step", capture)
+    jobs.train(job.config)
+    records = read_metrics(jobs.directory(job.config).metrics)
+    assert len(records) == len(seen) == 2
+    for record, (model, batch) in zip(records, seen, strict=True):
+        loss = lambda m, batch=batch: m.compute_next_token_loss(batch).scalar()  # noqa: E731
+        gradient = eqx.filter_jit(eqx.filter_grad(loss))(inference_mode(model, False))
+        parts = {
+            "embeddings": gradient.embeddings,
+            "prelude": gradient.transformer.prelude,
+            "flow": gradient.transformer.flow,
+            "coda": (gradient.transformer.coda, gradient.transformer.norm),
+            "total": gradient,
+        }
+        found = component_norms(record)
+        assert found.keys() == parts.keys()
+        for name, part in parts.items():
+            squares = sum(float((x**2).sum()) for x in jax.tree.leaves(eqx.filter(part, eqx.is_inexact_array)))
+            assert found[name] == pytest.approx(math.sqrt(squares), rel=1e-4), name
+        assert found["total"] > 1e-2
+
+
+def made_up_record(seeds=(1, 2, 3)) -> dict:
+    """As `results.json`."""
+    steps = 40
+    results = []
+    for seed in seeds:
+        for shift, name in enumerate(("baseline", "hybrid", "shallow")):
+            loss = [3.0 - k / steps + 0.01 * seed + 0.1 * shift for k in range(steps)]
+            norms = {part: [0.5 + 0.01 * seed] * steps for part in ("embeddings", "prelude", "flow", "coda", "total")}
+            r = {"system": name, "seed": seed, "loss": loss, "norms": norms, "clip": 0.4, "parameters": 10}
+            r["report_loss"] = loss[-1]
+            refined = [
+                {"factor": m, "loss": 2.5, "divergence": 0.1, "share": 0.05 * (shift == 1) + 0.2} for m in (2, 4)
+            ]
+            if name != "shallow":
+                gone = {"loss": 2.6, "divergence": 0.5}
+                r["refined"] = {"displacement": 0.3, "left_out": gone, "refined": refined}
+            if name == "hybrid":
+                numbers = {"loss": 2.5, "displacement": 0.3, "divergence": 0.02}
+                grid = [(solver, n) for solver in ("euler", "rk4") for n in (2, 8)]
+                r["readings"] = [{"solver": s, "steps": n, "evaluations": n, **numbers} for s, n in grid]
+                effect = {"difference": 0.1, "divergence": 0.2, "loss_change": 0.0}
+                r |= {"alpha": 0.2, "control_gradient": 0.0, "control": {"trained": effect, "untrained": effect}}
+            results.append(r)
+    parts = {"train": "one", "select": "two", "report": "three"}
+    protocol = {"text": "t", "parts": parts, "bytes": dict.fromkeys(parts, 10), "tokenizer": "byte"}
+    protocol |= {"systems": ["baseline", "hybrid", "shallow"], "replaced_layers": 2, "flow_steps": 4, "alpha": 0.1}
+    protocol |= {"seeds": list(seeds), "num_train_steps": steps, "tokens_per_step": 8, "optimizer": "o"}
+    protocol |= {"weight_decay_on": "all", "final_steps": 5, "report_batches": None, "refinements": [2, 4]}
+    record = {"protocol": protocol, "unigram": 2.8, "results": results}
+    return record | {"machine": {"device": "d", "cores": 2, "jax": "0"}, "date": "2026-01-01", "command": "c"}
+
+
+def test_tables_come_from_the_json_alone():
+    record = json.loads(program._compact(made_up_record()))
+    assert record == json.loads(json.dumps(made_up_record()))
+    text = tables.markdown(record)
+    assert "n = 3" in text
+    assert "hybrid 0 of 3 seeds, baseline 0 of 3 seeds" in text
+    assert "| shallow | 1.095 ± " in text  # 2.295 / 2.095 in the second seed
+    assert "| 3 of 3 seeds |" in text
+    assert "0 of 120 | 0 of 120 | 0 of 120 | 0 of 120" in text
+    assert "hybrid 1.000 ± 0.000" in text  # all steps are clipped
+
+
+@pytest.mark.slow
+def test_figures_come_from_the_json_alone(tmp_path):
+    draw(made_up_record(), tmp_path)
+    names = ["gradient_flow.pdf", "gradient_flow.png", "invariance.pdf", "invariance.png"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
+
+
+@pytest.mark.slow
+def test_smoke_goes_on_where_it_stopped(tmp_path, monkeypatch):
+    """Stopped after two trainings, given again, and drawn again."""
+    measure, asked = program.measure, []
+
+    class Stopped(Exception):
+        pass
+
+    def stopping(job, *args):
+        if len(asked) == 2:
+            raise Stopped
+        asked.append(job.name)
+        return measure(job, *args)
+
+    config = smoke(run_dir=str(tmp_path), systems=["hybrid", "baseline"])
+    with monkeypatch.context() as patch:
+        patch.setattr(program, "measure", stopping)
+        with pytest.raises(Stopped):
+            program.main(config)
+    first = {name: read_metrics(tmp_path / name / "metrics.jsonl") for name in asked}
+    program.main(config)
+    assert {name: read_metrics(tmp_path / name / "metrics.jsonl") for name in asked} == first
+    record = json.loads((tmp_path / "results" / "results.json").read_text())
+    assert [(r["system"], r["seed"]) for r in record["results"]] == [
+        (system, seed) for seed in (1, 2) for system in ("hybrid", "baseline")
+    ]
+    for r in record["results"]:
+        assert len(r["loss"]) == 30
+        squares = sum(np.square(r["norms"][name]) for name in ("embeddings", "prelude", "flow", "coda"))
+        np.testing.assert_allclose(np.sqrt(squares), r["norms"]["total"], rtol=1e-4)
+    hybrid = record["results"][0]
+    assert hybrid["control_gradient"] == 0.0  # the matrix that a control passes through was never trained
+    assert hybrid["control"]["untrained"]["difference"] > 0.0
+    text = (tmp_path / "results" / "results.md").read_text()
+    shutil.rmtree(tmp_path / "texts")
+    program.main(smoke(run_dir=str(tmp_path), redraw=True))
+    assert (tmp_path / "results" / "results.md").read_text() == text
