@@ -3,9 +3,11 @@
 import dataclasses
 from dataclasses import dataclass
 
-from qkvflow.depth.general import GeneralPlan, Tolerances
-from qkvflow.depth.plan import Plan
-from qkvflow.depth.solvers import has_error_estimate, solver_by_name, tableau
+from qkvflow.depth.fixed import FixedPlan
+from qkvflow.depth.general import AdaptivePlan, BacksolvePlan, Tolerances
+from qkvflow.depth.grid import StepGrid
+from qkvflow.depth.plan import AbstractPlan
+from qkvflow.depth.solvers import solver_by_name, tableau
 from qkvflow.errors import UserError
 
 ENDPOINTS = ("right", "left")
@@ -100,10 +102,8 @@ class DepthConfig:
                 "step_size: residual has steps of length 1, whose number and places cannot be drawn at random. Use"
                 " step_size: uniform."
             )
-        self._check_coupling()
-        self._check_tolerances()
-        if self.is_general:
-            self._check_general()
+        self._check_combination()
+        self.plan("in_scan")  # plans check themselves
 
     @property
     def is_adaptive(self) -> bool:
@@ -112,7 +112,7 @@ class DepthConfig:
 
     @property
     def is_general(self) -> bool:
-        """Whether diffrax's own loop is used, `qkvflow.depth.general`."""
+        """Whether diffrax's own loop is used, which has no jitter, no range of steps and no batched weights."""
         return self.is_adaptive or self.adjoint == "backsolve"
 
     @property
@@ -120,19 +120,24 @@ class DepthConfig:
         """The number of steps outside training."""
         return self.steps if isinstance(self.steps, int) else self.steps.max
 
-    def plan(self, evaluate: str) -> Plan | GeneralPlan:
+    def plan(self, evaluate: str) -> AbstractPlan:
         """The plan outside training; `evaluate` (`batched` or `in_scan`) is what `auto` stands for here."""
-        return self._plan(evaluate, self.reading_steps)
+        steps = self.reading_steps
+        if self.is_adaptive:
+            rtol, atol = (b if a is None else a for a, b in ((self.rtol, self.atol), (self.atol, self.rtol)))
+            tolerances = Tolerances(rtol, atol, MAX_STEPS if self.max_steps is None else self.max_steps)
+            return AdaptivePlan(self.solver, steps, tolerances, self.adjoint)
+        if self.adjoint == "backsolve":
+            return BacksolvePlan(self.solver, steps, self.endpoint)
+        return self._fixed(evaluate, steps)
 
-    def training_plans(self, evaluate: str) -> tuple[Plan, ...]:
+    def training_plans(self, evaluate: str) -> tuple[FixedPlan, ...]:
         """The plans of which one is drawn for each training batch; none if training is done with `plan`."""
         if self.time_sampling == "fixed" and isinstance(self.steps, int):
             return ()
+        is_jittered = self.time_sampling == "jitter"
         values = (self.steps,) if isinstance(self.steps, int) else self.steps.values
-        plans = (self._plan(evaluate, steps) for steps in values)
-        if self.time_sampling == "fixed":
-            return tuple(plans)
-        return tuple(dataclasses.replace(p, steps=p.steps + 1, step=1.0 / (p.steps + 1), jitter=True) for p in plans)
+        return tuple(self._fixed(evaluate, steps + is_jittered, is_jittered) for steps in values)
 
     def on_grid(self, steps: int | None = None, **changes) -> "DepthConfig":
         """The same flow on a fixed grid of `steps` steps (default: `reading_steps`), nothing drawn at random."""
@@ -141,60 +146,30 @@ class DepthConfig:
         steps = self.reading_steps if steps is None else steps
         return dataclasses.replace(self, steps=steps, **{"adjoint": adjoint, **fixed, **changes})
 
-    def _plan(self, evaluate: str, steps: int) -> Plan | GeneralPlan:
-        if self.is_general:
-            tolerances = None
-            if self.is_adaptive:
-                rtol, atol = (b if a is None else a for a, b in ((self.rtol, self.atol), (self.atol, self.rtol)))
-                tolerances = Tolerances(rtol, atol, MAX_STEPS if self.max_steps is None else self.max_steps)
-            return GeneralPlan(self.solver, steps, tolerances, self.adjoint)
-        return Plan(
-            tableau=tableau(solver_by_name(self.solver)),
-            steps=steps,
-            endpoint=self.endpoint,
+    def _fixed(self, evaluate: str, steps: int, jitter: bool = False) -> FixedPlan:
+        coupling = COUPLING if self.adjoint == "reversible" and self.coupling is None else self.coupling
+        return FixedPlan(
+            grid=StepGrid(tableau(solver_by_name(self.solver)), steps, self.endpoint, coupling),
             step=1.0 / steps if self.step_size == "uniform" else 1.0,
             adjoint=self.adjoint,
             evaluate=evaluate if self.evaluate == "auto" else self.evaluate,
-            coupling=COUPLING if self.adjoint == "reversible" and self.coupling is None else self.coupling,
+            jitter=jitter,
         )
 
-    def _check_coupling(self) -> None:
-        if self.coupling is None:
+    def _check_combination(self) -> None:
+        """Refuses keys that mean nothing beside each other; what a plan needs of its own values it checks itself."""
+        if not self.is_adaptive and self.max_steps is not None:
+            raise UserError(
+                "max_steps bounds adaptive steps, and this grid is fixed: leave it out, or give rtol and atol."
+            )
+        if not self.is_general:
             return
-        if not 0.0 < self.coupling <= 1.0:
-            raise UserError(f"coupling must lie in (0, 1], got {self.coupling}. The usual value is {COUPLING}.")
-        if self.is_general:
+        what = "adaptive steps (rtol, atol)" if self.is_adaptive else "adjoint: backsolve"
+        if self.coupling is not None:
             raise UserError(
                 "coupling belongs to the reversible scheme on a fixed grid, and has no meaning with tolerances or"
                 " adjoint: backsolve. Leave it out."
             )
-
-    def _check_tolerances(self) -> None:
-        for name in ("rtol", "atol"):
-            value = getattr(self, name)
-            if value is not None and not value > 0.0:
-                raise UserError(f"{name} must be positive, got {value}.")
-        if not self.is_adaptive:
-            if self.max_steps is not None:
-                raise UserError(
-                    "max_steps bounds adaptive steps, and this grid is fixed: leave it out, or give rtol and atol."
-                )
-            return
-        if self.max_steps is not None and self.max_steps < 1:
-            raise UserError(f"max_steps must be at least 1, got {self.max_steps}.")
-        if not has_error_estimate(solver_by_name(self.solver)):
-            raise UserError(
-                f"rtol, atol: {self.solver} estimates no error, so its steps are fixed. Leave the tolerances out, or"
-                " use solver: tsit5 (or another that adapts: midpoint, heun, ralston, bosh3, dopri5, dopri8)."
-            )
-        if self.adjoint == "reversible":
-            raise UserError(
-                "adjoint: reversible walks a fixed grid back; with tolerances use adjoint: checkpoint, or leave out"
-                " rtol and atol."
-            )
-
-    def _check_general(self) -> None:
-        what = "adaptive steps (rtol, atol)" if self.is_adaptive else "adjoint: backsolve"
         if self.time_sampling == "jitter" or isinstance(self.steps, StepRange):
             raise UserError(
                 f"{what} cannot go with steps drawn at random: use time_sampling: fixed and one number of steps."
@@ -203,10 +178,5 @@ class DepthConfig:
             raise UserError(f"step_size: residual has steps of length 1, {what} solves an ODE on [0, 1]: use uniform.")
         if self.endpoint == "left" and self.is_adaptive:
             raise UserError("endpoint: left is Euler's on a fixed grid; adaptive steps do not read it. Leave it out.")
-        if self.endpoint == "right" and self.solver == "euler":
-            raise UserError(
-                "adjoint: backsolve is diffrax's, whose Euler sees the left end of a step: set endpoint: left, or use"
-                " another solver."
-            )
         if self.evaluate == "batched":
             raise UserError(f"evaluate: batched needs times known beforehand; with {what} use evaluate: auto.")

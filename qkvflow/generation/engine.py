@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 from jaxtyping import Array, Int
 
 from qkvflow.axes import BATCH, CONTROL, POSITION
-from qkvflow.blocks import Window
+from qkvflow.blocks import Inputs, Window
 from qkvflow.generation.sampling import Sampling, SamplingOptions, choose
 
 CHUNKS = (16, 64, 256)  # numbers of positions of a prompt that are read at once; each is compiled once
@@ -176,7 +176,7 @@ def _extend(model, state: State, tokens, active, chunk: int):
         at = jnp.minimum(state.filled[:, None] + jnp.arange(chunk), state.text.shape[1] - 1)
         rows = jnp.take_along_axis(state.control.array, at[..., None], axis=1)
         control = hax.named(rows, (Batch, New, state.control.axes[-1]))
-    return model.extend(hax.named(tokens, (Batch, New)), window, state.memory, control)
+    return model.extend(hax.named(tokens, (Batch, New)), Inputs(control=control, window=window), state.memory)
 
 
 def _prefill(model, state: State, chunk: int) -> State:

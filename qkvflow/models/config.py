@@ -2,13 +2,14 @@
 
 import dataclasses
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from haliax import Axis
-from levanter.models.lm_model import LmConfig
+from levanter.models.lm_model import LmConfig, LmHeadModel
 
 from qkvflow.axes import EMBED
 from qkvflow.blocks import BlockConfig, Gpt2BlockConfig
-from qkvflow.depth import DepthConfig, GeneralPlan, Plan
+from qkvflow.depth import AbstractPlan, DepthConfig, FixedPlan
 from qkvflow.errors import UserError
 from qkvflow.weights import GeneratedConfig, PerLayerConfig, WeightsConfig
 
@@ -47,6 +48,8 @@ class NeuralOdeConfig(LmConfig):
     control: ControlConfig | None = None
     gradient_checkpointing: bool = True
 
+    model_class: ClassVar[type[LmHeadModel]]  # set where the model is defined, which needs this configuration
+
     def __post_init__(self):
         for name, least in (("max_seq_len", 1), ("hidden_dim", 1), ("prelude_layers", 0), ("coda_layers", 0)):
             if getattr(self, name) < least:
@@ -71,22 +74,20 @@ class NeuralOdeConfig(LmConfig):
         return Axis(EMBED, self.hidden_dim)
 
     @property
-    def model_type(self):
-        from qkvflow.models.neuralode import NeuralOdeLMHeadModel
-
-        return NeuralOdeLMHeadModel
+    def model_type(self) -> type[LmHeadModel]:
+        return self.model_class
 
     @property
-    def plan(self) -> Plan | GeneralPlan:
+    def plan(self) -> AbstractPlan:
         """Where and how the flow is evaluated in layer-time."""
         return self.depth.plan(self.weights.evaluate)
 
     @property
-    def training_plans(self) -> tuple[Plan, ...]:
+    def training_plans(self) -> tuple[FixedPlan, ...]:
         """Of which one is drawn for each training batch; none if training is done with `plan`."""
         return self.depth.training_plans(self.weights.evaluate)
 
-    def ordinary_plan(self, layers: int) -> Plan:
+    def ordinary_plan(self, layers: int) -> AbstractPlan:
         """The plan of `layers` ordinary residual layers."""
         adjoint = "checkpoint" if self.gradient_checkpointing else "direct"
         depth = DepthConfig(solver="euler", steps=layers, step_size="residual", adjoint=adjoint)

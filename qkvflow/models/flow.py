@@ -1,14 +1,13 @@
 """A flow: time-dependent weights and a plan, integrated. The one place where weights, block and depth meet."""
 
-from typing import Any
-
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 from haliax import NamedArray
 from haliax.nn.scan import Stacked
 
-from qkvflow.depth import GeneralPlan, Plan, Statistics, increment, integrate, solve
+from qkvflow.blocks import Inputs
+from qkvflow.depth import AbstractPlan, FixedPlan, Solution, increment
 from qkvflow.errors import UserError
 from qkvflow.time import GridPoint, grid
 from qkvflow.weights import PerLayer, at, evaluate
@@ -23,47 +22,31 @@ class Flow(eqx.Module):
     """
 
     weights: eqx.Module
-    plan: Plan | GeneralPlan = eqx.field(static=True)
-    training_plans: tuple[Plan, ...] = eqx.field(static=True, default=())
+    plan: AbstractPlan = eqx.field(static=True)
+    training_plans: tuple[FixedPlan, ...] = eqx.field(static=True, default=())
     inference: bool = False
 
-    def __call__(self, x: NamedArray, mask, *, key=None, trajectory: bool = False, **inputs: NamedArray | None):
-        """x(1); with `trajectory` also the states after each step, {layers, ...}.
+    def __call__(self, x: NamedArray, inputs: Inputs, *, key=None) -> NamedArray:
+        """x(1), with the axes of x."""
+        return self.solve(x, inputs, key=key).end
 
-        inputs: what else the block takes: `pos_ids` (rotary positions; by default 0, 1, 2, ...), `control`.
-        """
-        return self.solve(x, mask, key=key, trajectory=trajectory, **inputs)[0]
-
-    def solve(
-        self, x: NamedArray, mask, *, key=None, trajectory: bool = False, **inputs: NamedArray | None
-    ) -> tuple[Any, Statistics | None]:
-        """What calling the flow gives, and what the solve cost: None on a fixed grid, whose plan says it."""
-        args = (mask, {name: value for name, value in inputs.items() if value is not None})
-        options = {"args": args, "key": key, "trajectory": trajectory}
-        if isinstance(self.plan, GeneralPlan):
-            return solve(_field, evaluate, self.weights, x, self.plan, **options)
+    def solve(self, x: NamedArray, inputs: Inputs, *, key=None, trajectory: bool = False) -> Solution:
+        """x(1); with `trajectory` also the states after each step, {layers, ...}; and what the solve cost."""
         if not self.training_plans or self.inference or key is None or trajectory:
-            return integrate(_field, evaluate, self.weights, x, self.plan, **options), None
-        return self._training(x, args, key), None
+            return self.plan.solve(_field, evaluate, self.weights, x, args=inputs, key=key, trajectory=trajectory)
+        return self._training(x, inputs, key)
 
-    def solve_statistics(self, x: NamedArray, mask, *, key=None, **inputs: NamedArray | None) -> Statistics:
-        """What the solve from x(0) = `x` costs; of interest for adaptive steps. Makes the whole solve."""
-        statistics = self.solve(x, mask, key=key, **inputs)[1]
-        if statistics is None:
-            raise UserError("This flow has a fixed grid: its plan says what a solve costs (`plan.evaluations`).")
-        return statistics
-
-    def increment(self, k, x: NamedArray, mask, **inputs: NamedArray | None) -> NamedArray:
+    def increment(self, k, x: NamedArray, inputs: Inputs) -> NamedArray:
         """What step `k` of the grid (may be traced) adds to the state `x`, by the solver's plain step."""
-        args = (mask, {name: value for name, value in inputs.items() if value is not None})
-        rows = jnp.asarray(self.plan.time_rows)[k]
+        plan = self.plan
+        rows = jnp.asarray(plan.grid.time_rows)[k]
 
         def field(slot: int, x: NamedArray) -> NamedArray:
-            return _field(evaluate(self.weights, GridPoint(self.plan.times, rows[slot])), x, args, None)
+            return _field(evaluate(self.weights, GridPoint(plan.times, rows[slot])), x, inputs, None)
 
-        return increment(field, x, self.plan, self.plan.step)
+        return increment(field, x, plan.grid, plan.step)
 
-    def discretise(self, plan: Plan) -> "Flow":
+    def discretise(self, plan: FixedPlan) -> "Flow":
         """The same flow with its weights evaluated once and for all at the times of `plan`."""
         return Flow(PerLayer.stack(at(self.weights, grid(plan.times)), plan.times), plan)
 
@@ -74,11 +57,11 @@ class Flow(eqx.Module):
             raise UserError("These weights are functions of time, not a stack of blocks: call discretise(steps) first.")
         return self.weights.blocks
 
-    def _training(self, x: NamedArray, args, key) -> NamedArray:
-        """x(1) by a plan drawn from `training_plans`."""
+    def _training(self, x: NamedArray, inputs: Inputs, key) -> Solution:
+        """By a plan drawn from `training_plans`."""
         k_plan, key = jax.random.split(key)
         branches = [
-            lambda x, key, plan=plan: integrate(_field, evaluate, self.weights, x, plan, args=args, key=key)
+            lambda x, key, plan=plan: plan.solve(_field, evaluate, self.weights, x, args=inputs, key=key)
             for plan in self.training_plans
         ]
         if len(branches) == 1:
@@ -86,6 +69,5 @@ class Flow(eqx.Module):
         return jax.lax.switch(jax.random.randint(k_plan, (), 0, len(branches)), branches, x, key)
 
 
-def _field(block, x: NamedArray, args, key) -> NamedArray:
-    mask, inputs = args
-    return block(x, mask, key=key, **inputs)
+def _field(block, x: NamedArray, inputs: Inputs, key) -> NamedArray:
+    return block(x, inputs, key=key)

@@ -42,12 +42,10 @@ def make_trainer(
     def loss(model: LmHeadModel, example: LmExample, *, key=None):
         if in_step is not None:
             model = in_step(model, key)
-        if isinstance(model, NeuralOdeLMHeadModel) and model.config.depth.is_adaptive:
-            value, statistics = model.next_token_loss_and_statistics(
-                example, key=key, logsumexp_weight=config.z_loss_weight
-            )
-            return value, depth_metrics(statistics)
-        return model.compute_next_token_loss(example, key=key, logsumexp_weight=config.z_loss_weight)
+        if not isinstance(model, NeuralOdeLMHeadModel):
+            return model.compute_next_token_loss(example, key=key, logsumexp_weight=config.z_loss_weight)
+        value, solution = model.next_token_loss(example, key=key, logsumexp_weight=config.z_loss_weight)
+        return value, depth_metrics(solution)
 
     finite = FiniteTrainer(trainer, optimizer, loss, add_default_hooks=False)
     finite.skips = config.max_skipped_steps > 0

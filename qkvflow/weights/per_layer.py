@@ -55,6 +55,12 @@ class PerLayer(TimeDependent):
             return stacked
         return _map_arrays(lambda a: hax.take(a.rename({LAYERS: "_from"}), "_from", hax.named(rows, t.axis)), stacked)
 
+    def rate(self, t: Time):
+        raise UserError(
+            "per_layer weights are no functions of time: they stand at their own times only, and have no rate of change"
+            " there. Use weights that are functions of time (generated, modulated, basis, constant)."
+        )
+
     @property
     def flops(self) -> float:
         """Nothing is computed: the weights are there."""

@@ -20,7 +20,7 @@ from qkvflow.analysis import lyapunov
 from qkvflow.analysis.corpus import mean_interval
 from qkvflow.analysis.reading import read
 from qkvflow.analysis.tangent import Tangent
-from qkvflow.blocks import SsmBlockConfig
+from qkvflow.blocks import Inputs, SsmBlockConfig
 from qkvflow.depth import DepthConfig
 from qkvflow.errors import UserError
 from qkvflow.models import ControlConfig
@@ -54,7 +54,7 @@ def dense_tangent(model, x0):
     @jax.jit
     @jax.jacrev
     def jacobian(x):
-        return model.transformer.flow(hax.named(x, x0.axes), AttentionMask.causal()).array
+        return model.transformer.flow(hax.named(x, x0.axes), Inputs.of()).array
 
     return np.asarray(jacobian(x0.array), np.float64).reshape(x0.array.size, -1)
 
