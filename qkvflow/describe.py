@@ -139,6 +139,7 @@ def describe(config: TrainConfig, vocab_size: int) -> Sections:
         "evaluations of the block": _evaluations(config_of_ours),
         "FLOPs per token": {
             "forward": flops and flops.forward,
+            **_by_stage(config_of_ours, vocab_size, length),
             "backward": flops and flops.backward,
             "recomputed, at most": flops and flops.recomputed,
         },
@@ -229,10 +230,21 @@ def arguments(argv: Sequence[str]) -> list[str]:
 
 def _evaluations(config) -> dict[str, Value]:
     rows: dict[str, Value] = {"per token": cost.evaluations(config)}
-    if config.training_plans:
-        around = config.prelude_layers + config.coda_layers
+    around = config.prelude_layers + config.coda_layers
+    if len(config.stages) > 1:
+        counts = [str(stage.plan.evaluations + around) for stage in config.stages]
+        rows["per token, in training"] = " then ".join(counts)
+    elif config.training_plans:
         rows["per token, in training"] = " or ".join(str(p.evaluations + around) for p in config.training_plans)
     return rows
+
+
+def _by_stage(config, vocab_size: int, length: int) -> dict[str, Value]:
+    """Forward FLOPs of each stage of a training whose depth grows."""
+    if len(config.stages) == 1:
+        return {}
+    flops = (stage.flops_per_token(vocab_size, length) for stage in config.stages)
+    return {"forward, in training": " then ".join(_cell(f) for f in flops)}
 
 
 def _parameters(shape) -> dict[str, Value]:

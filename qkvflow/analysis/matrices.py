@@ -15,6 +15,7 @@ from haliax import NamedArray
 from levanter.models.lm_model import LmHeadModel
 
 from qkvflow.analysis import parts
+from qkvflow.analysis.reading import check_finite
 from qkvflow.axes import EMBED, HEADS, LAYERS
 from qkvflow.errors import UserError
 from qkvflow.models import NeuralOdeLMHeadModel
@@ -64,6 +65,7 @@ def factors(model: LmHeadModel, family: str, times=None) -> tuple[NamedArray, Na
     """What `products` is made of, with axes in any order: {layers, [heads,] embed, head_size or mlp} both."""
     if family not in FAMILIES:
         raise UserError(f"family: {family!r} is not known. Choices: {', '.join(FAMILIES)}.")
+    check_finite(model)
     model = enter(model)
     times = _checked(times, model.config.plan.times if times is None else times)
     select = parts.feed_forward_of if family == "ff" else parts.attention_of

@@ -120,8 +120,10 @@ def read(
     plain steps of its solver: the same differential equation.
 
     Raises:
-        UserError: for a model of an unknown kind, steps that it has no weights for, a control that does not fit.
+        UserError: for a model of an unknown kind, weights that are not finite, steps that it has no weights for, a
+            control that does not fit.
     """
+    check_finite(model)
     ours = jax.tree.map(_at_least_float32, inference_mode(enter(model), True))
     ours = jax.tree.map(_plain, ours, is_leaf=_is_attention)
     if control is not None:
@@ -134,6 +136,19 @@ def read(
     changes = {} if endpoint is None else {"endpoint": endpoint}
     depth = ours.config.depth.on_grid(steps, adjoint="checkpoint", coupling=None, **changes)
     return Reading(ours.with_depth(depth).discretise(), Inputs.of(control=control))
+
+
+def check_finite(model: eqx.Module) -> None:
+    """Raises:
+    UserError: if an array holds numbers that are not finite, naming it: nothing can be read off such a model.
+    """
+    for path, leaf in jax.tree_util.tree_leaves_with_path(model):
+        if eqx.is_inexact_array(leaf) and not isinstance(leaf, jax.core.Tracer) and not bool(jnp.isfinite(leaf).all()):
+            name = jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".array")
+            raise UserError(
+                f"the weights are not finite: {name} holds NaN or infinity, so there are no spectra, exponents or"
+                " trajectories to read. Training had diverged: take an earlier checkpoint with --checkpoint_step N."
+            )
 
 
 def sequence(reading: Reading, tokens) -> NamedArray:

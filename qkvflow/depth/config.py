@@ -1,12 +1,14 @@
 """YAML `depth:` how the model travels from t = 0 to t = 1."""
 
 import dataclasses
+import math
 from dataclasses import dataclass
 
 from qkvflow.depth.fixed import FixedPlan
 from qkvflow.depth.general import AdaptivePlan, BacksolvePlan, Tolerances
 from qkvflow.depth.grid import StepGrid
 from qkvflow.depth.plan import AbstractPlan
+from qkvflow.depth.schedule import StepGrowth, StepRange
 from qkvflow.depth.solvers import solver_by_name, tableau
 from qkvflow.errors import UserError
 
@@ -20,37 +22,12 @@ MAX_STEPS = 256
 
 
 @dataclass(frozen=True)
-class StepRange:
-    """A number of steps drawn for each training batch from `choices` numbers between `min` and `max`, in equal ratios.
-
-    Each is compiled once. Evaluation and everything else that is not training takes `max` steps.
-    """
-
-    min: int
-    max: int
-    choices: int = 3
-
-    def __post_init__(self):
-        if not 1 <= self.min < self.max:
-            raise UserError(f"steps: min ({self.min}) must be at least 1 and below max ({self.max}).")
-        if self.choices < 2:
-            raise UserError(
-                f"choices must be at least 2, got {self.choices}. For one number of steps write it as steps."
-            )
-
-    @property
-    def values(self) -> tuple[int, ...]:
-        """The numbers of steps, ascending, without repetition."""
-        ratio = self.max / self.min
-        return tuple(sorted({round(self.min * ratio ** (i / (self.choices - 1))) for i in range(self.choices)}))
-
-
-@dataclass(frozen=True)
 class DepthConfig:
     """A fixed grid of `steps` steps of `solver`; with `rtol` or `atol` steps of adaptive length.
 
-    steps: a number, or a range from which training draws (`StepRange`). With tolerances, 1/steps is the length of the
-        first step that is tried.
+    steps: a number; `{min, max}`, from which training draws (`StepRange`); or `{grow: {0.0: 3, 0.25: 6, 0.6: 12}}`,
+        from these fractions of training on (`StepGrowth`). With tolerances, 1/steps is the length of the first step
+        that is tried.
     endpoint: which end of its step Euler sees (`right` as in the paper, `left`); methods with several stages have
         their own places within the step, and do not read it.
     step_size: `uniform`, h = 1/steps, an ODE on [0, 1]; `residual`, h = 1, an ordinary residual network (Euler only).
@@ -65,10 +42,12 @@ class DepthConfig:
     rtol, atol: tolerances of adaptive steps (one given, the other is the same). WARNING: step sizes are chosen from the
         whole batch, so the model is not strictly causal, and cannot be cached in generation.
     max_steps: of a solve with tolerances, rejected ones included; hitting it is an error. 256 by default.
+    kinetic_weight: training adds this times the kinetic energy to the loss, the integral of the mean of (dx/dt)^2 over
+        tokens and width (OT-Transformer, arXiv 2505.13499); logged as `train/kinetic_energy`.
     """
 
     solver: str = "euler"
-    steps: int | StepRange = 12
+    steps: int | StepRange | StepGrowth = 12
     endpoint: str = "right"
     step_size: str = "uniform"
     adjoint: str = "checkpoint"
@@ -78,6 +57,7 @@ class DepthConfig:
     rtol: float | None = None
     atol: float | None = None
     max_steps: int | None = None
+    kinetic_weight: float = 0.0
 
     def __post_init__(self):
         tab = tableau(solver_by_name(self.solver))
@@ -97,10 +77,17 @@ class DepthConfig:
                 f"step_size: residual is a plain residual network, x + B(x), and has no meaning for {self.solver}, a"
                 f" method with {tab.stages} stages. Use solver: euler, or step_size: uniform."
             )
-        if self.step_size == "residual" and (self.time_sampling == "jitter" or isinstance(self.steps, StepRange)):
+        if self.step_size == "residual" and (self.time_sampling == "jitter" or not isinstance(self.steps, int)):
             raise UserError(
-                "step_size: residual has steps of length 1, whose number and places cannot be drawn at random. Use"
-                " step_size: uniform."
+                "step_size: residual has steps of length 1, whose number and places cannot be drawn at random, or grow."
+                " Use step_size: uniform."
+            )
+        if not 0.0 <= self.kinetic_weight < math.inf:
+            raise UserError(f"kinetic_weight must be at least 0 and finite, got {self.kinetic_weight}.")
+        if self.kinetic_weight and self.adjoint == "reversible":
+            raise UserError(
+                "kinetic_weight needs the states after all steps, which adjoint: reversible does not keep: use adjoint:"
+                " checkpoint, or leave it out."
             )
         self._check_combination()
         self.plan("in_scan")  # plans check themselves
@@ -118,7 +105,18 @@ class DepthConfig:
     @property
     def reading_steps(self) -> int:
         """The number of steps outside training."""
-        return self.steps if isinstance(self.steps, int) else self.steps.max
+        return self.steps if isinstance(self.steps, int) else self.steps.reading
+
+    @property
+    def stages(self) -> tuple["DepthConfig", ...]:
+        """The depth of each stage of training: itself alone, unless it grows."""
+        if not isinstance(self.steps, StepGrowth):
+            return (self,)
+        return tuple(dataclasses.replace(self, steps=steps) for steps in self.steps.values)
+
+    def first_steps(self, num_train_steps: int) -> tuple[int, ...]:
+        """The training step, counted from 0, with which each stage begins."""
+        return self.steps.first_steps(num_train_steps) if isinstance(self.steps, StepGrowth) else (0,)
 
     def plan(self, evaluate: str) -> AbstractPlan:
         """The plan outside training; `evaluate` (`batched` or `in_scan`) is what `auto` stands for here."""
@@ -132,16 +130,17 @@ class DepthConfig:
         return self._fixed(evaluate, steps)
 
     def training_plans(self, evaluate: str) -> tuple[FixedPlan, ...]:
-        """The plans of which one is drawn for each training batch; none if training is done with `plan`."""
-        if self.time_sampling == "fixed" and isinstance(self.steps, int):
+        """The plans of which one is drawn for each training batch, in the last stage of one that grows; none if
+        training is done with `plan`."""
+        is_range, is_jittered = isinstance(self.steps, StepRange), self.time_sampling == "jitter"
+        if not (is_range or is_jittered):
             return ()
-        is_jittered = self.time_sampling == "jitter"
-        values = (self.steps,) if isinstance(self.steps, int) else self.steps.values
+        values = self.steps.values if isinstance(self.steps, StepRange) else (self.reading_steps,)
         return tuple(self._fixed(evaluate, steps + is_jittered, is_jittered) for steps in values)
 
     def on_grid(self, steps: int | None = None, **changes) -> "DepthConfig":
         """The same flow on a fixed grid of `steps` steps (default: `reading_steps`), nothing drawn at random."""
-        fixed = {"rtol": None, "atol": None, "max_steps": None, "time_sampling": "fixed"}
+        fixed = {"rtol": None, "atol": None, "max_steps": None, "time_sampling": "fixed", "kinetic_weight": 0.0}
         adjoint = "checkpoint" if self.adjoint == "backsolve" else self.adjoint
         steps = self.reading_steps if steps is None else steps
         return dataclasses.replace(self, steps=steps, **{"adjoint": adjoint, **fixed, **changes})
@@ -173,6 +172,15 @@ class DepthConfig:
         if self.time_sampling == "jitter" or isinstance(self.steps, StepRange):
             raise UserError(
                 f"{what} cannot go with steps drawn at random: use time_sampling: fixed and one number of steps."
+            )
+        if isinstance(self.steps, StepGrowth) and self.is_adaptive:
+            raise UserError(
+                f"steps: grow says how many steps there are, and {what} find that out themselves: give one number of"
+                " steps (the length of the first that is tried), or leave out rtol and atol."
+            )
+        if self.kinetic_weight:
+            raise UserError(
+                f"kinetic_weight sums over the steps of a fixed grid, and cannot with {what}: leave it out."
             )
         if self.step_size == "residual":
             raise UserError(f"step_size: residual has steps of length 1, {what} solves an ODE on [0, 1]: use uniform.")

@@ -23,6 +23,7 @@ from qkvflow.depth.steps import advance, increment, read, start
 from qkvflow.errors import UserError
 from qkvflow.time import GridPoint, grid
 
+_SHORTEST = 1e-6  # of the steps of a jittered grid, one may have no length
 RECOMPUTED = {"direct": 0, "checkpoint": 1, "reversible": 1}  # times that the backward pass evaluates the field again
 
 
@@ -50,11 +51,20 @@ class FixedPlan(AbstractPlan):
             raise UserError(f"coupling must lie in (0, 1], got {coupling}. The usual value is 0.99.")
 
     def solve(
-        self, field: Field, at: At, params, x: NamedArray, *, args=None, key=None, trajectory: bool = False
+        self,
+        field: Field,
+        at: At,
+        params,
+        x: NamedArray,
+        *,
+        args=None,
+        key=None,
+        trajectory: bool = False,
+        kinetic: bool = False,
     ) -> Solution:
         """See `AbstractPlan.solve`. One mask of dropout per step, shared by its stages: the field is a function within
         a step. The trajectory has one state for each step."""
-        return _solve(self, field, at, params, x, args, key, trajectory)
+        return _solve(self, field, at, params, x, args, key, trajectory, kinetic)
 
     @property
     def steps(self) -> int:
@@ -77,7 +87,9 @@ class FixedPlan(AbstractPlan):
         return len(self.times) if self.evaluate == "batched" else self.steps * len(self.grid.places)
 
 
-def _solve(plan: FixedPlan, field: Field, at: At, params, x: NamedArray, args, key, trajectory: bool) -> Solution:
+def _solve(
+    plan: FixedPlan, field: Field, at: At, params, x: NamedArray, args, key, trajectory: bool, kinetic: bool
+) -> Solution:
     Steps = Axis(STEPS, plan.steps)
     times, lengths = None, None
     if plan.jitter:
@@ -106,16 +118,20 @@ def _solve(plan: FixedPlan, field: Field, at: At, params, x: NamedArray, args, k
         return increment(evaluate, x, plan.grid, plan.step if row.length is None else row.length, backward=backward)
 
     dtype, coupling = x.dtype, plan.grid.coupling
-    if plan.adjoint == "reversible" and not trajectory:
+    if plan.adjoint == "reversible" and not (trajectory or kinetic):
         return Solution(reversible.integrate(psi, x, shared, rows, Steps, coupling))
 
-    def step(state, row: _Rows):
-        state = advance(lambda x, backward: psi(x, shared, row, backward), state, coupling)
-        return state, (read(state, dtype) if trajectory else None)
+    def step(before, row: _Rows):
+        after = advance(lambda x, backward: psi(x, shared, row, backward), before, coupling)
+        moved = (read(after, jnp.float32) - read(before, jnp.float32)).array.astype(jnp.float32) if kinetic else None
+        duration = 1 / plan.steps if row.length is None else jnp.maximum(row.length, _SHORTEST)
+        energy = jnp.mean(jnp.square(moved)) / duration if kinetic else None
+        return after, (read(after, dtype) if trajectory else None, energy)
 
     # In a trajectory of the reversible scheme gradients are those of `checkpoint`: equal, and with its memory.
-    end, states = hax.scan(step, Steps, remat=plan.adjoint != "direct")(start(x, coupling), rows)
-    return Solution(read(end, dtype), states.rename({STEPS: LAYERS}) if trajectory else None)
+    end, (states, energies) = hax.scan(step, Steps, remat=plan.adjoint != "direct")(start(x, coupling), rows)
+    states = states.rename({STEPS: LAYERS}) if trajectory else None
+    return Solution(read(end, dtype), states, kinetic=jnp.sum(energies) if kinetic else None)
 
 
 class _Shared(eqx.Module):

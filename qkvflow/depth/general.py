@@ -73,7 +73,16 @@ class AdaptivePlan(AbstractPlan):
             )
 
     def solve(
-        self, field: Field, at: At, params, x: NamedArray, *, args=None, key=None, trajectory: bool = False
+        self,
+        field: Field,
+        at: At,
+        params,
+        x: NamedArray,
+        *,
+        args=None,
+        key=None,
+        trajectory: bool = False,
+        kinetic: bool = False,
     ) -> Solution:
         """See `AbstractPlan.solve`. Dropout is drawn once per solve.
 
@@ -81,6 +90,7 @@ class AdaptivePlan(AbstractPlan):
             UserError: if max_steps is hit outside jit. Inside jit the result is NaN, which the training loop and the
                 evaluation report, and `Statistics.successful` is False.
         """
+        assert not kinetic, "DepthConfig refuses kinetic_weight here"
         controller = diffrax.PIDController(rtol=self.tolerances.rtol, atol=self.tolerances.atol)
         options = {"stepsize_controller": controller, "max_steps": self.tolerances.max_steps}
         return _diffeqsolve(self, field, at, params, x, args, key, trajectory, adjoint=self._diffrax_adjoint, **options)
@@ -118,9 +128,19 @@ class BacksolvePlan(AbstractPlan):
             )
 
     def solve(
-        self, field: Field, at: At, params, x: NamedArray, *, args=None, key=None, trajectory: bool = False
+        self,
+        field: Field,
+        at: At,
+        params,
+        x: NamedArray,
+        *,
+        args=None,
+        key=None,
+        trajectory: bool = False,
+        kinetic: bool = False,
     ) -> Solution:
         """See `AbstractPlan.solve`. Dropout is drawn once per solve."""
+        assert not kinetic, "DepthConfig refuses kinetic_weight here"
         # One step more than needed: the sum of the lengths may fall short of 1 by rounding.
         options = {"stepsize_controller": diffrax.ConstantStepSize(), "max_steps": self.steps + 1}
         adjoint = diffrax.BacksolveAdjoint()

@@ -32,11 +32,16 @@ class Solution(eqx.Module):
 
     states: after each step, {layers, ...}; None unless the trajectory was asked for.
     statistics: None where the plan says beforehand what a solve costs.
+    kinetic: the integral of the mean of (dx/dt)^2 over all axes of x, fp32, with the mean velocity of each step in
+        place of dx/dt: sum_k mean((x_{k+1} - x_k)^2) / (t_{k+1} - t_k). None unless asked for.
+    steps: how many there were, where they were drawn from several numbers.
     """
 
     end: NamedArray
     states: NamedArray | None = None
     statistics: Statistics | None = None
+    kinetic: jax.Array | None = None
+    steps: jax.Array | None = None
 
 
 class AbstractPlan(abc.ABC):
@@ -59,7 +64,16 @@ class AbstractPlan(abc.ABC):
 
     @abc.abstractmethod
     def solve(
-        self, field: Field, at: At, params, x: NamedArray, *, args=None, key=None, trajectory: bool = False
+        self,
+        field: Field,
+        at: At,
+        params,
+        x: NamedArray,
+        *,
+        args=None,
+        key=None,
+        trajectory: bool = False,
+        kinetic: bool = False,
     ) -> Solution:
         """x(1) from x(0) = `x` under dx/dt = field(W(t), x, args, key), W(t) = at(params, t).
 
@@ -71,4 +85,5 @@ class AbstractPlan(abc.ABC):
             args: what else the field reads (a mask, a control); any pytree.
             key: for dropout, and for what the plan itself draws.
             trajectory: also give the states after each step.
+            kinetic: also give the kinetic energy; on a fixed grid only.
         """

@@ -1,5 +1,7 @@
 """A flow: time-dependent weights and a plan, integrated. The one place where weights, block and depth meet."""
 
+import dataclasses
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -19,11 +21,13 @@ class Flow(eqx.Module):
     weights: a block some of whose parts are functions of time; `at(weights, t)` is the block at t.
     plan: how it is read outside training, and in training too if there are no `training_plans`, of which one is drawn
         for each call that has a key.
+    kinetic: in training mode a solve also gives its kinetic energy.
     """
 
     weights: eqx.Module
     plan: AbstractPlan = eqx.field(static=True)
     training_plans: tuple[FixedPlan, ...] = eqx.field(static=True, default=())
+    kinetic: bool = eqx.field(static=True, default=False)
     inference: bool = False
 
     def __call__(self, x: NamedArray, inputs: Inputs, *, key=None) -> NamedArray:
@@ -32,9 +36,11 @@ class Flow(eqx.Module):
 
     def solve(self, x: NamedArray, inputs: Inputs, *, key=None, trajectory: bool = False) -> Solution:
         """x(1); with `trajectory` also the states after each step, {layers, ...}; and what the solve cost."""
+        kinetic = self.kinetic and not self.inference
         if not self.training_plans or self.inference or key is None or trajectory:
-            return self.plan.solve(_field, evaluate, self.weights, x, args=inputs, key=key, trajectory=trajectory)
-        return self._training(x, inputs, key)
+            options = {"args": inputs, "key": key, "trajectory": trajectory, "kinetic": kinetic}
+            return self.plan.solve(_field, evaluate, self.weights, x, **options)
+        return self._training(x, inputs, key, kinetic)
 
     def increment(self, k, x: NamedArray, inputs: Inputs) -> NamedArray:
         """What step `k` of the grid (may be traced) adds to the state `x`, by the solver's plain step."""
@@ -57,16 +63,19 @@ class Flow(eqx.Module):
             raise UserError("These weights are functions of time, not a stack of blocks: call discretise(steps) first.")
         return self.weights.blocks
 
-    def _training(self, x: NamedArray, inputs: Inputs, key) -> Solution:
+    def _training(self, x: NamedArray, inputs: Inputs, key, kinetic: bool) -> Solution:
         """By a plan drawn from `training_plans`."""
         k_plan, key = jax.random.split(key)
-        branches = [
-            lambda x, key, plan=plan: plan.solve(_field, evaluate, self.weights, x, args=inputs, key=key)
-            for plan in self.training_plans
-        ]
+
+        def branch(plan: FixedPlan):
+            return lambda x, key: plan.solve(_field, evaluate, self.weights, x, args=inputs, key=key, kinetic=kinetic)
+
+        branches = [branch(plan) for plan in self.training_plans]
         if len(branches) == 1:
             return branches[0](x, key)
-        return jax.lax.switch(jax.random.randint(k_plan, (), 0, len(branches)), branches, x, key)
+        drawn = jax.random.randint(k_plan, (), 0, len(branches))
+        solution = jax.lax.switch(drawn, branches, x, key)
+        return dataclasses.replace(solution, steps=jnp.asarray([plan.steps for plan in self.training_plans])[drawn])
 
 
 def _field(block, x: NamedArray, inputs: Inputs, key) -> NamedArray:

@@ -27,6 +27,12 @@ def enter(model: LmHeadModel) -> NeuralOdeLMHeadModel:
     Raises:
         UserError: for a model of Levanter's that is no point of our product.
     """
+    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(model)):
+        return eqx.filter_eval_shape(_enter, model)
+    return _enter(model)
+
+
+def _enter(model: LmHeadModel) -> NeuralOdeLMHeadModel:
     model = merged(model)
     ours = model if isinstance(model, NeuralOdeLMHeadModel) else twin(model)
     if ours is None:

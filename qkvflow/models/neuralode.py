@@ -44,10 +44,9 @@ class NeuralOdeTransformer(eqx.Module):
             plan = config.ordinary_plan(layers)
             return Flow(_build(config, ordinary=True, times=plan.times, key=key), plan)
 
-        plan = config.plan
         return NeuralOdeTransformer(
             ordinary(config.prelude_layers, k_prelude),
-            Flow(_build(config, ordinary=False, times=plan.times, key=k_flow), plan, config.training_plans),
+            Flow(_build(config, ordinary=False, times=config.plan.times, key=k_flow), **config.travel),
             ordinary(config.coda_layers, k_coda),
             config.block.norm(config.Embed),
         )
@@ -199,10 +198,9 @@ class NeuralOdeLMHeadModel(LmHeadModel[NeuralOdeConfig]):
     def with_depth(self, depth: DepthConfig) -> "NeuralOdeLMHeadModel":
         """The same weights W(t), travelled in another way: another solver, another number of steps."""
         config = dataclasses.replace(self.config, depth=depth)
-        plan = config.plan
         if isinstance(self.transformer.flow.weights, PerLayer):
-            self.transformer.flow.weights.at(grid(plan.times))  # refuses times that it does not know
-        flow = dataclasses.replace(self.transformer.flow, plan=plan, training_plans=config.training_plans)
+            self.transformer.flow.weights.at(grid(config.plan.times))  # refuses times that it does not know
+        flow = dataclasses.replace(self.transformer.flow, **config.travel)
         return dataclasses.replace(self, transformer=dataclasses.replace(self.transformer, flow=flow), _config=config)
 
     def get_lm_head(self) -> NamedArray:

@@ -11,6 +11,7 @@ from levanter.schedule import distinct_values
 from levanter.trainer import TrainerConfig
 
 from qkvflow.errors import UserError
+from qkvflow.models import NeuralOdeConfig
 from qkvflow.runs.config import TrainConfig
 
 
@@ -32,6 +33,8 @@ def check_config(config: TrainConfig) -> None:
                 "does not add up its normaliser over the parts of the vocabulary. To spread the embedding "
                 "over devices, map `vocab` in `trainer.mesh.param_mapping`"
             )
+    if isinstance(model, NeuralOdeConfig):
+        model.depth.first_steps(trainer.num_train_steps)  # refuses stages without a step
     config.data.control_field(config.control_dim)
     if model.max_seq_len < 1:
         raise UserError(f"`model.max_seq_len` must be at least 1, but is {model.max_seq_len}")

@@ -25,7 +25,7 @@ from qkvflow.tracking import start_trackers
 from qkvflow.training.checks import check_config, check_devices, tree_bytes
 from qkvflow.training.corpus import Corpus, open_corpus
 from qkvflow.training.levanter_config import configure_jax, levanter_trainer
-from qkvflow.training.loop import Outcome, train
+from qkvflow.training.loop import Outcome, Stages, train
 from qkvflow.training.mesh import check_mesh, complete_mesh
 from qkvflow.training.share import TrainedShare
 from qkvflow.training.start import Start
@@ -104,7 +104,6 @@ def _train_in(run: PreparedRun[C], start: Start, quiet: Quiet, progress: Progres
                 if run.last_step < 0:
                     _log_beginning(state, share, validation, progress, corpus.unigram)
             length = config.Pos.size
-            flops = config.model.flops_per_token(vocab.size, length)
             outcome = train(
                 trainer,
                 state,
@@ -114,7 +113,7 @@ def _train_in(run: PreparedRun[C], start: Start, quiet: Quiet, progress: Progres
                 directory=directory,
                 progress=progress,
                 tokens_per_example=length,
-                flops_per_example=None if flops is None else 3 * flops * length,
+                stages=_stages(config, vocab.size),
                 unigram=corpus.unigram,
                 max_skipped_steps=config.max_skipped_steps,
                 sequences_per_epoch=corpus.train_sequences,
@@ -144,6 +143,19 @@ def _initial_state(
         if source is None:
             raise
         raise unreadable_checkpoint(Path(source), error) from error
+
+
+def _stages(config: TrainConfig, vocab_size: int) -> Stages:
+    """The stages of a training: one, unless the depth of the model grows."""
+    model, length = config.model, config.Pos.size
+    is_ours = isinstance(model, NeuralOdeConfig)
+    models = model.stages if is_ours else (model,)
+    flops = [m.flops_per_token(vocab_size, length) for m in models]
+    return Stages(
+        model.depth.first_steps(config.trainer.num_train_steps) if is_ours else (0,),
+        tuple(m.depth.reading_steps if is_ours else None for m in models),
+        tuple(None if f is None else 3 * f * length for f in flops),
+    )
 
 
 def _log_beginning(

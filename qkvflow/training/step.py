@@ -21,7 +21,7 @@ from qkvflow.axes import CONTROL
 from qkvflow.data.control_dataset import ControlledExample
 from qkvflow.errors import UserError
 from qkvflow.models import NeuralOdeLMHeadModel
-from qkvflow.models.metrics import depth_metrics
+from qkvflow.models.metrics import penalised
 from qkvflow.runs.config import TrainConfig
 from qkvflow.training.finite import FiniteTrainer
 
@@ -44,12 +44,20 @@ def make_trainer(
             model = in_step(model, key)
         if not isinstance(model, NeuralOdeLMHeadModel):
             return model.compute_next_token_loss(example, key=key, logsumexp_weight=config.z_loss_weight)
+        model = at_stage(model, finite.stage)
         value, solution = model.next_token_loss(example, key=key, logsumexp_weight=config.z_loss_weight)
-        return value, depth_metrics(solution)
+        return penalised(model, value, solution, grows=len(config.model.stages) > 1)
 
     finite = FiniteTrainer(trainer, optimizer, loss, add_default_hooks=False)
     finite.skips = config.max_skipped_steps > 0
     return finite
+
+
+def at_stage(model: LmHeadModel, stage: int) -> LmHeadModel:
+    """The model as a stage of its training reads it: on that stage's number of steps, if its depth grows."""
+    if not isinstance(model, NeuralOdeLMHeadModel) or len(model.config.stages) == 1:
+        return model
+    return model.with_depth(model.config.stages[stage].depth)
 
 
 def vocabulary(config: TrainConfig, tokens: int, trainer: TrainerConfig) -> Axis:

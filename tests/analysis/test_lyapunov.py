@@ -257,9 +257,9 @@ def test_refusals():
     heun = build(small_config(depth=DepthConfig(solver="heun", steps=2)))
     with pytest.raises(UserError, match="Euler"):
         lyapunov.token_exponents(heun, tokens, official_times=True)
-    with pytest.raises(UserError, match="give it a flow"):
+    with pytest.raises(UserError, match="whose flow is Euler"):
         lyapunov.token_exponents(build(OTHERS["Levanter gpt2"]), tokens, official_times=True)
-    with pytest.raises(UserError, match="no other depth"):
+    with pytest.raises(UserError, match="An ordinary stack has one depth"):
         read(build(OTHERS["Levanter gpt2"]), steps=3)
     batched = random_tokens(batch=1, length=3)
     np.testing.assert_array_equal(lyapunov.token_exponents(model, batched), lyapunov.token_exponents(model, tokens))

@@ -181,7 +181,7 @@ def test_jacobian_eigenvalues():
 
 def test_refusals():
     flow, ordinary = build(small_config()), build(MODELS["Levanter gpt2"])
-    with pytest.raises(UserError, match=r"no weights at t = 0\.25"):
+    with pytest.raises(UserError, match=r"no value at t = 0\.25"):
         spectral.qk_eigenvalues(ordinary, [0.25])
     assert spectral.qk_eigenvalues(ordinary, [2 / 3]).shape[0] == 1
     with pytest.raises(UserError, match="no value at t"):

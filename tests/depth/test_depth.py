@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from levanter.utils.tree_utils import inference_mode
 from support.depth import ORDER, Embed, plan, rotation, slope, times_of
 from support.models import VOCAB, build, heavy, random_tokens, small_config
 
@@ -190,3 +191,25 @@ def test_bad_options_are_refused(kwargs, message):
 def test_implicit_solvers_are_refused():
     with pytest.raises(UserError, match="not an explicit Runge-Kutta"):
         tableau(diffrax.Kvaerno3())
+
+
+@pytest.mark.parametrize("changes", [{}, {"solver": "heun"}, {"adjoint": "direct"}, {"time_sampling": "jitter"}])
+def test_kinetic_energy(changes, tokens):
+    """The sum over steps of the mean square of the motion, over the length of the step; with its gradient."""
+    model = build(small_config(depth=DepthConfig(steps=3, kinetic_weight=1.0, **changes)))
+    flow, x = model.transformer.flow, model.embeddings(tokens)
+    key = jax.random.PRNGKey(3)
+    kinetic = eqx.filter_jit(lambda flow, x: flow.solve(x, Inputs.of(), key=key).kinetic)
+    found = float(kinetic(flow, x))
+    if "time_sampling" in changes:
+        assert found > 0  # times are drawn inside; the fixed grid is the law
+    else:
+        states = flow.solve(x, Inputs.of(), key=key, trajectory=True).states.array
+        moves = np.diff(np.concatenate([np.asarray(x.array)[None], np.asarray(states)]), axis=0)
+        assert found == pytest.approx(float(np.sum(np.mean(moves**2, axis=(1, 2, 3)) * 3)), rel=1e-5)
+    slope = jax.grad(lambda s: kinetic(flow, x * s))(1.0)
+    h = 1e-2
+    assert float(slope) == pytest.approx(
+        (float(kinetic(flow, x * (1 + h))) - float(kinetic(flow, x * (1 - h)))) / (2 * h), rel=1e-2
+    )
+    assert inference_mode(flow, True).solve(x, Inputs.of(), key=key).kinetic is None
