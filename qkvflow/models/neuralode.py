@@ -190,7 +190,7 @@ class NeuralOdeLMHeadModel(LmHeadModel[NeuralOdeConfig]):
         loss_dtype: jnp.dtype | None = jnp.float32,
         logit_soft_cap: float | None = None,
     ) -> jax.Array | NamedArray:
-        """Levanter's loss, under the example's `control` if it carries one (`qkvflow.data.control_dataset`)."""
+        """Levanter's loss, under the example's `control` if it carries one (`qkvflow.data.control.sequences`)."""
         x = self.activations(example.tokens, example.attn_mask, key=key, control=getattr(example, "control", None))
         return maybe_fused_next_token_loss(
             self.Pos,

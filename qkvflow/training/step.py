@@ -18,7 +18,7 @@ from levanter.utils.types import FilterTree
 from optax import GradientTransformation
 
 from qkvflow.axes import CONTROL
-from qkvflow.data.control_dataset import ControlledExample
+from qkvflow.data.control.sequences import ControlledExample
 from qkvflow.errors import UserError
 from qkvflow.models import NeuralOdeLMHeadModel
 from qkvflow.models.metrics import depth_metrics

@@ -11,7 +11,7 @@ import pytest
 from levanter.models.lm_model import LmExample
 from support.models import VOCAB, build, random_tokens, small_config
 
-from qkvflow.data.control_dataset import ControlledExample
+from qkvflow.data.control.sequences import ControlledExample
 from qkvflow.depth import DepthConfig
 from qkvflow.errors import UserError
 from qkvflow.models import ControlConfig
