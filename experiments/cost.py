@@ -7,7 +7,7 @@ from typing import Any
 from haliax import Axis
 from levanter.utils.jax_utils import parameter_count
 
-from qkvflow.cli import decode
+from qkvflow.config import decode
 from qkvflow.describe import vocabulary_size
 from qkvflow.errors import UserError
 from qkvflow.meshes.ahead import compile_ahead

@@ -19,7 +19,8 @@ from qkvflow.analysis.exponents import kaplan_yorke as kaplan_yorke
 from qkvflow.analysis.opening import EncodedText, opened, output_folder, texts_of, validation_texts, write
 from qkvflow.analysis.reading import Reading, read, sequence
 from qkvflow.analysis.tangent import Tangent
-from qkvflow.cli import Text, run_program
+from qkvflow.cli import run_program
+from qkvflow.config import Text
 from qkvflow.errors import UserError
 from qkvflow.models.levanter_twin import enter_config
 

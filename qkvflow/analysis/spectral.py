@@ -23,7 +23,8 @@ from qkvflow.analysis.reading import Reading, read, sequence
 from qkvflow.analysis.spectrum import Summary
 from qkvflow.analysis.tangent import Tangent
 from qkvflow.blocks import SsmBlockConfig
-from qkvflow.cli import Text, run_program
+from qkvflow.cli import run_program
+from qkvflow.config import Text
 from qkvflow.errors import UserError
 from qkvflow.models.levanter_twin import enter_config
 

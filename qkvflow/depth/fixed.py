@@ -21,6 +21,7 @@ from qkvflow.depth.jitter import jittered
 from qkvflow.depth.plan import AbstractPlan, At, Field, Solution
 from qkvflow.depth.steps import advance, increment, read, start
 from qkvflow.errors import UserError
+from qkvflow.named import is_named
 from qkvflow.time import GridPoint, grid
 
 _SHORTEST = 1e-6  # of the steps of a jittered grid, one may have no length
@@ -105,7 +106,7 @@ def _solve(
     if plan.evaluate == "batched":
         stacked = at(params, grid(plan.times) if times is None else times)
         slots = _slots(stacked, plan, Steps)
-        per_step, unstacked = eqx.partition(slots, _has_steps, is_leaf=_is_named)
+        per_step, unstacked = eqx.partition(slots, _has_steps, is_leaf=is_named)
         rows = eqx.tree_at(lambda r: r.weights, rows, per_step, is_leaf=_is_none)
         # Everything that the steps need is there: without `params` no gradient of them is carried along.
         shared = _Shared(None, args, None, unstacked)
@@ -154,7 +155,7 @@ class _Rows(eqx.Module):
 
 def _weights(slot: int, shared: _Shared, row: _Rows, plan: FixedPlan, at: At):
     if plan.evaluate == "batched":
-        return eqx.combine(row.weights[slot], shared.unstacked[slot], is_leaf=_is_named)
+        return eqx.combine(row.weights[slot], shared.unstacked[slot], is_leaf=is_named)
     index = row.indices[slot]
     return at(shared.params, GridPoint(plan.times, index) if shared.times is None else shared.times.array[index])
 
@@ -173,15 +174,11 @@ def _slots(stacked, plan: FixedPlan, Steps: Axis) -> list:
         array = leaf.array if len(index) == leaf.array.shape[0] else leaf.array[index[0] : index[-1] + 1 : stride]
         return hax.named(array, (Steps, *leaf.axes[1:]))
 
-    return [jax.tree.map(lambda a, s=s: rows(a, s), stacked, is_leaf=_is_named) for s in range(len(plan.grid.places))]
+    return [jax.tree.map(lambda a, s=s: rows(a, s), stacked, is_leaf=is_named) for s in range(len(plan.grid.places))]
 
 
 def _has_steps(leaf) -> bool:
     return isinstance(leaf, NamedArray) and STEPS in {a.name for a in leaf.axes}
-
-
-def _is_named(leaf) -> bool:
-    return isinstance(leaf, NamedArray)
 
 
 def _is_none(leaf) -> bool:

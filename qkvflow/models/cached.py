@@ -9,7 +9,6 @@ import dataclasses
 
 import equinox as eqx
 import haliax as hax
-import jax
 from haliax import Axis, NamedArray
 
 from qkvflow.axes import EMBED, LAYERS, POSITION
@@ -20,6 +19,7 @@ from qkvflow.models.config import NeuralOdeConfig
 from qkvflow.models.embeddings import Embeddings
 from qkvflow.models.flow import Flow
 from qkvflow.models.neuralode import NeuralOdeLMHeadModel
+from qkvflow.named import map_named
 from qkvflow.time import grid
 from qkvflow.weights import evaluate
 
@@ -114,12 +114,7 @@ def on_fixed_grid(model: NeuralOdeLMHeadModel) -> NeuralOdeLMHeadModel:
 
 
 def _row(stacked, k: int):
-    def take(leaf):
-        if isinstance(leaf, NamedArray) and LAYERS in {a.name for a in leaf.axes}:
-            return leaf[LAYERS, k]
-        return leaf
-
-    return jax.tree.map(take, stacked, is_leaf=lambda leaf: isinstance(leaf, NamedArray))
+    return map_named(lambda a: a[LAYERS, k] if LAYERS in {axis.name for axis in a.axes} else a, stacked)
 
 
 def _field(block, x: NamedArray, inputs: Inputs, memory):

@@ -11,6 +11,7 @@ from levanter.schedule import distinct_values
 from levanter.trainer import TrainerConfig
 
 from qkvflow.errors import UserError
+from qkvflow.inside.levanter import settle_devices
 from qkvflow.models import NeuralOdeConfig
 from qkvflow.runs.config import TrainConfig
 
@@ -69,8 +70,7 @@ def check_devices(trainer: TrainerConfig) -> None:
         if value != -1 and value < 1:
             raise UserError(f"`trainer.{name}` must be at least 1, or -1 for all examples at once, but is {value}")
     try:
-        # Differs from Levanter: `trainer.initialize()` does this too, but also starts its own terminal log.
-        trainer._validate_and_set_defaults()
+        settle_devices(trainer)
     except ValueError as error:
         raise UserError(f"trainer: {error}") from None
 

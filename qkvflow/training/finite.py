@@ -1,18 +1,17 @@
 """Steps whose loss or update is not finite: noticed in the step itself, then fatal, or skipped and counted."""
 
-import functools
 import math
+from typing import Any
 
 import equinox as eqx
-import haliax as hax
 import jax
 import jax.numpy as jnp
 from haliax.jax_utils import is_jax_array_like
 from levanter.schedule import BatchSchedule
-from levanter.trainer import Trainer
 from levanter.trainer_state import TrainerState
 
 from qkvflow.errors import UserError
+from qkvflow.inside.levanter import StepTrainer
 
 _REMEDIES = (
     "Usual remedies: a smaller `optimizer.learning_rate`, more `optimizer.warmup`, `optimizer.max_grad_norm: 1.0`, or "
@@ -21,7 +20,7 @@ _REMEDIES = (
 )
 
 
-class FiniteTrainer(Trainer):
+class FiniteTrainer(StepTrainer):
     """Levanter's trainer, whose steps say NaN for their loss if they leave the parameters or optimizer not finite.
 
     Differs from Levanter, which looks at the loss alone: a gradient that is not finite beside a finite loss
@@ -33,34 +32,7 @@ class FiniteTrainer(Trainer):
 
     skips: bool = False
 
-    stage: int = 0  # of a model whose depth grows: what the loss reads (`enter_stage`)
-
-    def enter_stage(self, stage: int) -> None:
-        """From now on steps are those of this stage, each compiled once."""
-        self.stage = stage
-
-    @property
-    def _jit_train_step_fn(self):
-        return self._jitted(no_hooks=False)
-
-    @property
-    def _jit_train_step_fn_no_hook(self):
-        return self._jitted(no_hooks=True)
-
-    def _jitted(self, *, no_hooks: bool):
-        """Differs from Levanter, which compiles one step: here one for each stage."""
-        compiled = self.__dict__.setdefault("_compiled", {})
-        if (self.stage, no_hooks) not in compiled:
-            # A function of its own: Haliax finds compiled programs again by their function.
-            step = functools.partial(self._train_step, _no_hooks=no_hooks)
-            mapping = self.parameter_axis_mapping
-            compiled[self.stage, no_hooks] = hax.named_jit(
-                step, axis_resources=mapping, out_axis_resources=mapping, donate_args=(True,)
-            )
-        return compiled[self.stage, no_hooks]
-
-    def _train_step(self, state: TrainerState, batch, batch_kwargs, _no_hooks=False):
-        result = super()._train_step(state, batch, batch_kwargs, _no_hooks=_no_hooks)
+    def see(self, state: TrainerState, result: Any) -> Any:
         stays = _stays_finite(_learned(state), _learned(result.new_state))
         is_good = stays & jnp.isfinite(result.loss)
         result.loss = jnp.where(jnp.isfinite(result.loss) & ~stays, jnp.nan, result.loss)

@@ -87,7 +87,7 @@ def train(
     log_speed = [
         log_performance_stats(tokens_per_example, config.batch_schedule, flops) for flops in stages.flops_per_example
     ]
-    trainer.enter_stage(stages.at(done))
+    trainer.stage = stages.at(done)
     checkpointer = create_checkpointer(config.checkpointer)
     bad_steps = BadSteps(max_skipped_steps)
     _add_hooks(trainer)
@@ -121,7 +121,7 @@ def train(
             metrics = {"loss_before": old, "loss_after": new, "loss_jump": new - old}
             levanter.tracker.log({f"depth/{name}": value for name, value in metrics.items()}, step=info.step)
             text += f"  validation loss {old:.3f} -> {new:.3f}"
-        trainer.enter_stage(after)
+        trainer.stage = after
         progress.say(text + "  (compiling)")
 
     validation_loss = None

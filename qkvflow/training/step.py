@@ -18,10 +18,11 @@ from levanter.utils.types import FilterTree
 from optax import GradientTransformation
 
 from qkvflow.axes import CONTROL
-from qkvflow.data.control_dataset import ControlledExample
+from qkvflow.data.control.sequences import ControlledExample
 from qkvflow.errors import UserError
 from qkvflow.models import NeuralOdeLMHeadModel
 from qkvflow.models.metrics import penalised
+from qkvflow.named import is_named
 from qkvflow.runs.config import TrainConfig
 from qkvflow.training.finite import FiniteTrainer
 
@@ -116,7 +117,7 @@ def batch_shape(config: TrainConfig, trainer: FiniteTrainer) -> LmExample:
         struct = jax.ShapeDtypeStruct((Batch.size, *array.shape), array.dtype)
         return NamedArray(struct, tuple(a.name for a in axes)) if axes else struct  # pyright: ignore
 
-    shape = jax.tree.map(stacked, eqx.filter_eval_shape(example), is_leaf=_is_named)
+    shape = jax.tree.map(stacked, eqx.filter_eval_shape(example), is_leaf=is_named)
     return _sharded(shape, trainer, trainer.compute_axis_mapping)
 
 
@@ -154,12 +155,8 @@ def _sharded(tree, trainer: FiniteTrainer, mapping: ResourceMapping):
         struct = jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=NamedSharding(mesh, spec))
         return NamedArray(struct, leaf.axis_names) if isinstance(leaf, NamedArray) else struct  # pyright: ignore
 
-    return jax.tree.map(place, tree, is_leaf=_is_named)
+    return jax.tree.map(place, tree, is_leaf=is_named)
 
 
 def _is_shape(leaf: object) -> bool:
     return isinstance(leaf, jax.ShapeDtypeStruct)
-
-
-def _is_named(leaf: object) -> bool:
-    return isinstance(leaf, NamedArray)

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from haliax import NamedArray
 
+from qkvflow.named import map_named
 from qkvflow.time import Time, as_time, time_axis
 
 
@@ -74,12 +75,7 @@ def _along(axis, module):
     if axis is None:
         return module
 
-    def repeat(leaf):
-        if isinstance(leaf, NamedArray) and axis.name not in {a.name for a in leaf.axes}:
-            return hax.broadcast_axis(leaf, axis)
-        return leaf
-
-    return jax.tree.map(repeat, module, is_leaf=lambda x: isinstance(x, NamedArray))
+    return map_named(lambda a: a if axis.name in {x.name for x in a.axes} else hax.broadcast_axis(a, axis), module)
 
 
 def evaluation_flops(module) -> float:

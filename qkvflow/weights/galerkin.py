@@ -17,6 +17,7 @@ from haliax import Axis, NamedArray
 
 from qkvflow.axes import BASIS, TIME_EMBED
 from qkvflow.errors import UserError
+from qkvflow.named import is_named, map_named
 from qkvflow.time import Time, on_time
 from qkvflow.weights.base import TimeDependent, array_fields, replace_units
 from qkvflow.weights.bases import FunctionBasis
@@ -37,10 +38,7 @@ class Galerkin(TimeDependent):
         return self._combined(on_time(self.basis.derivatives, t, TIME_EMBED))
 
     def _combined(self, phi: NamedArray):
-        def combine(c: NamedArray) -> NamedArray:
-            return project(phi, c.rename({BASIS: TIME_EMBED}))
-
-        return jax.tree.map(combine, self.coefficients, is_leaf=lambda c: isinstance(c, NamedArray))
+        return map_named(lambda c: project(phi, c.rename({BASIS: TIME_EMBED})), self.coefficients)
 
     def refined(self, dim: int) -> tuple["Galerkin", float]:
         """The same function of time with `dim` basis functions, and the relative error of that (0 if it is exact)."""
@@ -56,8 +54,7 @@ class Galerkin(TimeDependent):
             array = jnp.tensordot(jnp.asarray(matrix, c.dtype), c.array, 1, precision="highest")
             return hax.named(array, (Axis(BASIS, dim), *c.axes[1:]))
 
-        fine = jax.tree.map(refine, self.coefficients, is_leaf=lambda c: isinstance(c, NamedArray))
-        return Galerkin(fine, dataclasses.replace(self.basis, dim=dim)), error
+        return Galerkin(map_named(refine, self.coefficients), dataclasses.replace(self.basis, dim=dim)), error
 
 
 def expand(module, basis: FunctionBasis, *, key):
@@ -74,7 +71,6 @@ def expand(module, basis: FunctionBasis, *, key):
             _coefficients(getattr(unit, name), basis, varies=isinstance(unit, hnn.Linear) and name == "weight", key=k)
             for name, k in zip(names, jax.random.split(key, len(names)), strict=True)
         ]
-        is_named = lambda x: isinstance(x, NamedArray)  # noqa: E731
         return Galerkin(eqx.tree_at(lambda m: [getattr(m, n) for n in names], unit, new, is_leaf=is_named), basis)
 
     return replace_units(module, build, key=key)

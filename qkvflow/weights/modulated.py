@@ -30,6 +30,7 @@ import jax
 from haliax import Axis, NamedArray
 
 from qkvflow.axes import SINUSOID, TIME_HIDDEN
+from qkvflow.named import is_named, map_named
 from qkvflow.time import Time, frozen, sinusoidal_features, sinusoidal_rates
 from qkvflow.weights.base import TimeDependent, array_fields, replace_units
 from qkvflow.weights.division import named_as, named_for_division
@@ -73,14 +74,14 @@ class GateNetwork(eqx.Module):
 
     def __call__(self, t: Time) -> dict[str, NamedArray]:
         features = sinusoidal_features(t, self.sinusoidal_dim)
-        lin1, lin2 = jax.tree.map(lambda p: p.astype(features.dtype), (self.lin1, self.lin2), is_leaf=_is_named)
+        lin1, lin2 = map_named(lambda p: p.astype(features.dtype), (self.lin1, self.lin2))
         hidden = hnn.silu(lin1(features))
         return {name: GATES[self.gate](linear(hidden)) for name, linear in lin2.items()}
 
     def rate(self, t: Time) -> dict[str, NamedArray]:
         """dg/dt of each gate: g'(s) lin2.weight (silu'(z) lin1.weight dphi/dt), z = lin1(phi), s = lin2(silu(z))."""
         features, moving = (f(t, self.sinusoidal_dim) for f in (sinusoidal_features, sinusoidal_rates))
-        lin1, lin2 = jax.tree.map(lambda p: p.astype(features.dtype), (self.lin1, self.lin2), is_leaf=_is_named)
+        lin1, lin2 = map_named(lambda p: p.astype(features.dtype), (self.lin1, self.lin2))
         before = lin1(features)
         hidden, moved = hnn.silu(before), silu_rate(before) * hax.dot(moving, lin1.weight, axis=SINUSOID)
         return {
@@ -161,12 +162,8 @@ def _scale(array: NamedArray, gates: list[NamedArray]) -> NamedArray:
 def _replace_arrays(unit, fn: Callable[[str, NamedArray], NamedArray]):
     names = array_fields(unit)
     new = [fn(name, getattr(unit, name)) for name in names]
-    return eqx.tree_at(lambda m: [getattr(m, name) for name in names], unit, new, is_leaf=_is_named)
+    return eqx.tree_at(lambda m: [getattr(m, name) for name in names], unit, new, is_leaf=is_named)
 
 
 def _tuple(axes) -> tuple[Axis, ...]:
     return (axes,) if isinstance(axes, Axis) else tuple(axes)
-
-
-def _is_named(x) -> bool:
-    return isinstance(x, NamedArray)

@@ -12,11 +12,10 @@ from levanter.utils.tree_utils import inference_mode
 from support.models import VOCAB, build, heavy, llama, random_tokens, small_config
 
 from qkvflow.blocks import Inputs, LlamaBlockConfig
-from qkvflow.cli.decode import decode
+from qkvflow.config import decode, encode
 from qkvflow.depth import DepthConfig
 from qkvflow.errors import UserError
 from qkvflow.models import NeuralOdeConfig
-from qkvflow.runs.config_file import encode
 from qkvflow.weights import GeneratedConfig
 
 FORMS = ("parallel", "sequential", "official")

@@ -30,8 +30,8 @@ from experiments.gradient_flow.plan import Job, planned_jobs
 from experiments.gradient_flow.verdict import verdict
 from experiments.systems import merged
 from qkvflow.blocks import Inputs
-from qkvflow.cli import decode, parse
-from qkvflow.cli.arguments import read_yaml
+from qkvflow.cli import parse
+from qkvflow.config import decode, read_yaml
 from qkvflow.depth import DepthConfig
 from qkvflow.errors import UserError
 from qkvflow.models.config import ControlConfig

@@ -12,7 +12,7 @@ from levanter.models.lm_model import LmExample
 from support.models import VOCAB, build, random_tokens, small_config
 
 from qkvflow.blocks import Inputs
-from qkvflow.data.control_dataset import ControlledExample
+from qkvflow.data.control.sequences import ControlledExample
 from qkvflow.depth import DepthConfig
 from qkvflow.errors import UserError
 from qkvflow.models import ControlConfig
