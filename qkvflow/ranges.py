@@ -12,6 +12,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
 
+from qkvflow.errors import UserError
+
 
 @dataclass(frozen=True)
 class Range:
@@ -72,6 +74,17 @@ def field_out_of_range(cls: type, values: Mapping[str, Any], table: Table | None
             if found is not None:
                 return found
     return None
+
+
+def check_ranges(value: Any, table: Table | None = None) -> None:
+    """For `__post_init__` of a class that is made in Python too, and for configurations that no program has read.
+
+    Raises:
+        UserError: a number is out of its range.
+    """
+    wrong = out_of_range(value, table)
+    if wrong is not None:
+        raise UserError(wrong)
 
 
 @functools.cache

@@ -11,15 +11,16 @@ PACKAGE = Path(__file__).parent.parent / "qkvflow"
 ROOMS = {"weights", "blocks", "depth"}
 PROGRAMS = {"train_lm", "finetune_lm", "eval_lm", "describe", "sample_lm", "serve_lm", "analysis"}
 # Each part may import from qkvflow only what is listed here.
-GROUND = {"errors", "units", "files", "locks", "ranges", "named", "inside"}  # what knows nothing of models
+GROUND = {"errors", "units", "files", "checksums", "locks", "ranges", "named", "inside"}  # what knows nothing of models
 MAY_IMPORT = {
     "errors": set(),
     "units": set(),
-    "ranges": set(),
+    "ranges": {"errors"},
     "named": set(),
     "inside": set(),
     "locks": set(),
     "files": {"errors"},
+    "checksums": {"files"},
     "axes": set(),
     "time": {"axes"},
     "weights": {"axes", "time", *GROUND},

@@ -23,11 +23,12 @@ from qkvflow.data.resolved import ResolvedDataConfig
 from qkvflow.data.sources import BuiltinSource, FilesSource
 from qkvflow.data.tokenizers import resolve_tokenizer, tokenizer_fingerprint
 from qkvflow.errors import UserError
+from qkvflow.ranges import ProperShare, check_ranges
 
 
 @dataclass(frozen=True)
 class DataConfig(LmDataConfig):
-    """Levanter's `LmDataConfig` with five shortcuts and defaults that need no file and no network.
+    """Levanter's `LmDataConfig` with shortcuts, checked token caches, and defaults that need no file and no network.
 
     With neither `components` nor `train` the data is the English text that every Python carries.
     """
@@ -38,18 +39,21 @@ class DataConfig(LmDataConfig):
     """Paths or globs of .txt, .jsonl (.gz, .zst), .json or .parquet files; replaces all `components`."""
     validation: str | list[str] | None = None
     """The same for validation. Without it `validation_fraction` of the training data is held out."""
-    validation_fraction: float = 0.1
+    validation_fraction: ProperShare = 0.1
     text_key: str = "text"
     """The key of a record of `train` and `validation` that holds the text."""
     control_key: str | None = None
     """The key of a record, of any component, that may hold its control: a list of `model.control.dim` numbers."""
+    rebuild_caches: bool = False
+    """Build token caches again that are damaged, instead of refusing them."""
+    verify_caches: bool = False
+    """Compare big token caches (beyond 256 MB) with their checksums byte by byte too, not only by sizes."""
 
     def __post_init__(self):
         super().__post_init__()
+        check_ranges(self)
         if self.validation is not None and self.train is None:
             raise UserError("`validation` is given without `train`; both name files. Give `train` too.")
-        if not 0.0 <= self.validation_fraction < 1.0:
-            raise UserError(f"`validation_fraction` must be at least 0 and below 1, but is {self.validation_fraction}")
 
     def control_field(self, dim: int | None) -> ControlField | None:
         """Where the records hold their control, for a model with `dim` components of it; None without `control_key`.
@@ -100,7 +104,13 @@ class DataConfig(LmDataConfig):
         record: dict[str, str] = {}
         for name, source in _sources(plain.components):
             record |= source_record(name, source)
-        return ResolvedDataConfig(**values, control=control, record=record)
+        return ResolvedDataConfig(
+            **values,
+            control=control,
+            record=record,
+            rebuild_caches=self.rebuild_caches,
+            verify_caches=self.verify_caches,
+        )
 
     def _with_shortcuts(self) -> LmDataConfig:
         """`train` and `validation`, or the built-in text, as components."""

@@ -20,6 +20,7 @@ from qkvflow.config import decode
 from qkvflow.errors import UserError
 from qkvflow.config import encode
 from qkvflow.files import local_path, write_text
+from qkvflow.ranges import Count
 from qkvflow.runs.directory import RunDirectory
 
 _LLAMA = "transformer.block.self_attn."
@@ -37,9 +38,9 @@ class OfficialConfig:
     """
 
     path: str
-    num_heads: int
-    steps: int
-    max_seq_len: int = 2048
+    num_heads: Count
+    steps: Count
+    max_seq_len: Count = 2048
     block: dict[str, Any] = field(default_factory=dict)
 
     def read(self) -> LmHeadModel:

@@ -3,18 +3,48 @@
 import contextlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
+from jax.experimental.array_serialization.serialization import GlobalAsyncCheckpointManager
+
+from qkvflow.checksums import damage_of, write_checksums
 from qkvflow.errors import UserError
-from qkvflow.runs.checksums import damage_of
+from qkvflow.inside.levanter import checkpoint_of
 
 Phase = Callable[[str], AbstractContextManager]
 _LONG_BYTES = 1 << 30  # reading more than this takes seconds, so a person is told
+
+
+class ChecksumManager(GlobalAsyncCheckpointManager):
+    """Writes the arrays of a checkpoint, then its `checksums.json`; then Levanter marks it as complete.
+
+    Differs from Levanter, which marks it once the arrays are on disk. With several processes all have
+    written by then, and the first one makes the checksums of all files.
+    """
+
+    def serialize(
+        self,
+        arrays: Any,
+        tensorstore_specs: Any,
+        *,
+        on_commit_callback: Callable[[], None] | None = None,
+        transaction: Any = None,
+    ) -> None:
+        folder = checkpoint_of(tensorstore_specs)
+
+        def commit() -> None:
+            write_checksums(folder, later=["metadata.json"])
+            if on_commit_callback is not None:
+                on_commit_callback()
+
+        super().serialize(arrays, tensorstore_specs, on_commit_callback=commit, transaction=transaction)
 
 
 @dataclass(frozen=True)
@@ -54,6 +84,12 @@ def newest_good(folder: Path, phase: Phase | None = None) -> tuple[int | None, l
             return step, damaged
         damaged.append(Damaged(path, what))
     return None, damaged
+
+
+def has_checkpoint(path: Path) -> bool:
+    """Whether `path` is a checkpoint of Levanter's, or a folder with some."""
+    places = [path, *path.iterdir()] if path.is_dir() else []
+    return any((place / "metadata.json").is_file() for place in places)
 
 
 def sound_checkpoint(path: Path) -> tuple[Path, list[Damaged]]:
@@ -111,7 +147,8 @@ def clean_up(folder: Path) -> None:
 
 def _step_folders(folder: Path) -> list[tuple[int, Path]]:
     names = [(path.name.removeprefix("step-"), path) for path in folder.glob("step-*") if path.is_dir()]
-    return [(int(number), path) for number, path in names if number.isdigit()]
+    # As Levanter writes them: `isdigit` is also true of a superscript, and step-07 is another folder than step-7.
+    return [(int(number), path) for number, path in names if re.fullmatch("0|[1-9][0-9]{0,18}", number)]
 
 
 def _is_sound(metadata: Path, step: int) -> bool:

@@ -27,7 +27,7 @@ from qkvflow.files import local_path
 from qkvflow.models import lora
 from qkvflow.runs.base import Base, BaseRecord, OfficialBase
 from qkvflow.runs.checkpoints import Damaged, all_damaged, checkpoint_steps, newest_good
-from qkvflow.runs.checksums import damage_of
+from qkvflow.checksums import damage_of
 from qkvflow.runs.config import FinetuneConfig, TrainConfig
 from qkvflow.config import read_config
 from qkvflow.runs.directory import RunDirectory
@@ -77,7 +77,7 @@ def load_run(path: str | os.PathLike, checkpoint_step: int | None = None, *, mer
 def _read_run(directory: RunDirectory, step: int, merge: bool = True) -> Run:
     config = read_config(directory.config, TrainConfig)
     tokenizer = load_tokenizer(directory.tokenizer)
-    vocab = Axis("vocab", config.vocab_size or len(tokenizer))
+    vocab = Axis("vocab", len(tokenizer) if config.vocab_size is None else config.vocab_size)
     checkpoint = directory.checkpoints / f"step-{step}"
     if is_adapter(directory):
         model = _read_adapter(directory, checkpoint)
@@ -105,14 +105,20 @@ class RunBase(Base):
     step: int
 
     @staticmethod
-    def open(path: str | os.PathLike, checkpoint_step: int | None = None) -> "RunBase":
+    def open(
+        path: str | os.PathLike, checkpoint_step: int | None = None, child: Path | None = None
+    ) -> "RunBase":
         """A run at a checkpoint; the last one of a finished run if none is named.
 
-        Errors: `UserError` if there is no such run or checkpoint, if it is damaged, or if the run is unfinished.
+        Args:
+            child: a run that was made from this checkpoint, for messages.
+
+        Raises:
+            UserError: there is no such run or checkpoint, it is damaged, or the run is unfinished.
         """
         directory = find_run(path)
         config = read_config(directory.config, TrainConfig)
-        step, total = _choose_step(directory, checkpoint_step), config.trainer.num_train_steps
+        step, total = _choose_step(directory, checkpoint_step, child), config.trainer.num_train_steps
         if checkpoint_step is None and step + 1 < total:
             raise UserError(
                 f"the run {directory.path} is unfinished: its newest checkpoint is step-{step}, after {step + 1} of"
@@ -143,7 +149,7 @@ def load_base(directory: RunDirectory) -> LmHeadModel:
         assert source is not None
         base = OfficialBase.open(dataclasses.replace(source, path=str(path)))
     else:
-        base = RunBase.open(path, record.checkpoint_step)
+        base = RunBase.open(path, record.checkpoint_step, directory.path)
     loaded = base.load()
     record.check(base, loaded)
     return loaded
@@ -217,7 +223,8 @@ def _without_warnings(name: str) -> Iterator[None]:
         logger.setLevel(level)
 
 
-def _choose_step(directory: RunDirectory, wanted: int | None) -> int:
+def _choose_step(directory: RunDirectory, wanted: int | None, child: Path | None = None) -> int:
+    """The step to read; `child`: a run that was made from exactly `wanted`, and has no choice."""
     steps = checkpoint_steps(directory.checkpoints)
     if not steps:
         raise UserError(f"the run {directory.path} has no checkpoint yet; it writes one when it ends or is stopped")
@@ -228,15 +235,15 @@ def _choose_step(directory: RunDirectory, wanted: int | None) -> int:
         for checkpoint in damaged:
             warnings.warn(Notice(f"{checkpoint}. Taking step-{newest}, the newest good one, instead"), stacklevel=2)
         return newest
+    path = directory.checkpoints / f"step-{wanted}"
+    others = ", ".join(str(step) for step in steps if step != wanted)
+    mend = f"The run {child} was made from it and needs it: put it back from a copy" if child is not None else ""
     if wanted not in steps:
         raise UserError(
-            f"the run {directory.path} has no checkpoint of step {wanted}; there are: " + ", ".join(map(str, steps))
+            f"the run {directory.path} has no checkpoint of step {wanted}{f'. {mend}' if mend else f'; there are: {others}'}"
         )
-    path = directory.checkpoints / f"step-{wanted}"
     what = damage_of(path)
     if what is not None:
-        raise UserError(
-            f"{Damaged(path, what)}. Leave --checkpoint_step out for the newest good one, or give another: "
-            + ", ".join(str(step) for step in steps if step != wanted)
-        )
+        another = f"Leave --checkpoint_step out for the newest good one, or give another: {others}" if others else ""
+        raise UserError(f"{Damaged(path, what)}. {mend or another or 'Put it back from a copy'}")
     return wanted

@@ -7,7 +7,7 @@ from datetime import datetime, timedelta
 from levanter.checkpoint import CheckpointerConfig, CheckpointInterval
 
 from qkvflow.inside.levanter import Checkpointer, set_manager
-from qkvflow.runs.checksums import ChecksumManager
+from qkvflow.runs.checkpoints import ChecksumManager
 
 _BEGINNING = datetime(2000, 1, 1)  # any: only differences of times count
 _TIMEOUT_SECONDS = 30 * 60  # as in Levanter

@@ -11,6 +11,7 @@ from qkvflow.errors import Notice
 from qkvflow.files import local_path
 from qkvflow.runs.checkpoints import Phase, sound_checkpoint
 from qkvflow.runs.config import TrainConfig
+from qkvflow.runs.directory import RunDirectory
 from qkvflow.runs.prepare import PreparedRun
 
 
@@ -25,23 +26,27 @@ def levanter_trainer(run: PreparedRun[TrainConfig], phase: Phase) -> TrainerConf
 
     Errors: `UserError` if the checkpoints of `trainer.initialize_from` are damaged.
     """
-    config, directory = run.config, run.directory
-    trainer = config.trainer
+    config, trainer = run.config, run.config.trainer
+    # Absolute: Levanter takes what is before the first colon of a relative path for the name of a protocol.
+    folder = run.directory.path.absolute()
+    checkpoints = RunDirectory(folder).checkpoints
     changes: dict[str, Any] = {}
     if run.last_step >= 0:
         # The one that was compared with its checksums: Levanter would choose by itself.
-        checkpoint = directory.checkpoints / f"step-{run.last_step}"
+        checkpoint = checkpoints / f"step-{run.last_step}"
         changes |= {"load_checkpoint": True, "load_checkpoint_path": str(checkpoint)}
-    elif trainer.initialize_from is not None and "://" not in trainer.initialize_from:
-        with phase(f"Checking {trainer.initialize_from}"):
-            source, damaged = sound_checkpoint(local_path(trainer.initialize_from))
-        for checkpoint in damaged:
-            warnings.warn(Notice(f"{checkpoint}. Taking {source.name}, the newest good one, instead"), stacklevel=2)
-        changes["initialize_from"] = str(source)
+    else:
+        changes["load_checkpoint"] = trainer.load_checkpoint or False  # None: it would look by itself
+        if trainer.initialize_from is not None and "://" not in trainer.initialize_from:
+            with phase(f"Checking {trainer.initialize_from}"):
+                source, damaged = sound_checkpoint(local_path(trainer.initialize_from).absolute())
+            for checkpoint in damaged:
+                warnings.warn(Notice(f"{checkpoint}. Taking {source.name}, the newest good one, instead"), stacklevel=2)
+            changes["initialize_from"] = str(source)
     if config.max_skipped_steps:  # the loop itself looks at the loss
         changes |= {"crash_on_nan": False, "crash_on_inf": False}
     checkpointer = dataclasses.replace(
-        trainer.checkpointer, base_path=str(directory.checkpoints), append_run_id_to_base_path=False
+        trainer.checkpointer, base_path=str(checkpoints), append_run_id_to_base_path=False
     )
     # Levanter puts profiles and the like into <log_dir>/<id>.
-    return dataclasses.replace(trainer, checkpointer=checkpointer, log_dir=directory.path.parent, **changes)
+    return dataclasses.replace(trainer, checkpointer=checkpointer, log_dir=folder.parent, **changes)

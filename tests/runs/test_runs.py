@@ -21,12 +21,12 @@ from levanter.tracker.tracker import NoopConfig
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from qkvflow.cli.quiet import quiet_libraries
+from qkvflow.config import differences, read_config, write_config
 from qkvflow.errors import UserError
 from qkvflow.progress import Progress
 from qkvflow.runs import TrainConfig, load_run, prepare_run
 from qkvflow.runs.checkpoints import checkpoint_steps, clean_up
 from qkvflow.runs.config import RunTrainerConfig
-from qkvflow.config import differences, read_config, write_config
 from qkvflow.runs.directory import run_id
 from qkvflow.runs.disk import disk_errors_are_told
 from qkvflow.tracking import JsonlTracker, read_metrics, start_trackers
