@@ -77,8 +77,6 @@ def test_imports_go_downwards(path):
 
 
 NAMES = {".".join(p.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__"): p for p in MODULES}
-# The circle of config, embeddings and neuralode is being opened; then this set goes.
-CIRCLES_LEFT = {"qkvflow.models"}
 
 
 def modules_imported(path: Path) -> set[str]:
@@ -93,15 +91,8 @@ def modules_imported(path: Path) -> set[str]:
 
 
 def test_no_module_imports_itself_through_others():
-    graph = {
-        name: {other for other in modules_imported(path) - {name} if not _are_excused(name, other)}
-        for name, path in NAMES.items()
-    }
+    graph = {name: modules_imported(path) - {name} for name, path in NAMES.items()}
     TopologicalSorter(graph).prepare()  # raises CycleError, with the circle
-
-
-def _are_excused(*names: str) -> bool:
-    return any(all(name.startswith(f"{package}.") for name in names) for package in CIRCLES_LEFT)
 
 
 def test_the_floors_have_an_order():

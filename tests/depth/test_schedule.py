@@ -3,11 +3,11 @@
 import math
 
 import pytest
+from qkvflow.runs.config_file import encode
 
 from qkvflow.cli import decode
 from qkvflow.depth import DepthConfig, StepGrowth, StepRange
 from qkvflow.errors import UserError
-from qkvflow.runs.config_file import encode
 
 
 def grow(**stages):
