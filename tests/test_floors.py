@@ -32,7 +32,7 @@ MAY_IMPORT = {
     "data": {"axes", *GROUND},
     "tracking": GROUND,
     "progress": GROUND,
-    "runs": {"axes", *GROUND, "weights", "models", "official", "config", "data"},
+    "runs": {"axes", *GROUND, "weights", "models", "official", "config", "data", "tracking"},
     "training": {"axes", *GROUND, "weights", "models", "config", "data", "tracking", "progress", "runs"},
     "generation": {"axes", *GROUND, "models", "blocks", "depth", "runs"},
     "serving": {*GROUND, "generation"},

@@ -19,7 +19,7 @@ import draccus
 from draccus.utils import is_choice_type
 
 from qkvflow.config.levanter_ranges import LEVANTER
-from qkvflow.config.scalars import LISTS, SCALARS, TEXTS, Typed, describe, is_mapping, show
+from qkvflow.config.scalars import LISTS, SCALARS, TEXTS, Keys, Typed, describe, is_mapping, show
 from qkvflow.config.yaml_text import plain, written
 from qkvflow.errors import UserError, shortened
 from qkvflow.inside.draccus import registered
@@ -52,6 +52,8 @@ def decode(cls: type[T], raw: Any, path: str = "") -> T:
         return raw if isinstance(raw, Hashable) and raw in options else _refuse_choice(path, raw, [*map(str, options)])
     if isinstance(origin, type) and is_choice_type(origin):
         return _decode_choice(origin, raw, path)
+    if origin is Keys:
+        return Keys(raw) if isinstance(raw, Mapping) else _decode_container(dict, dict, raw, path)
     if origin in SCALARS:
         return SCALARS[origin](raw, path)
     if draccus.decode.dispatch(origin) is not None:  # registered by Levanter or draccus

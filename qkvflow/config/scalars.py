@@ -69,6 +69,10 @@ class Typed:
         return repr(shortened(self.text))
 
 
+class Keys(dict[str, Any]):
+    """Type of a field for keys of another configuration, such as that of a run: they are read together with it."""
+
+
 LISTS = (list, tuple, set, collections.abc.Sequence)
 
 _NAMES = {
@@ -101,7 +105,7 @@ def describe(cls: Any) -> str:
     if origin in _NAMES:
         return _NAMES[origin]
     if is_mapping(origin):
-        return "a mapping"
+        return "a mapping of keys to values"
     if origin in LISTS:
         return "a list"
     return getattr(origin, "__name__", str(origin))

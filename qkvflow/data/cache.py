@@ -35,6 +35,7 @@ def load_or_build(
     processor: BatchProcessor[dict, dict],
     options: CacheOptions,
     *,
+    build: bool = True,
     rebuild: bool = False,
     verify: bool = False,
 ) -> TreeCache[dict] | None:
@@ -45,6 +46,7 @@ def load_or_build(
     local text, and text with control, is tokenised in this process, whose errors name the file and line.
 
     Args:
+        build: false refuses a cache that is not there.
         rebuild: a damaged cache is built again.
         verify: a big cache is compared with its checksums byte by byte too.
 
@@ -59,6 +61,8 @@ def load_or_build(
         )
 
     if not is_there():
+        if not build:
+            raise UserError(f"there is no token cache {target}, and `data.auto_build_caches` is false")
         with _lock(folder, split):
             # Another process may have built it while this one waited.
             if not is_there():

@@ -69,6 +69,19 @@ class DataConfig(LmDataConfig):
             )
         return ControlField(self.control_key, dim)
 
+    def evaluating(self, validation: str | list[str]) -> "DataConfig":
+        """The same data, to evaluate on other files and to train on none."""
+        source = FilesSource(validation=_as_list(validation), text_key=self.text_key)
+        return dataclasses.replace(
+            self,
+            train=None,
+            validation=None,
+            components={"text": DatasetComponent(source=source)},
+            train_weights={"text": 0.0},
+            max_train_batches=None,
+            num_validation_sequences=None,
+        )
+
     def resolve(self, tokenizer_folder: Path, control_dim: int | None = None) -> ResolvedDataConfig:
         """An ordinary Levanter configuration with the tokenizer in `tokenizer_folder` and safe cache folders.
 

@@ -79,6 +79,7 @@ class ResolvedDataConfig(LmDataConfig):
                     part.source,
                     processor,
                     self.cache_options,
+                    build=self.auto_build_caches,
                     rebuild=self.rebuild_caches,
                     verify=self.verify_caches,
                 )
