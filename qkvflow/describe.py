@@ -30,6 +30,7 @@ from qkvflow.meshes.report import as_dict
 from qkvflow.models import NeuralOdeConfig, cost
 from qkvflow.models.levanter_twin import enter, enter_config
 from qkvflow.progress import Progress
+from qkvflow.ranges import Count
 from qkvflow.runs import load_run
 from qkvflow.runs.config import TrainConfig
 from qkvflow.training.checks import model_shape, tree_bytes
@@ -58,7 +59,7 @@ class DescribeConfig:
     files: list[str] = field(default_factory=list)
     run: list[str] = field(default_factory=list)
     checkpoint_step: int | None = None
-    vocab_size: int | None = None
+    vocab_size: Count | None = None
     overrides: list[str] = field(default_factory=list)
     mesh: str | None = None
     json: str | None = None

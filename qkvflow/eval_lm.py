@@ -23,6 +23,7 @@ from qkvflow.blocks import Inputs
 from qkvflow.cli import run_program
 from qkvflow.cli.quiet import quiet_libraries
 from qkvflow.config import Keys, Typed
+from qkvflow.config.scalars import show
 from qkvflow.depth import solver_by_name
 from qkvflow.errors import Notice, UserError
 from qkvflow.files import write_text
@@ -199,7 +200,9 @@ def _integers(name: str, value: int | str | list[int] | None) -> list[int]:
     try:
         numbers = [int(item) for item in items]
     except ValueError:
-        raise UserError(f"{name} must be a whole number or several of them, such as 4,6,12; got {value!r}") from None
+        raise UserError(
+            f"{name} must be a whole number or several of them, such as 4,6,12; got {show(value)}"
+        ) from None
     if min(numbers) < 1:
         raise UserError(f"{name} must be at least 1, got {min(numbers)}")
     return numbers

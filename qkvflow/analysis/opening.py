@@ -13,6 +13,7 @@ from qkvflow.analysis import figures
 from qkvflow.analysis.reading import Reading, read, sequence
 from qkvflow.cli.quiet import quiet_libraries
 from qkvflow.errors import UserError
+from qkvflow.files import local_path
 from qkvflow.progress import Progress
 from qkvflow.runs import load_run
 from qkvflow.runs.evaluate import RunEvaluator
@@ -72,7 +73,7 @@ def validation_texts(run: Run, count: int, length: int) -> np.ndarray:
 
 def output_folder(run: Run, out: str | None) -> Path:
     """`out`, or `<run>/analysis`; made if it is not there."""
-    folder = run.path / "analysis" if out is None else Path(out).expanduser()
+    folder = run.path / "analysis" if out is None else local_path(out)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -84,7 +85,7 @@ def output_file(run: Run, out: str | None, name: str) -> Path:
     """`out`, or `<run>/analysis/<name>`; its folder is made if it is not there."""
     if out is None:
         return output_folder(run, None) / name
-    path = Path(out).expanduser()
+    path = local_path(out)
     if path.is_dir():
         raise UserError(f"{path} is a folder: give a file, such as --out {path / name}")
     return output_folder(run, str(path.parent)) / path.name

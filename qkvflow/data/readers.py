@@ -72,6 +72,7 @@ def read_records(path: Path, text_key: str | None, control: ControlField | None 
         if not isinstance(record, dict):
             raise UserError(f"{where}: a record must be an object with keys, but is {type(record).__name__}")
         if text_key is None:
+            _check_characters(json.dumps(record, ensure_ascii=False, default=str), where)
             yield record
             continue
         if text_key not in record:
@@ -79,10 +80,22 @@ def read_records(path: Path, text_key: str | None, control: ControlField | None 
         if not isinstance(record[text_key], str):
             kind = type(record[text_key]).__name__
             raise UserError(f"{where}: the key {text_key!r} must hold text, but holds {kind}")
+        _check_characters(record[text_key], where)
         kept = {text_key: record[text_key]}
         if control is not None:
             kept[control.key] = control.read(record, where)
         yield kept
+
+
+def _check_characters(text: str, where: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = f"\\u{ord(text[error.start]):04x}"
+        raise UserError(
+            f"{where}: {half} is half of a character, as cutting text in UTF-16 leaves it, and no text. Remove it, or"
+            " write the whole character"
+        ) from None
 
 
 def _records(path: Path, text_key: str | None, control: ControlField | None) -> Iterator[tuple[str, Any]]:

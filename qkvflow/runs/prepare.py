@@ -137,8 +137,12 @@ def _opened(directory: RunDirectory) -> Iterator[None]:
         is_made = False
         with disk.refusals_are_told(folder):
             for attempt in range(_ATTEMPTS):
-                is_made |= not folder.exists()
-                folder.mkdir(parents=True, exist_ok=True)
+                try:
+                    folder.mkdir(parents=True)
+                    is_made = True
+                except FileExistsError:
+                    if folder.exists() and not folder.is_dir():
+                        raise
                 try:
                     stack.enter_context(locked(lock, wait=False))
                     break

@@ -113,6 +113,22 @@ def test_targets_that_match_nothing_are_refused(targets):
         adapted(targets=targets)
 
 
+def test_a_is_drawn_as_asked():
+    """`normal` has a deviation of 1/sqrt(In); `uniform`, PEFT's, is within 1/sqrt(In) and sqrt(3) narrower."""
+    drawn = {}
+    for kind in ("normal", "uniform"):
+        model = lora.add_lora(discretised("parallel"), 64, 6.0, 0.0, None, a_init=kind, key=jax.random.PRNGKey(5))
+        terms = [x for x in jax.tree.leaves(model, is_leaf=lora.is_lora_param) if lora.is_lora_param(x)]
+        scaled = [np.ravel(t.lora_A.weight.array) * hax.axis_size(t.lora_A.In) ** 0.5 for t in terms]
+        assert all((t.lora_B.weight.array == 0.0).all() for t in terms)
+        assert len({float(x[0]) for x in scaled}) == len(scaled)  # each is drawn anew
+        drawn[kind] = np.concatenate(scaled)
+    assert drawn["normal"].std() == pytest.approx(1.0, abs=0.05)
+    assert drawn["uniform"].std() == pytest.approx(3**-0.5, abs=0.02)
+    assert np.abs(drawn["uniform"]).max() <= 1.0
+    np.testing.assert_allclose(np.quantile(drawn["uniform"], [0.25, 0.75]), [-0.5, 0.5], atol=0.03)
+
+
 def test_the_head_is_no_target():
     base, model = adapted("llama")
     assert base.lm_head is not None
