@@ -28,7 +28,7 @@ from qkvflow.runs.config import TrainConfig
 from qkvflow.runs.config_file import differences, listed, read_config, write_config
 from qkvflow.runs.directory import RunDirectory, run_id
 from qkvflow.runs.lock import hold_lock
-from qkvflow.runs.processes import follow, tell_others
+from qkvflow.runs.processes import damage_found_with_followers, follow, tell_others
 
 C = TypeVar("C", bound=TrainConfig)
 logger = logging.getLogger(__name__)
@@ -111,7 +111,7 @@ def prepare_run(config: C, phase: Phase | None = None) -> Iterator[PreparedRun[C
     try:
         with disk.disk_errors_are_told(directory.path), contextlib.ExitStack() as stack:
             if jax.process_index() > 0:  # one of several processes of a run: the first one makes all checks
-                follow(directory.lock)
+                follow(directory.lock, directory.checkpoints)
                 yield _follow(directory, config)
             else:
                 yield _lead(directory, config, phase, stack)
@@ -171,7 +171,7 @@ def _reopen(directory: RunDirectory, config: C, phase: Phase | None) -> Prepared
             "Nothing was changed. For a new run, add --trainer.id NAME; to continue this one with the new "
             "values, add --accept_changes true"
         )
-    good, damaged = newest_good(directory.checkpoints, phase)
+    good, damaged = newest_good(directory.checkpoints, phase, damage_found_with_followers)
     if good is None and damaged:
         raise all_damaged(damaged)
     last_step = -1 if good is None else good

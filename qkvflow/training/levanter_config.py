@@ -11,6 +11,7 @@ from qkvflow.cli.quiet import tell
 from qkvflow.runs.checkpoints import Phase, sound_checkpoint
 from qkvflow.runs.config import TrainConfig
 from qkvflow.runs.prepare import PreparedRun
+from qkvflow.runs.processes import damage_found_together
 
 
 def configure_jax(trainer: TrainerConfig) -> None:
@@ -33,7 +34,7 @@ def levanter_trainer(run: PreparedRun[TrainConfig], phase: Phase) -> TrainerConf
         changes |= {"load_checkpoint": True, "load_checkpoint_path": str(checkpoint)}
     elif trainer.initialize_from is not None and "://" not in trainer.initialize_from:
         with phase(f"Checking {trainer.initialize_from}"):
-            source, damaged = sound_checkpoint(Path(trainer.initialize_from).expanduser())
+            source, damaged = sound_checkpoint(Path(trainer.initialize_from).expanduser(), damage_found_together)
         for checkpoint in damaged:
             tell(f"warning: {checkpoint}. Taking {source.name}, the newest good one, instead")
         changes["initialize_from"] = str(source)
