@@ -1,6 +1,5 @@
 """`slurm.sh` on a real Slurm with two nodes, both on this machine: a run of two tasks, and what happens to its job."""
 
-import itertools
 import re
 from pathlib import Path
 
@@ -64,6 +63,11 @@ class Job:
         return self.log.read_text() if self.log.exists() else ""
 
     @property
+    def continued(self) -> list[int]:
+        """The steps after which the run was continued."""
+        return [int(step) for step in re.findall(r"continues after step (\d+)", self.said)]
+
+    @property
     def restarts(self) -> int:
         return int(self.cluster.job(self.number)["Restarts"])
 
@@ -105,25 +109,26 @@ def test_a_typo_ends_the_job_and_is_told_once(cluster, base):
 
 def test_whatever_happens_to_its_job_a_run_ends_as_one_that_nothing_happened_to(cluster, base, whole):
     job = Job(cluster, base, "disturbed")
-    restarts = itertools.count(1)
     job.until_step(120)
     cluster.control("scontrol", "requeue", job.number)
-    job.until_restart(next(restarts))
+    job.until_restart(1)
 
     # Slurm's notice, while the step compiles in a run that is continued.
-    job.until(lambda: re.search(r"continues after step 100.*Compiling the training step", job.said, re.DOTALL))
+    job.until(lambda: re.search(r"continues after step \d+.*Compiling the training step", job.said, re.DOTALL))
     cluster.control("scancel", "--batch", "--signal=USR1", job.number)
-    job.until_restart(next(restarts))
-    assert re.search(r"Stopped by SIGTERM after step 101; a checkpoint is written", job.said)
+    job.until_restart(2)
+    (step,) = job.continued
+    assert f"Stopped by SIGTERM after step {step + 1}; a checkpoint is written" in job.said
 
-    job.until(lambda: "continues after step 101" in job.said)
-    job.until_step(220)
+    job.until(lambda: len(job.continued) == 2)
+    assert job.continued[-1] == step + 1
+    job.until_step(step + 80)  # and so beyond the next checkpoint
     cluster.kill_node(NODES[1])
-    job.until_restart(next(restarts))
+    job.until_restart(3)
     cluster.start_node(NODES[1])
 
     job.wait("COMPLETED")
-    assert "continues after step 200" in job.said
+    assert len(job.continued) == 3
     assert_same(job.run, whole)
 
 
