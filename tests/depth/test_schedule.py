@@ -4,10 +4,9 @@ import math
 
 import pytest
 
-from qkvflow.cli import decode
+from qkvflow.config import decode, encode
 from qkvflow.depth import DepthConfig, StepGrowth, StepRange
 from qkvflow.errors import UserError
-from qkvflow.runs.config_file import encode
 
 
 def grow(**stages):
