@@ -10,7 +10,7 @@ from pathlib import Path
 from qkvflow.files import write_text
 
 CHECKSUMS = "checksums.json"
-_THREADS = min(8, os.cpu_count() or 1)
+THREADS = min(8, os.cpu_count() or 1)
 _SMALL_BYTES = 1 << 20
 
 
@@ -21,8 +21,8 @@ def write_checksums(folder: Path, later: Collection[str] = ()) -> None:
         later: names of files that are written after this one.
     """
     files = [p for p in sorted(folder.rglob("*")) if p.is_file() and p.name not in (CHECKSUMS, *later)]
-    with ThreadPoolExecutor(_THREADS) as pool:
-        hashes = list(pool.map(_sha256, files))
+    with ThreadPoolExecutor(THREADS) as pool:
+        hashes = list(pool.map(sha256_of, files))
     record = {
         str(path.relative_to(folder)): {"bytes": path.stat().st_size, "sha256": digest}
         for path, digest in zip(files, hashes, strict=True)
@@ -56,7 +56,7 @@ def damage_of(folder: Path, longest: int | None = None) -> str | None:
             return f"its file {name} has {path.stat().st_size} bytes instead of {size}"
     is_long = longest is not None and sum(size for size, _ in expected.values()) > longest
     compared = {name: sha256 for name, (size, sha256) in expected.items() if size < _SMALL_BYTES or not is_long}
-    with ThreadPoolExecutor(_THREADS) as pool:
+    with ThreadPoolExecutor(THREADS) as pool:
         for name, wrong in pool.map(lambda item: (item[0], _mismatch(folder / item[0], item[1])), compared.items()):
             if wrong is not None:
                 return f"its file {name} {wrong}"
@@ -65,11 +65,12 @@ def damage_of(folder: Path, longest: int | None = None) -> str | None:
 
 def _mismatch(path: Path, sha256: str) -> str | None:
     try:
-        return None if _sha256(path) == sha256 else "is not as it was written (sha256 differs)"
+        return None if sha256_of(path) == sha256 else "is not as it was written (sha256 differs)"
     except OSError as error:
         return f"cannot be read ({error.strerror})"
 
 
-def _sha256(path: Path) -> str:
+def sha256_of(path: Path) -> str:
+    """Of a file's content, hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -97,8 +97,9 @@ def _status(main: Callable[[T], Any], config_class: type[T], argv: Sequence[str]
 
 
 def _output_is_refused() -> str | None:
-    """What to tell if standard output takes no more: what it refused is still to be written, and is refused again."""
+    """What to tell if standard output takes no more, not even the end of a line."""
     try:
+        sys.stdout.write("\n")
         sys.stdout.flush()
     except BrokenPipeError:
         return None

@@ -6,7 +6,7 @@ from typing import Annotated
 from haliax import Axis
 from levanter.callbacks.watch import WatchConfig
 from levanter.models.lm_model import LmConfig
-from levanter.optim import AdamConfig, OptimizerConfig
+from levanter.optim import OptimizerConfig
 from levanter.tracker import TrackerConfig
 from levanter.trainer import TrainerConfig
 from optax import GradientTransformation
@@ -15,6 +15,7 @@ from qkvflow.data import DataConfig
 from qkvflow.errors import UserError
 from qkvflow.models import decay
 from qkvflow.ranges import Count, NotNegative, Range
+from qkvflow.runs.adam import ScaledAdamConfig
 from qkvflow.runs.base import OfficialConfig
 from qkvflow.runs.modes import FinetuneMode
 
@@ -96,7 +97,7 @@ class TrainConfig:
     model: LmConfig
     data: DataConfig = field(default_factory=DataConfig)
     trainer: RunTrainerConfig = field(default_factory=RunTrainerConfig)
-    optimizer: OptimizerConfig = field(default_factory=AdamConfig)
+    optimizer: OptimizerConfig = field(default_factory=ScaledAdamConfig)
     weight_decay_on: str = "matrices"
     run_dir: str = "runs"
     train_seq_len: Annotated[int, Range(at_least=2)] | None = None

@@ -27,7 +27,7 @@ from qkvflow.files import local_path
 from qkvflow.models import lora
 from qkvflow.runs.base import Base, BaseRecord, OfficialBase
 from qkvflow.runs.checkpoints import Damaged, all_damaged, checkpoint_steps, newest_good
-from qkvflow.checksums import damage_of
+from qkvflow.runs.checksums import damage_of
 from qkvflow.runs.config import FinetuneConfig, TrainConfig
 from qkvflow.config import read_config
 from qkvflow.runs.directory import RunDirectory
@@ -226,7 +226,7 @@ def _without_warnings(name: str) -> Iterator[None]:
 def _choose_step(directory: RunDirectory, wanted: int | None, child: Path | None = None) -> int:
     """The step to read; `child`: a run that was made from exactly `wanted`, and has no choice."""
     steps = checkpoint_steps(directory.checkpoints)
-    if not steps:
+    if not steps and child is None:
         raise UserError(f"the run {directory.path} has no checkpoint yet; it writes one when it ends or is stopped")
     if wanted is None:
         newest, damaged = newest_good(directory.checkpoints)
