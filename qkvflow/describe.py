@@ -74,7 +74,8 @@ class DescribeConfig:
 def main(config: DescribeConfig) -> None:
     """Prints one table with a column for each configuration and each run.
 
-    Errors: `UserError` if there is nothing to describe, or a configuration or run cannot be read.
+    Raises:
+        UserError: there is nothing to describe, or a configuration or run cannot be read.
     """
     if not config.files and not config.run:
         raise UserError("nothing to describe: give --config_path FILE [FILE ...] or --run DIR [DIR ...]")
@@ -198,7 +199,8 @@ def kind(config) -> str:
 def vocabulary_size(config: TrainConfig) -> int:
     """Size of the vocabulary that training would use on one device.
 
-    Errors: `UserError` if only the tokenizer knows and it cannot be had.
+    Raises:
+        UserError: only the tokenizer knows and it cannot be had.
     """
     size = config.vocab_size or _VOCABULARY.get(config.data.tokenizer)
     if size is not None:

@@ -157,7 +157,8 @@ def start_trackers(
         extra: `trainer.tracker` of the configuration; added to the run's own trackers.
         run_id: name of the run, for trackers that show it.
 
-    Errors: `UserError` if one of the user's trackers cannot start (W&B without a key, say).
+    Raises:
+        UserError: one of the user's trackers cannot start (W&B without a key, say).
     """
     jsonl, others = None, []
     if jax.process_index() == 0:

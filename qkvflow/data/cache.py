@@ -158,7 +158,8 @@ def _batches(shards: ShardedDataSource[dict]) -> Iterator[list[dict]]:
 def open_source(source: LmDatasetSourceConfigBase, split: str) -> ShardedDataSource[dict] | None:
     """The records of a split; None if the source has none for it.
 
-    Errors: `UserError` if it cannot be opened.
+    Raises:
+        UserError: it cannot be opened.
     """
     try:
         if isinstance(source, HfDatasetSourceConfig):

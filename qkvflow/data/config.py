@@ -59,7 +59,8 @@ class DataConfig(LmDataConfig):
     def control_field(self, dim: int | None) -> ControlField | None:
         """Where the records hold their control, for a model with `dim` components of it; None without `control_key`.
 
-        Errors: `UserError` if the model has no control (`dim` is None).
+        Raises:
+            UserError: the model has no control (`dim` is None).
         """
         if self.control_key is None:
             return None
@@ -93,8 +94,9 @@ class DataConfig(LmDataConfig):
         Args:
             control_dim: components of the model's control; None for a model without.
 
-        Errors: `UserError` for everything that can be seen before tokenising: missing, empty or unreadable
-        files, a tokenizer that cannot be had, components without data, a control that cannot be.
+        Raises:
+            UserError: everything that can be seen before tokenising: missing, empty or unreadable files, a tokenizer
+                that cannot be had, components without data, a control that cannot be.
         """
         plain = self._with_shortcuts()
         control = self.control_field(control_dim)

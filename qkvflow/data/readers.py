@@ -28,7 +28,9 @@ def read_text(path: Path, text_key: str, start: int = 0, stop: int | None = None
     """One document (bytes `start` to `stop` of the file) as pieces `{text_key, BEGINS, ENDS}`, streamed.
 
     Line ends stay as they are; a byte order mark at the start of the file is left out.
-    Errors: `UserError` with the byte offset for a file that is not UTF-8.
+
+    Raises:
+        UserError: the file is not UTF-8; with the byte offset.
     """
     begins, pending = True, ""
     for block in _decoded_blocks(path, start, stop):
@@ -65,8 +67,10 @@ def read_records(path: Path, text_key: str | None, control: ControlField | None 
 
     With `text_key` each record is cut down to `{text_key: text}`, and its control (fp32 [dim]) if `control` says
     where that is; with None it comes whole.
-    Errors: `UserError` with file and line (or record) for broken content, for a record without the text and for a
-    control that is none.
+
+    Raises:
+        UserError: broken content, a record without the text, half of a character, or a control that is none; with
+            file and line (or record).
     """
     for where, record in _records(path, text_key, control):
         if not isinstance(record, dict):

@@ -48,8 +48,9 @@ class FilesSource(LmDatasetSourceConfigBase):
     def check(self) -> None:
         """Looks at every file before any work.
 
-        Errors: `UserError` for no or missing files, folders, empty files, unsupported endings, a file in both
-        splits, and a first record without the text.
+        Raises:
+            UserError: no or missing files, folders, empty files, unsupported endings, a file in both splits, and a
+                first record without the text.
         """
         if not self.train and not self.validation:
             raise UserError("a source of type `files` needs files: give `train` a path or a list of paths")

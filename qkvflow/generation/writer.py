@@ -42,7 +42,8 @@ def open_writer(
 ) -> Writer:
     """Reads a run and evaluates its weights, at another depth or with another solver if they are given.
 
-    Errors: `UserError` if there is no such run or checkpoint, and if the model cannot be read in this way.
+    Raises:
+        UserError: there is no such run or checkpoint, or the model cannot be read in this way.
     """
     if steps is not None and steps < 1:
         raise UserError(f"steps must be at least 1, got {steps}")

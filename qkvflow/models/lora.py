@@ -53,7 +53,8 @@ def add_lora(
     a_init: how A is drawn: `normal`, truncated, with a deviation of 1/sqrt(In); or `uniform` between -1/sqrt(In) and
         1/sqrt(In) as PEFT draws it, sqrt(3) narrower.
 
-    Errors: UserError if a target matches nothing, with the paths there are.
+    Raises:
+        UserError: a target matches nothing, with the paths there are.
     """
     _check_targets(model, target_modules)
     config = LoraConfig(target_modules, r=r, alpha=alpha, zero_init_b=True, a_init_mode="random")

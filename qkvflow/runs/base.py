@@ -46,7 +46,8 @@ class OfficialConfig:
     def read(self) -> LmHeadModel:
         """The model.
 
-        Errors: UserError if the folder holds no official model, or the sizes do not fit.
+        Raises:
+            UserError: the folder holds no official model, or the sizes do not fit.
         """
         arrays = official.read_checkpoint(local_path(self.path))
         try:
@@ -80,7 +81,8 @@ class BaseRecord:
     def read(directory: RunDirectory) -> "BaseRecord | None":
         """What the run says of its base; None for a run without one.
 
-        Errors: UserError if the file is damaged.
+        Raises:
+            UserError: the file is damaged.
         """
         if not directory.base.is_file():
             return None
@@ -92,7 +94,8 @@ class BaseRecord:
     def find(self, directory: RunDirectory) -> Path:
         """Where the base lies now: at the recorded place, or moved together with the run.
 
-        Errors: UserError if it is at neither.
+        Raises:
+            UserError: it is at neither.
         """
         places = [Path(self.path), directory.path / self.relative]
         found = next((place for place in places if place.exists()), None)
@@ -104,7 +107,11 @@ class BaseRecord:
         return found
 
     def check(self, base: "Base", loaded: LmHeadModel) -> None:
-        """Errors: UserError if `base`, whose parameters are those of `loaded`, is not the one recorded."""
+        """Compares a base with this record.
+
+        Raises:
+            UserError: `base`, whose parameters are those of `loaded`, is not the one recorded.
+        """
         if decode(LmConfig, self.model) != base.model or fingerprint(loaded) != self.sha256:
             raise UserError(
                 f"{base.path} is not the base that this run was made from: its parameters or its model have changed since"

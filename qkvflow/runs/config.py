@@ -115,7 +115,8 @@ class TrainConfig:
     def build_optimizer(self) -> GradientTransformation:
         """The optimizer for all steps of the training, decaying what `weight_decay_on` says.
 
-        Errors: `UserError` if it cannot be built, such as a `warmup` that is no share of the steps.
+        Raises:
+            UserError: it cannot be built, such as a `warmup` that is no share of the steps.
         """
         optimizer = decay.configure(self.optimizer, self.weight_decay_on)
         try:

@@ -88,7 +88,8 @@ def run_id(given: str | None, config_path: str | None) -> str:
 
     `configs/quickstart.yaml` -> `quickstart`; `configs/wikitext103/small.yaml` -> `wikitext103-small`.
 
-    Errors: `UserError` if neither is given, or if the name is not one plain path component.
+    Raises:
+        UserError: neither is given, or the name is not one plain path component.
     """
     if given is None:
         if config_path is None:

@@ -53,7 +53,8 @@ class RunEvaluator:
             batch_size: sequences at a time; as in training by default.
             max_batches: of each validation set; all by default.
 
-        Errors: `UserError` if the run has no validation text.
+        Raises:
+            UserError: the run has no validation text.
         """
         config = run.config
         size = batch_size or max(1, config.trainer.batch_schedule.batch_size_at_step(0))

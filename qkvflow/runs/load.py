@@ -66,8 +66,9 @@ def load_run(path: str | os.PathLike, checkpoint_step: int | None = None, *, mer
         merge: of a LoRA run: what it trained is added to its base's weights, which gives an ordinary model;
             otherwise it stands beside them, as in training.
 
-    Errors: `UserError` if there is no such run, no checkpoint, or no checkpoint of that step; if that checkpoint or all
-        are damaged; and if the base of a LoRA run is gone or has changed.
+    Raises:
+        UserError: there is no such run, no checkpoint, or no checkpoint of that step; if that checkpoint or all are
+            damaged; and if the base of a LoRA run is gone or has changed.
     """
     directory = find_run(path)
     with disk_errors_are_told(directory.path):
@@ -139,7 +140,8 @@ class RunBase(Base):
 def load_base(directory: RunDirectory) -> LmHeadModel:
     """The parameters that the run in `directory` was fine-tuned from, checked against its record.
 
-    Errors: `UserError` if they are gone or have changed.
+    Raises:
+        UserError: they are gone or have changed.
     """
     record = BaseRecord.read(directory)
     assert record is not None

@@ -25,7 +25,8 @@ class FinetuneMode(draccus.ChoiceRegistry, abc.ABC):
     def model_config(self, base: LmConfig, steps: int | None) -> Any:
         """The configuration of the trained model at `steps` steps, by default those of the base.
 
-        Errors: UserError if the base cannot be had at that depth.
+        Raises:
+            UserError: the base cannot be had at that depth.
         """
 
     @abc.abstractmethod

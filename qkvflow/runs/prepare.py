@@ -58,7 +58,8 @@ class PreparedRun(Generic[C]):
         Args:
             data: the files and their content, as `ResolvedDataConfig.record` has them.
 
-        Errors: `UserError` naming the files that differ, unless changes are accepted.
+        Raises:
+            UserError: names the files that differ, unless changes are accepted.
         """
         changes = data_record.changes(self.directory.data, data)
         if changes and not self.config.accept_changes:
@@ -96,9 +97,10 @@ def prepare_run(config: C, phase: Phase | None = None) -> Iterator[PreparedRun[C
     Args:
         phase: names for people what takes long.
 
-    Errors: `UserError` if the place is not a directory, not writable, full, not empty and not a run, in use
-    by another process, if its run is finished, if its configuration differs in a key that matters, or if all
-    its checkpoints are damaged.
+    Raises:
+        UserError: the place is not a directory, not writable, full, not empty and not a run, in use by another
+            process, if its run is finished, if its configuration differs in a key that matters, or if all its
+            checkpoints are damaged.
     """
     name = run_id(config.trainer.id, config.config_path)
     config = dataclasses.replace(config, trainer=dataclasses.replace(config.trainer, id=name))

@@ -19,8 +19,9 @@ from qkvflow.training.start import FromBase, adapted_shape
 def settle(config: FinetuneConfig) -> tuple[FinetuneConfig, Base, FinetuneMode]:
     """The configuration with everything that follows from the base: model, vocabulary, tokenizer, checkpoint.
 
-    Errors: `UserError` for a base that is not there, unfinished, or has another tokenizer or vocabulary than asked for;
-        for a depth that it cannot have; for LoRA targets that match nothing.
+    Raises:
+        UserError: a base that is not there, unfinished, or has another tokenizer or vocabulary than asked for; for a
+            depth that it cannot have; for LoRA targets that match nothing.
     """
     mode = config.mode
     if mode is None:

@@ -25,7 +25,8 @@ def configure_jax(trainer: TrainerConfig) -> None:
 def levanter_trainer(run: PreparedRun[TrainConfig], phase: Phase) -> TrainerConfig:
     """A copy of the trainer's configuration that writes into the run directory and reads a checked checkpoint.
 
-    Errors: `UserError` if the checkpoints of `trainer.initialize_from` are damaged.
+    Raises:
+        UserError: the checkpoints of `trainer.initialize_from` are damaged.
     """
     config, trainer = run.config, run.config.trainer
     # Absolute: Levanter takes what is before the first colon of a relative path for the name of a protocol.
