@@ -28,6 +28,7 @@ from qkvflow.axes import LAYERS
 from qkvflow.eval_lm import displacement
 from qkvflow.models import NeuralOdeLMHeadModel
 from qkvflow.models.flow import Flow
+from qkvflow.named import is_named
 from qkvflow.weights import PerLayer
 
 SHARE = 0.1
@@ -96,9 +97,9 @@ def refine(model: NeuralOdeLMHeadModel, m: int) -> NeuralOdeLMHeadModel:
     plan = dataclasses.replace(flow.plan, grid=grid, step=flow.plan.step / m)
     rows = np.repeat(np.arange(flow.plan.steps), m)
     blocks = jax.tree.map(
-        lambda a: hax.take(a.rename({LAYERS: "_from"}), "_from", hax.named(rows, LAYERS)) if _is_named(a) else a,
+        lambda a: hax.take(a.rename({LAYERS: "_from"}), "_from", hax.named(rows, LAYERS)) if is_named(a) else a,
         flow.weights.blocks.stacked,
-        is_leaf=_is_named,
+        is_leaf=is_named,
     )
     return _with_flow(model, Flow(PerLayer.stack(blocks, plan.times), plan, inference=flow.inference))
 
@@ -127,7 +128,3 @@ def _centred(model: NeuralOdeLMHeadModel, tokens: NamedArray, control: NamedArra
 
 def _with_flow(model: NeuralOdeLMHeadModel, flow: Flow) -> NeuralOdeLMHeadModel:
     return dataclasses.replace(model, transformer=dataclasses.replace(model.transformer, flow=flow))
-
-
-def _is_named(x: object) -> bool:
-    return isinstance(x, NamedArray)

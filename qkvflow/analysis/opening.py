@@ -43,7 +43,8 @@ def opened(path: str, checkpoint_step: int | None) -> Iterator[tuple[Run, Progre
 def encode(run: Run, reading: Reading, text: str) -> EncodedText:
     """The tokens of a text, without special ones.
 
-    Errors: `UserError` for a text without tokens, or with more than the context.
+    Raises:
+        UserError: a text without tokens, or with more than the context.
     """
     ids = run.tokenizer.encode(text)
     tokens = sequence(reading, np.asarray(ids, np.int64))
@@ -64,7 +65,8 @@ def texts_of(run: Run, texts: Sequence[str] | None, length: int = 64) -> tuple[R
 def validation_texts(run: Run, count: int, length: int) -> np.ndarray:
     """The first `length` tokens of the first `count` sequences of the run's validation text, int [count, length].
 
-    Errors: `UserError` if the run has no validation text, or too little.
+    Raises:
+        UserError: the run has no validation text, or too little.
     """
     evaluator = RunEvaluator(run, batch_size=count)
     tokens = evaluator.example().tokens.rearrange(("batch", "position")).array

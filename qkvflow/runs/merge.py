@@ -11,7 +11,7 @@ from levanter.trainer import TrainerConfig
 from qkvflow.data import copy_tokenizer
 from qkvflow.errors import UserError
 from qkvflow.inside.levanter import save_checkpoint
-from qkvflow.runs.checkpoints import ChecksumManager
+from qkvflow.runs.checksums import ChecksumManager
 from qkvflow.runs.config import TrainConfig
 from qkvflow.config import read_config, write_config
 from qkvflow.runs.directory import RunDirectory

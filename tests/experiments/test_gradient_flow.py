@@ -35,6 +35,7 @@ from qkvflow.config import decode, read_yaml
 from qkvflow.depth import DepthConfig
 from qkvflow.errors import UserError
 from qkvflow.models.config import ControlConfig
+from qkvflow.named import is_named
 from qkvflow.runs.config import TrainConfig
 from qkvflow.tracking import read_metrics
 
@@ -60,10 +61,6 @@ def flow_model(steps=3, weights="constant", **kwargs):
 
 def layers_model(layers=2):
     return build(small_config("per_layer", "sequential", depth=DepthConfig(steps=layers, step_size="residual")))
-
-
-def is_named(x) -> bool:
-    return isinstance(x, hax.NamedArray)
 
 
 def example() -> LmExample:

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from haliax import NamedArray
 from levanter.models.gpt2 import Gpt2Config
 from levanter.trainer_state import init_optimizer_for_trainables, trainables_only
 from levanter.utils.tree_utils import inference_mode
@@ -19,6 +18,7 @@ from qkvflow.blocks import SsmBlockConfig
 from qkvflow.depth import DepthConfig
 from qkvflow.errors import UserError
 from qkvflow.models import lora
+from qkvflow.named import is_named
 
 SLOW = pytest.mark.slow
 CONFIGS = {
@@ -184,7 +184,7 @@ def test_gradients_pass_through_dropout(name):
     @eqx.filter_jit
     @eqx.filter_value_and_grad
     def loss(part, rest):
-        drawn = lora.draw_dropout(eqx.combine(part, rest, is_leaf=_is_named), jax.random.PRNGKey(0))
+        drawn = lora.draw_dropout(eqx.combine(part, rest, is_leaf=is_named), jax.random.PRNGKey(0))
         return hax.mean(drawn(tokens, key=jax.random.PRNGKey(1)) ** 2).scalar()
 
     mask = lora.trainable(model, embeddings=False)
@@ -196,10 +196,6 @@ def test_gradients_pass_through_dropout(name):
     )
     norm = sum(jnp.sum(g**2) for g in jax.tree.leaves(gradient))
     assert float(ahead - back) / (2 * step) == pytest.approx(float(norm), rel=0.02)
-
-
-def _is_named(x):
-    return isinstance(x, NamedArray)
 
 
 def test_levanter_models_take_it_too():
