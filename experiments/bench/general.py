@@ -3,23 +3,23 @@
 import diffrax
 import equinox as eqx
 import haliax as hax
-from levanter.layers.attention import AttentionMask
 
 from experiments.bench.models import SMALL, build, example, flow
 from experiments.bench.timing import interleaved, report
+from qkvflow.blocks import Inputs
 from qkvflow.weights import at
 
 SETTINGS = {"width": 128, "sequence": 128, "batch": 4, "solver": "tsit5", "rtol": 1e-3}
-MASK = AttentionMask.causal()
+INPUTS = Inputs.of()
 
 
 def ours(flow, x):
-    return flow(x, MASK)
+    return flow(x, INPUTS)
 
 
 def by_hand(flow, x):
     def field(t, y, weights):
-        return at(weights, t)(hax.named(y, x.axes), MASK).rearrange(x.axes).array
+        return at(weights, t)(hax.named(y, x.axes), INPUTS).rearrange(x.axes).array
 
     solution = diffrax.diffeqsolve(
         diffrax.ODETerm(field),
