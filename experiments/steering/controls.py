@@ -5,7 +5,7 @@ import random
 from collections.abc import Sequence
 from pathlib import Path
 
-from experiments.texts import Text
+from experiments.texts import Text, write_new
 
 Control = list[float]
 
@@ -30,7 +30,7 @@ def training_records(texts: Sequence[Text], part: str, path: Path, *, size: int,
         shuffled: the controls are dealt out anew, so that they say nothing about the text.
     """
     chance = random.Random(0)  # the same records for all seeds
-    whole = [Path(text.file(part)).read_text(encoding="utf-8") for text in texts]
+    whole = [text.read(part) for text in texts]
     least = min(len(text) for text in whole)
     records = [
         (piece, None if chance.random() < without else between(float(index)))
@@ -38,16 +38,16 @@ def training_records(texts: Sequence[Text], part: str, path: Path, *, size: int,
         for piece in cut(text[:least], size)
     ]
     chance.shuffle(records)
-    controls = [control for _, control in records]
+    pieces, controls = map(list, zip(*records, strict=True))
     if shuffled:
         chance.shuffle(controls)
-    return write([(piece, control) for (piece, _), control in zip(records, controls, strict=True)], path)
+    return write(pieces, controls, path)
 
 
 def report_records(text: Text, control: Control | None, path: Path, size: int) -> str:
     """Writes the part `report` of one text under one control, and returns the path."""
-    pieces = cut(Path(text.file("report")).read_text(encoding="utf-8"), size)
-    return write([(piece, control) for piece in pieces], path)
+    pieces = cut(text.read("report"), size)
+    return write(pieces, [control] * len(pieces), path)
 
 
 def cut(text: str, size: int) -> list[str]:
@@ -56,10 +56,6 @@ def cut(text: str, size: int) -> list[str]:
     return [text[start : start + size] for start in range(0, len(text) - size + 1, size)]
 
 
-def write(records: Sequence[tuple[str, Control | None]], path: Path) -> str:
-    """Writes only what differs: token caches go by the time of change."""
-    content = "".join(json.dumps({"text": text, "control": control}) + "\n" for text, control in records)
-    if not path.is_file() or path.read_text(encoding="utf-8") != content:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(content, encoding="utf-8")
-    return str(path.resolve())
+def write(pieces: Sequence[str], controls: Sequence[Control | None], path: Path) -> str:
+    lines = (json.dumps({"text": text, "control": own}) for text, own in zip(pieces, controls, strict=True))
+    return write_new(path, "".join(f"{line}\n" for line in lines))
