@@ -18,7 +18,7 @@ MAY_IMPORT = {
     "blocks": {"axes", "errors"},
     "depth": {"axes", "time", "errors"},
     "models": {"axes", "time", "errors", *ROOMS},
-    "generation": {"axes", "errors", "models", "blocks", "depth", "runs"},
+    "generation": {"axes", "errors", "models", "blocks", "depth", "data", "runs"},
     "serving": {"errors", "generation"},
     "official": {"axes", "errors", "models", *ROOMS},
     "data": {"axes", "errors"},
