@@ -7,11 +7,12 @@ from typing import Any
 from haliax import Axis
 from levanter.utils.jax_utils import parameter_count
 
-from qkvflow.cli import decode
+from qkvflow.config import decode
 from qkvflow.describe import vocabulary_size
 from qkvflow.errors import UserError
 from qkvflow.meshes.ahead import compile_ahead
 from qkvflow.models import cost
+from qkvflow.models.levanter_twin import enter, enter_config
 from qkvflow.runs.config import TrainConfig
 from qkvflow.training.checks import model_shape
 
@@ -44,14 +45,15 @@ def cost_of(raw: dict[str, Any]) -> Cost:
     vocab = vocabulary_size(config)
     shape = model_shape(config.model, Axis("vocab", vocab))
     length = config.Pos.size
-    flops, evaluations = cost.flops(config.model, shape, vocab, length), cost.evaluations(config.model)
+    own, entered = enter_config(config.model), enter(shape)
+    flops, evaluations = cost.flops(own, entered, vocab, length), cost.evaluations(own)
     if flops is None or evaluations is None:
         raise UserError(
             f"the FLOPs of {raw['model'].get('type')} are not known: compare models with a fixed number of steps"
         )
     tokens = config.trainer.batch_schedule.batch_size_at_step(0) * length
     a_step = tokens * (flops.forward + flops.backward) + 3 * flops.generation
-    return Cost(parameter_count(shape), parameter_count(cost.discretised(shape)), evaluations, a_step, tokens)
+    return Cost(parameter_count(shape), parameter_count(cost.discretised(entered)), evaluations, a_step, tokens)
 
 
 def width_with(raw: dict[str, Any], parameters: int) -> int:

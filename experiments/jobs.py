@@ -17,13 +17,12 @@ from typing import Any, Protocol, TextIO, TypeVar
 import jax
 
 from qkvflow import finetune_lm, train_lm
-from qkvflow.cli import decode
 from qkvflow.cli.quiet import Quiet, quiet_libraries
+from qkvflow.config import decode, differences, listed, read_config
 from qkvflow.errors import UserError
 from qkvflow.runs import RunDirectory, data_record
 from qkvflow.runs.checkpoints import checkpoint_steps
-from qkvflow.runs.config import FinetuneConfig, TrainConfig
-from qkvflow.runs.config_file import FREE_KEYS, differences, listed, read_config
+from qkvflow.runs.config import FREE_KEYS, FinetuneConfig, TrainConfig
 from qkvflow.runs.evaluate import RunEvaluator
 from qkvflow.runs.load import Run
 from qkvflow.training.finetune import settle

@@ -5,8 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.texts import Text
-from qkvflow.cli import decode
-from qkvflow.cli.arguments import read_yaml
+from qkvflow.config import decode, read_yaml
 from qkvflow.runs.config import TrainConfig
 
 

@@ -17,6 +17,7 @@
 | `sinusoid` | features of time [t, sin, cos], size 2S+1 |
 | `control` | components of a control signal u |
 | `time_hidden`, `time_embed` | hidden and output units of a time network (generated weights: both of size T) |
+| `basis` | functions of time whose combinations are weights |
 | `features` | the longest axis of what time networks make for arrays without `embed`: divided as `embed` is |
 """
 
@@ -40,4 +41,5 @@ SINUSOID = "sinusoid"
 CONTROL = "control"
 TIME_HIDDEN = "time_hidden"
 TIME_EMBED = "time_embed"
+BASIS = "basis"
 FEATURES = "features"

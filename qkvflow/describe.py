@@ -28,6 +28,7 @@ from qkvflow.errors import UserError
 from qkvflow.meshes import MeshReport, MeshShape, describe_mesh
 from qkvflow.meshes.report import as_dict
 from qkvflow.models import NeuralOdeConfig, cost
+from qkvflow.models.levanter_twin import enter, enter_config
 from qkvflow.progress import Progress
 from qkvflow.runs import load_run
 from qkvflow.runs.config import TrainConfig
@@ -122,8 +123,9 @@ def describe(config: TrainConfig, vocab_size: int) -> Sections:
     shape = model_shape(model_config, Axis("vocab", vocab_size))
     stored = eqx.filter_eval_shape(trainer.mp.cast_to_param, shape)
     optimizer = config.build_optimizer()
-    flops = cost.flops(model_config, shape, vocab_size, length)
-    cache = cost.kv_cache_width(model_config)
+    config_of_ours, ours = enter_config(model_config), enter(shape)
+    flops = cost.flops(config_of_ours, ours, vocab_size, length)
+    cache = cost.kv_cache_width(config_of_ours)
     batch = trainer.batch_schedule.batch_size_at_step(0)
     return {
         "model": {
@@ -132,11 +134,12 @@ def describe(config: TrainConfig, vocab_size: int) -> Sections:
             "tokens per sequence": length,
             "sequences per batch": batch,
         },
-        "parameters": _parameters(shape),
-        "parameters, discretised": _parameters(cost.discretised(shape)),
-        "evaluations of the block": _evaluations(model_config),
+        "parameters": _parameters(ours),
+        "parameters, discretised": _parameters(cost.discretised(ours)),
+        "evaluations of the block": _evaluations(config_of_ours),
         "FLOPs per token": {
             "forward": flops and flops.forward,
+            **_by_stage(config_of_ours, vocab_size, length),
             "backward": flops and flops.backward,
             "recomputed, at most": flops and flops.recomputed,
         },
@@ -156,11 +159,9 @@ def describe(config: TrainConfig, vocab_size: int) -> Sections:
 
 
 def change_over_time(model: LmHeadModel) -> dict[str, Value]:
-    """For each weight of the flow its relative change over the times of the grid; empty for an ordinary model."""
-    if not isinstance(model.config, NeuralOdeConfig):
-        return {}
-    times = model.config.plan.times
-    return {name: f"{v:.3g}" for name, v in variation(model.transformer.flow.weights, times).items()}
+    """For each weight of the flow, or of the layers, its relative change over the times of the grid."""
+    ours = enter(model)
+    return {name: f"{v:.3g}" for name, v in variation(ours.transformer.flow.weights, ours.config.plan.times).items()}
 
 
 def kind(config) -> str:
@@ -229,10 +230,21 @@ def arguments(argv: Sequence[str]) -> list[str]:
 
 def _evaluations(config) -> dict[str, Value]:
     rows: dict[str, Value] = {"per token": cost.evaluations(config)}
-    if isinstance(config, NeuralOdeConfig) and config.training_plans:
-        around = config.prelude_layers + config.coda_layers
+    around = config.prelude_layers + config.coda_layers
+    if len(config.stages) > 1:
+        counts = [str(stage.plan.evaluations + around) for stage in config.stages]
+        rows["per token, in training"] = " then ".join(counts)
+    elif config.training_plans:
         rows["per token, in training"] = " or ".join(str(p.evaluations + around) for p in config.training_plans)
     return rows
+
+
+def _by_stage(config, vocab_size: int, length: int) -> dict[str, Value]:
+    """Forward FLOPs of each stage of a training whose depth grows."""
+    if len(config.stages) == 1:
+        return {}
+    flops = (stage.flops_per_token(vocab_size, length) for stage in config.stages)
+    return {"forward, in training": " then ".join(_cell(f) for f in flops)}
 
 
 def _parameters(shape) -> dict[str, Value]:

@@ -11,9 +11,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import equinox as eqx
-from levanter.models.lm_model import LmExample, LmHeadModel
+from levanter.models.lm_model import LmExample
 
 import qkvflow as qkvflow  # registers the models
+from qkvflow.blocks import Inputs
 from qkvflow.cli import run_program
 from qkvflow.cli.quiet import quiet_libraries
 from qkvflow.depth import solver_by_name
@@ -119,11 +120,12 @@ def displacement(model: NeuralOdeLMHeadModel, example: LmExample) -> float:
     """||x(1) - x(0)|| / ||x(0)|| of the flow on an example, x(0) after the prelude."""
 
     @eqx.filter_jit
-    def ends(model: LmHeadModel, example: LmExample):
-        x0 = model.embeddings(example.tokens)
+    def ends(model: NeuralOdeLMHeadModel, example: LmExample):
+        inputs = Inputs.of_example(example)
+        x0 = model.embeddings(example.tokens, pos_ids=inputs.pos_ids)
         if model.transformer.prelude is not None:
-            x0 = model.transformer.prelude(x0, example.attn_mask)
-        return x0, model.transformer.flow(x0, example.attn_mask)
+            x0 = model.transformer.prelude(x0, inputs)
+        return x0, model.transformer.flow(x0, inputs)
 
     return relative_displacement(*ends(model, example))
 

@@ -10,13 +10,14 @@ from pathlib import Path
 
 import qkvflow as qkvflow  # registers the models
 from qkvflow.cli import run_program
+from qkvflow.cli.program import conclude
 from qkvflow.cli.quiet import quiet_libraries
 from qkvflow.data import copy_tokenizer
 from qkvflow.errors import UserError
 from qkvflow.progress import Progress
 from qkvflow.runs.checkpoints import newest_good
 from qkvflow.runs.config import FinetuneConfig
-from qkvflow.runs.directory import RunDirectory, run_id
+from qkvflow.runs.directory import RunDirectory, folder_of, run_id
 from qkvflow.runs.load import find_run
 from qkvflow.runs.merge import merge_run
 from qkvflow.runs.prepare import PreparedRun
@@ -31,8 +32,9 @@ def main(config: FinetuneConfig) -> Path:
     Returns:
         the run directory; with `merge` that of the merged run.
 
-    Errors: `UserError` before any work if a setting cannot work. `SystemExit` with the signal's status if
-    SIGTERM or Ctrl-C stopped the training; a checkpoint is written first.
+    Raises:
+        UserError: before any work if a setting cannot work.
+        SystemExit: with the signal's status if SIGTERM or Ctrl-C stopped the training; a checkpoint is written first.
     """
     if config.merge and config.mode is None:
         if config.run is None:
@@ -49,13 +51,14 @@ def main(config: FinetuneConfig) -> Path:
                 copy_tokenizer(base.tokenizer[0], run.directory.tokenizer)
             return FromBase(run.config.model, run.directory, base, mode)
 
-        train_run(settled, start)
+        with quiet_libraries() as quiet:
+            trained = train_run(settled, start, quiet)
+        conclude(trained.text, trained.exit_status)
+        if trained.text and not (config.merge or mode.stores_base):
+            merge = f"python -m qkvflow.finetune_lm --run {directory.path} --merge"
+            print(f"To write LoRA into the weights: {merge}", flush=True)
     if config.merge:
         return _merge(directory, config)
-    if not mode.stores_base:
-        print(
-            f"To write LoRA into the weights: python -m qkvflow.finetune_lm --run {directory.path} --merge", flush=True
-        )
     return directory.path
 
 
@@ -70,7 +73,7 @@ def _target(source: RunDirectory, config: FinetuneConfig, *, free: bool = False)
     if config.mode is None and config.trainer.id is not None:
         name = run_id(config.trainer.id, None)
     moved = config.mode is None and config.run_dir != FinetuneConfig().run_dir
-    target = (Path(config.run_dir).expanduser() if moved else source.path.parent) / name
+    target = (folder_of(config.run_dir) if moved else source.path.parent) / name
     if free and target.exists():
         raise UserError(f"{target} exists already. Remove it, or give another name with --trainer.id NAME")
     return target

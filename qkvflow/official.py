@@ -30,6 +30,7 @@ from qkvflow.blocks import BlockConfig, Gpt2BlockConfig, LlamaBlockConfig
 from qkvflow.depth import DepthConfig
 from qkvflow.errors import UserError
 from qkvflow.models import NeuralOdeConfig, NeuralOdeLMHeadModel
+from qkvflow.named import is_named
 from qkvflow.weights import Generated, GeneratedConfig
 
 _BLOCK = "transformer.block."
@@ -127,7 +128,7 @@ def _load(arrays, block: BlockConfig, max_seq_len: int, steps: int) -> NeuralOde
     accessors = _accessors(model)
     _check_names(arrays, accessors)
     for name, get in accessors.items():
-        model = eqx.tree_at(get, model, _from_official_order(name, arrays[name], get(model)), is_leaf=_is_named)
+        model = eqx.tree_at(get, model, _from_official_order(name, arrays[name], get(model)), is_leaf=is_named)
     return model
 
 
@@ -235,7 +236,3 @@ def _shape(arrays: Mapping[str, np.ndarray], name: str, ndim: int) -> tuple[int,
     if len(shape) != ndim:
         raise UserError(f"{name} must have {ndim} dimensions, got shape {shape}.")
     return shape
-
-
-def _is_named(x) -> bool:
-    return isinstance(x, NamedArray)

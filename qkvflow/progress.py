@@ -6,12 +6,22 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import TextIO
+from pathlib import Path
+from typing import Protocol, TextIO
 
 from tqdm import tqdm
 
 _LINE_EVERY = 10.0  # seconds between progress lines where there is no terminal
 _STILL_EVERY = 30.0  # seconds between signs of life of a silent phase where there is no terminal
+
+
+class Console(Protocol):
+    """What a program gives to what works for it: a stream for people, and `log_to(path)`, which says where the output
+    of libraries goes from now on."""
+
+    terminal: TextIO
+
+    def log_to(self, path: Path) -> None: ...
 
 
 class Progress:

@@ -26,8 +26,9 @@ from dataclasses import dataclass
 import numpy as np
 
 import qkvflow as qkvflow  # registers the models
-from qkvflow.cli import Text, run_program
+from qkvflow.cli import run_program
 from qkvflow.cli.quiet import quiet_libraries
+from qkvflow.config import Text
 from qkvflow.errors import UserError
 from qkvflow.generation.engine import Engine
 from qkvflow.generation.prompts import Prompt, read_prompts, stop_strings

@@ -73,22 +73,43 @@ def frozen(t: Time, value: float) -> Time:
     return Grid((value,), None) if axis is None else Grid((value,) * axis.size, axis)
 
 
-def sinusoidal_features(t, dim: int) -> NamedArray:
-    """phi(t): NamedArray {[the axis of t,] sinusoid = 2 dim + 1}, float32 (float64 under `jax_enable_x64`)."""
+def on_time(functions, t, name: str) -> NamedArray:
+    """The values of functions of time: NamedArray {[the axis of t,] name}, fp32 (fp64 under `jax_enable_x64`).
+
+    functions: (times [...], numpy or jax.numpy) -> [..., functions]. Times of a grid are evaluated in float64.
+    """
     t = as_time(t)
-    Sinusoid = Axis(SINUSOID, 2 * dim + 1)
     if isinstance(t, (Grid, GridPoint)):
-        table = jnp.asarray(_features(np.asarray(t.values, np.float64), dim, np))
+        table = jnp.asarray(functions(np.asarray(t.values, np.float64), np))
         if isinstance(t, GridPoint):
-            return hax.named(table[t.index], (Sinusoid,))
-        return hax.named(table, (t.axis, Sinusoid)) if t.axis is not None else hax.named(table[0], (Sinusoid,))
+            return hax.named(table[t.index], (name,))
+        return hax.named(table, (t.axis.name, name)) if t.axis is not None else hax.named(table[0], (name,))
     array = t.array if isinstance(t, NamedArray) else jnp.asarray(t)
     array = array.astype(jnp.promote_types(array.dtype, jnp.float32))
-    axes = t.axes if isinstance(t, NamedArray) else ()
-    return hax.named(_features(array, dim, jnp), (*axes, Sinusoid))
+    axes = [axis.name for axis in t.axes] if isinstance(t, NamedArray) else []
+    return hax.named(functions(array, jnp), (*axes, name))
 
 
-def _features(t, dim: int, xp):
-    frequencies = np.exp(-np.log(MAX_PERIOD) * np.arange(dim) / dim)
-    angles = TIME_SCALE * t[..., None] * xp.asarray(frequencies, dtype=t.dtype)
-    return xp.concatenate([t[..., None], xp.sin(angles), xp.cos(angles)], axis=-1)
+def sinusoidal_features(t, dim: int) -> NamedArray:
+    """phi(t): NamedArray {[the axis of t,] sinusoid = 2 dim + 1}, float32 (float64 under `jax_enable_x64`)."""
+
+    def features(t, xp):
+        angles = TIME_SCALE * t[..., None] * xp.asarray(_frequencies(dim), dtype=t.dtype)
+        return xp.concatenate([t[..., None], xp.sin(angles), xp.cos(angles)], axis=-1)
+
+    return on_time(features, t, SINUSOID)
+
+
+def sinusoidal_rates(t, dim: int) -> NamedArray:
+    """d phi / dt, with the axes of `sinusoidal_features`."""
+
+    def rates(t, xp):
+        speed = TIME_SCALE * xp.asarray(_frequencies(dim), dtype=t.dtype)
+        angles = t[..., None] * speed
+        return xp.concatenate([xp.ones_like(t)[..., None], speed * xp.cos(angles), -speed * xp.sin(angles)], axis=-1)
+
+    return on_time(rates, t, SINUSOID)
+
+
+def _frequencies(dim: int) -> np.ndarray:
+    return np.exp(-np.log(MAX_PERIOD) * np.arange(dim) / dim)

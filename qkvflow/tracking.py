@@ -4,7 +4,7 @@ import json
 import logging
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,8 @@ from levanter.tracker import CompositeTracker, Tracker, TrackerConfig
 from levanter.tracker.tensorboard import TensorboardConfig, TensorboardTracker
 
 from qkvflow.errors import UserError
+from qkvflow.files import write_text
+from qkvflow.inside.tensorboard import on_os_errors
 
 logger = logging.getLogger(__name__)
 
@@ -57,10 +59,7 @@ class JsonlTracker(Tracker):
         kept = read_metrics(self._path) if self._path.exists() else []
         if last_step is not None:
             kept = [record for record in kept if record["step"] <= last_step]
-        # Written beside and renamed, so that being killed here loses nothing.
-        fresh = self._path.with_suffix(".tmp")
-        fresh.write_text("".join(_line(record) for record in kept), encoding="utf-8")
-        os.replace(fresh, self._path)
+        write_text(self._path, "".join(_line(record) for record in kept))
         self._file = open(self._path, "rb+")  # noqa: SIM115 (closed by `finish`)
         self._start = self._file.seek(0, os.SEEK_END)  # where the current record begins
         self._step = kept[-1]["step"] if kept else -1
@@ -124,9 +123,7 @@ class _Tensorboard(TensorboardTracker):
 
     def __init__(self, writer: Any):
         super().__init__(writer)
-        events = writer.file_writer.event_writer._ev_writer
-        for name in ("write_event", "flush", "close"):
-            setattr(events, name, _logging_os_errors(getattr(events, name)))
+        on_os_errors(writer, lambda error: logger.warning("TensorBoard's file cannot be written: %s", error))
 
     def log_hyperparameters(self, hparams: Mapping[str, Any]) -> None: ...
 
@@ -176,16 +173,6 @@ def start_trackers(
                 "it out: metrics.jsonl and TensorBoard are always written"
             ) from error
     return RunTracker(jsonl, others)
-
-
-def _logging_os_errors(function: Callable) -> Callable:
-    def call(*args: Any) -> Any:
-        try:
-            return function(*args)
-        except OSError as error:
-            logger.warning("TensorBoard's file cannot be written: %s", error)
-
-    return call
 
 
 def _scalars(metrics: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -4,6 +4,8 @@ from pathlib import Path
 
 import qkvflow as qkvflow  # registers the models
 from qkvflow.cli import run_program
+from qkvflow.cli.program import conclude
+from qkvflow.cli.quiet import quiet_libraries
 from qkvflow.runs.config import TrainConfig
 from qkvflow.runs.prepare import PreparedRun
 from qkvflow.training.session import train_run
@@ -16,14 +18,18 @@ def main(config: TrainConfig) -> Path:
     Returns:
         the run directory.
 
-    Errors: `UserError` before any work if a setting cannot work. `SystemExit` with the signal's status if
-    SIGTERM or Ctrl-C stopped the training; a checkpoint is written first.
+    Raises:
+        UserError: before any work if a setting cannot work.
+        SystemExit: with the signal's status if SIGTERM or Ctrl-C stopped the training; a checkpoint is written first.
     """
 
     def start(run: PreparedRun[TrainConfig]) -> FromScratch:
         return FromScratch(run.config.model, run.directory)
 
-    return train_run(config, start)
+    with quiet_libraries() as quiet:
+        trained = train_run(config, start, quiet)
+    conclude(trained.text, trained.exit_status)
+    return trained.path
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import equinox as eqx
 import numpy as np
 import pytest
 
-from qkvflow.cli import decode
+from qkvflow.config import decode
 from qkvflow.errors import UserError
 from qkvflow.runs import TrainConfig, load_run
 from qkvflow.runs.evaluate import RunEvaluator

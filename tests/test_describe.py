@@ -10,7 +10,8 @@ import pytest
 from support.models import build, llama, small_config
 
 from qkvflow import describe as program
-from qkvflow.cli import decode, parse
+from qkvflow.cli import parse
+from qkvflow.config import decode
 from qkvflow.errors import UserError
 from qkvflow.runs.config import TrainConfig
 from qkvflow.train_lm import main as train

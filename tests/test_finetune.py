@@ -20,7 +20,8 @@ import tensorstore as ts
 import yaml
 
 from qkvflow import official
-from qkvflow.cli import decode, parse
+from qkvflow.cli import parse
+from qkvflow.config import decode
 from qkvflow.errors import UserError
 from qkvflow.finetune_lm import main
 from qkvflow.models import lora

@@ -1,6 +1,8 @@
 """The floors of the house: lower modules never import higher ones, and the three rooms do not know each other."""
 
 import ast
+import importlib.util
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -9,25 +11,32 @@ PACKAGE = Path(__file__).parent.parent / "qkvflow"
 ROOMS = {"weights", "blocks", "depth"}
 PROGRAMS = {"train_lm", "finetune_lm", "eval_lm", "describe", "sample_lm", "serve_lm", "analysis"}
 # Each part may import from qkvflow only what is listed here.
+GROUND = {"errors", "units", "files", "locks", "ranges", "named", "inside"}  # what knows nothing of models
 MAY_IMPORT = {
     "errors": set(),
+    "units": set(),
+    "ranges": set(),
+    "named": set(),
+    "inside": set(),
+    "locks": set(),
+    "files": {"errors"},
     "axes": set(),
     "time": {"axes"},
-    "units": set(),
-    "weights": {"axes", "time", "errors"},
-    "blocks": {"axes", "errors"},
-    "depth": {"axes", "time", "errors"},
-    "models": {"axes", "time", "errors", *ROOMS},
-    "generation": {"axes", "errors", "models", "blocks", "depth", "data", "runs"},
-    "serving": {"errors", "generation"},
-    "official": {"axes", "errors", "models", *ROOMS},
-    "data": {"axes", "errors"},
-    "cli": {"errors", "models"},
-    "tracking": {"errors"},
-    "progress": {"errors"},
-    "runs": {"axes", "errors", "weights", "models", "official", "data", "cli", "tracking", "units"},
-    "training": {"axes", "errors", "weights", "models", "data", "cli", "tracking", "progress", "runs"},
-    "meshes": {"errors", "cli", "runs", "training", "units"},
+    "weights": {"axes", "time", *GROUND},
+    "blocks": {"axes", *GROUND},
+    "depth": {"axes", "time", *GROUND},
+    "models": {"axes", "time", *GROUND, *ROOMS},
+    "official": {"axes", *GROUND, "models", *ROOMS},
+    "config": GROUND,
+    "data": {"axes", *GROUND},
+    "tracking": GROUND,
+    "progress": GROUND,
+    "runs": {"axes", *GROUND, "weights", "models", "official", "config", "data"},
+    "training": {"axes", *GROUND, "weights", "models", "config", "data", "tracking", "progress", "runs"},
+    "generation": {"axes", *GROUND, "models", "blocks", "depth", "data", "runs"},
+    "serving": {*GROUND, "generation"},
+    "meshes": {*GROUND, "config", "runs", "training"},
+    "cli": {*GROUND, "config"},  # above all that works: nothing but programs speaks to a terminal
     "__init__": {"models", "generation"},
 }
 
@@ -56,6 +65,8 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 @pytest.mark.parametrize("path", MODULES, ids=[str(p.relative_to(PACKAGE)) for p in MODULES])
 def test_imports_go_downwards(path):
     part = part_of(path)
+    if path.name == "__main__.py":  # the program of a package
+        part = "train_lm"
     others = imports(path) - {part}
     if part in PROGRAMS:
         assert not others & PROGRAMS
@@ -64,9 +75,52 @@ def test_imports_go_downwards(path):
         assert others <= MAY_IMPORT[part], f"{part} must not import {others - MAY_IMPORT[part]}"
 
 
+NAMES = {".".join(p.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__"): p for p in MODULES}
+# The circle of config, embeddings and neuralode is being opened; then this set goes.
+CIRCLES_LEFT = {"qkvflow.models"}
+
+
+def modules_imported(path: Path) -> set[str]:
+    """Names of the modules that a module imports anywhere, within functions too."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            found |= {name if (name := f"{node.module}.{a.name}") in NAMES else node.module for a in node.names}
+        elif isinstance(node, ast.Import):
+            found |= {a.name for a in node.names}
+    return found & set(NAMES)
+
+
+def test_no_module_imports_itself_through_others():
+    graph = {
+        name: {other for other in modules_imported(path) - {name} if not _are_excused(name, other)}
+        for name, path in NAMES.items()
+    }
+    TopologicalSorter(graph).prepare()  # raises CycleError, with the circle
+
+
+def _are_excused(*names: str) -> bool:
+    return any(all(name.startswith(f"{package}.") for name in names) for package in CIRCLES_LEFT)
+
+
+def test_the_floors_have_an_order():
+    TopologicalSorter(MAY_IMPORT).prepare()
+
+
 @pytest.mark.parametrize("path", MODULES, ids=[str(p.relative_to(PACKAGE)) for p in MODULES])
 def test_files_stay_short(path):
     assert len(path.read_text().splitlines()) <= 400
+
+
+@pytest.mark.parametrize("path", MODULES, ids=[str(p.relative_to(PACKAGE)) for p in MODULES])
+def test_only_programs_write_to_the_terminal(path):
+    """What is below them returns what is to be said, writes to a stream that it is given, or warns (`Notice`)."""
+    if part_of(path) in PROGRAMS | {"cli"} or path.name == "__main__.py":
+        return
+    for node in ast.walk(ast.parse(path.read_text())):
+        assert not (isinstance(node, ast.Name) and node.id == "print"), f"{path}:{node.lineno}"
+        stream = isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "sys"
+        assert not (stream and node.attr in ("stdout", "stderr")), f"{path}:{node.lineno}"
 
 
 def test_depth_knows_no_language_model():
@@ -74,12 +128,8 @@ def test_depth_knows_no_language_model():
         assert "levanter" not in path.read_text()
 
 
-def test_readme_shows_every_file():
-    """README's tree has a line for each module, with the module's own first sentence."""
-    readme = (PACKAGE.parent / "README.md").read_text()
-    for path in MODULES:
-        if path.name == "__init__.py":
-            continue
-        sentence = (ast.get_docstring(ast.parse(path.read_text())) or "").splitlines()[0]
-        assert f"{path.name} " in readme, path.name
-        assert sentence in readme, f"{path}: {sentence}"
+def test_the_tree_in_the_docs_is_that_of_the_code():
+    spec = importlib.util.spec_from_file_location("tree", PACKAGE.parent / "docs" / "tree.py")
+    tree = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tree)
+    assert tree.TARGET.read_text() == tree.tree(), "out of date: run `python docs/tree.py`"

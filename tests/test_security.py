@@ -9,7 +9,8 @@ import pytest
 import yaml
 
 from qkvflow import sample_lm, serve_lm, train_lm
-from qkvflow.cli import decode, parse
+from qkvflow.cli import parse
+from qkvflow.config import decode
 from qkvflow.errors import UserError
 from qkvflow.generation.prompts import read_prompts
 from qkvflow.runs import TrainConfig, load_run

@@ -20,7 +20,7 @@ from haliax import Axis
 from levanter.layers.attention import AttentionMask
 from levanter.models.gpt2 import Gpt2Config
 
-from qkvflow.cli import decode
+from qkvflow.config import decode
 from qkvflow.errors import UserError
 from qkvflow.runs import TrainConfig, load_run
 from qkvflow.runs.checkpoints import checkpoint_steps

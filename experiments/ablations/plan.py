@@ -12,8 +12,7 @@ from experiments.ablations.config import AblationsConfig, Group
 from experiments.cost import Cost, cost_of
 from experiments.systems import evaluated, merged, on_text
 from experiments.texts import Text
-from qkvflow.cli import decode
-from qkvflow.cli.arguments import read_yaml
+from qkvflow.config import decode, read_yaml
 from qkvflow.errors import UserError
 from qkvflow.models import NeuralOdeConfig
 from qkvflow.runs.config import TrainConfig

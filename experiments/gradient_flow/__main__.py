@@ -21,7 +21,8 @@ from experiments.gradient_flow.measure import measure, unigram
 from experiments.gradient_flow.plan import Job, planned_jobs
 from experiments.results import kept_in, show
 from experiments.texts import Text
-from qkvflow.cli import decode, run_program
+from qkvflow.cli import run_program
+from qkvflow.config import decode
 from qkvflow.runs.config import TrainConfig
 
 DEFAULT, SMOKE = (Path(__file__).parent / f"{name}.yaml" for name in ("wikitext2", "smoke"))

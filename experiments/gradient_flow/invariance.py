@@ -92,7 +92,8 @@ def refine(model: NeuralOdeLMHeadModel, m: int) -> NeuralOdeLMHeadModel:
     flow = model.transformer.flow
     if not isinstance(flow.weights, PerLayer):
         return model.with_depth(model.config.depth.on_grid(m * flow.plan.steps))
-    plan = dataclasses.replace(flow.plan, steps=m * flow.plan.steps, step=flow.plan.step / m)
+    grid = dataclasses.replace(flow.plan.grid, steps=m * flow.plan.steps)
+    plan = dataclasses.replace(flow.plan, grid=grid, step=flow.plan.step / m)
     rows = np.repeat(np.arange(flow.plan.steps), m)
     blocks = jax.tree.map(
         lambda a: hax.take(a.rename({LAYERS: "_from"}), "_from", hax.named(rows, LAYERS)) if _is_named(a) else a,

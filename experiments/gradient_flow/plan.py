@@ -8,7 +8,7 @@ from typing import Any
 from experiments.gradient_flow.config import GradientFlowConfig
 from experiments.systems import evaluated, merged, system
 from experiments.texts import Text
-from qkvflow.cli import decode
+from qkvflow.config import decode
 from qkvflow.errors import UserError
 from qkvflow.models import NeuralOdeConfig
 from qkvflow.runs.config import TrainConfig

@@ -11,8 +11,7 @@ from experiments.steering.config import SteeringConfig
 from experiments.steering.records import training_records
 from experiments.systems import evaluated, merged, on_text
 from experiments.texts import Text
-from qkvflow.cli import decode
-from qkvflow.cli.arguments import read_yaml
+from qkvflow.config import decode, read_yaml
 from qkvflow.errors import UserError
 from qkvflow.runs.config import TrainConfig
 

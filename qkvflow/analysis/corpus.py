@@ -45,6 +45,17 @@ class CorpusExponents:
         return mean_interval(self.scores - self.shuffled_scores)
 
 
+def bootstrap_interval(samples, level: float = 0.95, resamples: int = 2000) -> Interval:
+    """The same for samples that are far from normal, such as scores that are never negative: by drawing the samples
+    again with repetition (percentiles of their means, `scipy.stats.bootstrap`). It never leaves the samples' range."""
+    samples = np.asarray(samples, np.float64)
+    _check_count(len(samples))
+    found = stats.bootstrap(
+        (samples,), np.mean, axis=0, confidence_level=level, n_resamples=resamples, method="percentile", rng=0
+    ).confidence_interval
+    return Interval(samples.mean(axis=0), found.low, found.high, len(samples))
+
+
 def mean_interval(samples, level: float = 0.95) -> Interval:
     """The mean over the first axis, and where the true mean lies with confidence `level`, if samples are independent.
 
@@ -52,8 +63,12 @@ def mean_interval(samples, level: float = 0.95) -> Interval:
     """
     samples = np.asarray(samples, np.float64)
     count = len(samples)
-    if count < 2:
-        raise UserError(f"an interval needs at least two texts, got {count}.")
+    _check_count(count)
     mean = samples.mean(axis=0)
     half = stats.t.ppf(0.5 + level / 2, count - 1) * samples.std(axis=0, ddof=1) / np.sqrt(count)
     return Interval(mean, mean - half, mean + half, count)
+
+
+def _check_count(count: int) -> None:
+    if count < 2:
+        raise UserError(f"an interval needs at least two texts, got {count}.")

@@ -7,7 +7,7 @@ import numpy as np
 from matplotlib import colormaps
 from matplotlib.figure import Figure
 
-from qkvflow.analysis.corpus import CorpusExponents, Interval, mean_interval
+from qkvflow.analysis.corpus import CorpusExponents, Interval, bootstrap_interval, mean_interval
 from qkvflow.analysis.spectrum import Summary
 from qkvflow.analysis.trajectory import LogitLens, Motion
 
@@ -128,7 +128,7 @@ def corpus(result: CorpusExponents) -> Figure:
         error = [interval.mean - interval.low, interval.high - interval.mean]
         shift = 0.08 if name == "shuffled" else -0.08
         left.errorbar(np.arange(1, k + 1) + shift, interval.mean, error, fmt="o", color=colour, capsize=3, label=name)
-        _band(right, np.arange(scores.shape[1])[::-1], mean_interval(scores), colour, name)
+        _band(right, np.arange(scores.shape[1])[::-1], bootstrap_interval(scores), colour, name)
     left.set(xlabel="exponent", ylabel="log growth", title=f"largest exponents, {n} texts, 95 % intervals")
     left.set_xticks(range(1, k + 1))
     right.set(xlabel="distance to the output token", ylabel="token score", title="sensitivity by distance")

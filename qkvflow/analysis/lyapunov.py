@@ -19,9 +19,10 @@ from qkvflow.analysis.exponents import kaplan_yorke as kaplan_yorke
 from qkvflow.analysis.opening import EncodedText, opened, output_folder, texts_of, validation_texts, write
 from qkvflow.analysis.reading import Reading, read, sequence
 from qkvflow.analysis.tangent import Tangent
-from qkvflow.cli import Text, run_program
+from qkvflow.cli import run_program
+from qkvflow.config import Text
 from qkvflow.errors import UserError
-from qkvflow.models import NeuralOdeLMHeadModel
+from qkvflow.models.levanter_twin import enter_config
 
 
 def token_exponents(
@@ -166,9 +167,7 @@ def _reading(model: LmHeadModel | Reading) -> Reading:
 
 
 def _at_official_times(model) -> Reading:
-    if not isinstance(model, NeuralOdeLMHeadModel):
-        raise UserError("official_times is the official code's shift of layer-time by one step: give it a flow.")
-    depth = model.config.depth
+    depth = enter_config(model.config).depth
     if depth.solver != "euler" or depth.step_size != "uniform":
         raise UserError("official_times reproduces the official code, whose flow is Euler with step 1/L.")
     try:

@@ -10,19 +10,16 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import equinox as eqx
-import haliax as hax
-import jax
 import numpy as np
 from haliax import NamedArray
-from haliax.nn.scan import BlockFoldable, Stacked
-from levanter.models.gpt2 import Gpt2LMHeadModel
-from levanter.models.llama import LlamaLMHeadModel
 from levanter.models.lm_model import LmHeadModel
 
 from qkvflow.analysis import parts
+from qkvflow.analysis.reading import check_finite
 from qkvflow.axes import EMBED, HEADS, LAYERS
 from qkvflow.errors import UserError
 from qkvflow.models import NeuralOdeLMHeadModel
+from qkvflow.models.levanter_twin import enter
 from qkvflow.time import grid
 from qkvflow.weights import TimeDependent, at
 
@@ -38,11 +35,7 @@ class ThinProduct(NamedTuple):
 
 def training_times(model: LmHeadModel) -> tuple[float, ...]:
     """The times in [0, 1] at which training evaluates W(t); layer k of an ordinary stack of L stands at (k + 1)/L."""
-    if isinstance(model, NeuralOdeLMHeadModel):
-        return model.config.plan.times
-    layers_of(model)  # refuses models of other kinds
-    layers = model.config.num_layers
-    return tuple((k + 1) / layers for k in range(layers))
+    return enter(model).config.plan.times
 
 
 def official_times(steps: int) -> tuple[float, ...]:
@@ -72,46 +65,21 @@ def factors(model: LmHeadModel, family: str, times=None) -> tuple[NamedArray, Na
     """What `products` is made of, with axes in any order: {layers, [heads,] embed, head_size or mlp} both."""
     if family not in FAMILIES:
         raise UserError(f"family: {family!r} is not known. Choices: {', '.join(FAMILIES)}.")
-    times = _checked(times, training_times(model) if times is None else times)
+    check_finite(model)
+    model = enter(model)
+    times = _checked(times, model.config.plan.times if times is None else times)
     select = parts.feed_forward_of if family == "ff" else parts.attention_of
     part, at_times = _part(model, select, times)
     return _factors(part, family, at_times)
 
 
-def layers_of(model: LmHeadModel) -> eqx.Module:
-    """The blocks of one of Levanter's models, stacked along the axis `layers`."""
-    if isinstance(model, Gpt2LMHeadModel):
-        return _stack(model.transformer.blocks)
-    if isinstance(model, LlamaLMHeadModel):
-        return _stack(model.transformer.layers)
-    raise UserError(
-        f"{type(model).__name__} cannot be analysed: the analysis reads qkvflow's models, Levanter's gpt2 and llama."
-    )
-
-
-def _part(model: LmHeadModel, select: Callable, times: tuple[float, ...]):
+def _part(model: NeuralOdeLMHeadModel, select: Callable, times: tuple[float, ...]):
     """The part of the blocks that `select` chooses, and the times at which it is still to be evaluated (None: it is
     stacked along `layers` already). Nothing else is touched."""
-    if isinstance(model, NeuralOdeLMHeadModel):
-        weights = model.transformer.flow.weights
-        if isinstance(weights, TimeDependent):  # a whole block at a time
-            return parts.merged(select(weights.at(grid(times)))), None
-        return parts.merged(select(weights)), times
-    own = training_times(model)
-    rows = [min(range(len(own)), key=lambda i: abs(own[i] - t)) for t in times]
-    for t, row in zip(times, rows, strict=True):
-        if abs(own[row] - t) > 1e-6:
-            raise UserError(
-                f"an ordinary model of {len(own)} layers has no weights at t = {t:.6g}: its layers stand at"
-                f" k/{len(own)}, k = 1..{len(own)}. Leave times out, or give some of these."
-            )
-    part = parts.merged(select(layers_of(model)))
-    if rows == list(range(len(own))):
-        return part, None
-    index = hax.named(jax.numpy.asarray(rows), LAYERS)
-    return jax.tree.map(
-        lambda a: hax.take(a.rename({LAYERS: "_from"}), "_from", index) if _is_named(a) else a, part, is_leaf=_is_named
-    ), None
+    weights = model.transformer.flow.weights
+    if isinstance(weights, TimeDependent):  # a whole block at a time
+        return select(weights.at(grid(times))), None
+    return select(weights), times
 
 
 @eqx.filter_jit
@@ -123,15 +91,6 @@ def _factors(part: eqx.Module, family: str, times: tuple[float, ...] | None) -> 
         return maps.first, maps.last
     maps = parts.attention_maps(module)
     return (maps.q, maps.k) if family == "qk" else (maps.v, maps.o)
-
-
-def _stack(blocks: BlockFoldable) -> eqx.Module:
-    if isinstance(blocks, Stacked):
-        rename = {blocks.Block.name: LAYERS}
-        return jax.tree.map(lambda a: a.rename(rename) if _is_named(a) else a, blocks.stacked, is_leaf=_is_named)
-    layers = list(blocks.unstacked())
-    Layers = hax.Axis(LAYERS, len(layers))
-    return jax.tree.map(lambda *a: hax.stack(Layers, a) if _is_named(a[0]) else a[0], *layers, is_leaf=_is_named)
 
 
 def _checked(given, times) -> tuple[float, ...]:
@@ -148,7 +107,3 @@ def _checked(given, times) -> tuple[float, ...]:
 def _view(array: NamedArray, *axes: str) -> np.ndarray:
     names = [a.name for a in array.axes]
     return np.asarray(array.array).transpose([names.index(axis) for axis in axes])
-
-
-def _is_named(x) -> bool:
-    return isinstance(x, NamedArray)

@@ -15,6 +15,7 @@ from qkvflow.analysis.reading import Reading
 from qkvflow.errors import UserError
 from qkvflow.models import NeuralOdeConfig
 from qkvflow.models.cost import evaluations, parameters_by_group
+from qkvflow.models.levanter_twin import enter
 from qkvflow.runs.directory import RunDirectory
 from qkvflow.runs.load import Run
 from qkvflow.tracking import read_metrics
@@ -40,8 +41,9 @@ def describe_run(run: Run, name: str) -> Data:
         steps = "adaptive" if depth.is_adaptive else depth.reading_steps
         rows |= {**choice, "form": getattr(config.block, "form", "-"), "depth": f"{depth.solver}, {steps} steps"}
     rows |= {"width": config.Embed.size, "context": config.max_seq_len, "vocabulary": run.model.Vocab.size}
-    rows["evaluations of the block per token"] = evaluations(config)
-    groups = {group: count for group, count in parameters_by_group(run.model).items() if count}
+    ours = enter(run.model)
+    rows["evaluations of the block per token"] = evaluations(ours.config)
+    groups = {group: count for group, count in parameters_by_group(ours).items() if count}
     return {"name": name, "facts": rows, "parameters": groups}
 
 
@@ -90,6 +92,7 @@ def text_data(reading: Reading, text: EncodedText, decode: Callable[[int], str],
         "text": text.text,
         "labels": list(text.labels),
         "ends": _round(reading.ends, 4),
+        "times": _round(reading.times, 4),
         "scores": _round(scores),
         "lens": {
             "loss": _round(lens.loss),

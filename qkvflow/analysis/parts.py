@@ -1,4 +1,4 @@
-"""What blocks are made of: their attention, its matrices, their feed-forward pair; for our blocks and Levanter's.
+"""What blocks are made of: their attention, its matrices, their feed-forward pair.
 
 All matrices act from the left on rows: y = x W, with W {embed, ...} or {..., embed}. Biases and norms are not part of
 them. A stack of blocks gives matrices with the axis `layers` in front.
@@ -8,11 +8,7 @@ from functools import singledispatch
 from typing import NamedTuple, NoReturn
 
 import equinox as eqx
-import jax
 from haliax import Axis, NamedArray
-from levanter.adaptor.lora import LoraLinear, merge_lora_modules
-from levanter.layers.attention import Attention, GatedAttention
-from levanter.models import gpt2, llama
 
 from qkvflow.axes import HEADS, KV_HEAD, Q_HEADS_PER_GROUP, QKV
 from qkvflow.blocks import Controlled
@@ -69,13 +65,11 @@ def feed_forward_maps(mlp) -> FeedForwardMaps:
 
 @attention_of.register(Gpt2Block)
 @attention_of.register(SsmBlock)
-@attention_of.register(gpt2.Gpt2Block)
 def _(block):
     return block.attn
 
 
 @attention_of.register(LlamaBlock)
-@attention_of.register(llama.LlamaDecoderLayer)
 def _(block):
     return block.self_attn
 
@@ -87,8 +81,6 @@ def _(block: Controlled):
 
 @feed_forward_of.register(Gpt2Block)
 @feed_forward_of.register(LlamaBlock)
-@feed_forward_of.register(gpt2.Gpt2Block)
-@feed_forward_of.register(llama.LlamaDecoderLayer)
 def _(block):
     return block.mlp
 
@@ -107,43 +99,26 @@ def _(block: SsmBlock):
 
 
 @attention_maps.register(Gpt2Attention)
-@attention_maps.register(gpt2.Gpt2Attention)
 def _(attention):
     q, k, v = attention.c_attn.weight.unbind(QKV)
     return AttentionMaps(q, k, v, attention.c_proj.weight)
 
 
 @attention_maps.register(GroupedQueryAttention)
-@attention_maps.register(Attention)
 def _(attention):
     q, o = attention.q_proj.weight, attention.o_proj.weight
     Heads = o.resolve_axis(HEADS)
-    if KV_HEAD in {a.name for a in q.axes}:  # Levanter's names
-        q = q.flatten_axes((KV_HEAD, Q_HEADS_PER_GROUP), Heads)
     return AttentionMaps(q, _repeat(attention.k_proj.weight, Heads), _repeat(attention.v_proj.weight, Heads), o)
 
 
-@attention_maps.register
-def _(attention: GatedAttention):
-    raise UserError("attention with output gates has no fixed OV map, so it has no spectra here.")
-
-
 @feed_forward_maps.register(Gpt2Mlp)
-@feed_forward_maps.register(gpt2.Gpt2Mlp)
 def _(mlp):
     return FeedForwardMaps(mlp.c_fc.weight, mlp.c_proj.weight)
 
 
 @feed_forward_maps.register(GatedMlp)
-@feed_forward_maps.register(llama.LlamaMlp)
 def _(mlp):
     return FeedForwardMaps(mlp.up_proj.weight, mlp.down_proj.weight)
-
-
-def merged(module):
-    """The same with LoRA merged into the weights, if there is any: Levanter's function copies all arrays."""
-    leaves = jax.tree.leaves(module, is_leaf=lambda m: isinstance(m, LoraLinear))
-    return merge_lora_modules(module) if any(isinstance(m, LoraLinear) for m in leaves) else module
 
 
 def _repeat(array: NamedArray, Heads: Axis) -> NamedArray:
@@ -155,6 +130,5 @@ def _repeat(array: NamedArray, Heads: Axis) -> NamedArray:
 
 def _unknown(module, what: str) -> NoReturn:
     raise UserError(
-        f"{type(module).__name__} has no {what} that the analysis knows. It reads qkvflow's models with gpt2, llama and"
-        " ssm blocks, and Levanter's gpt2 and llama."
+        f"{type(module).__name__} has no {what} that the analysis knows. It reads gpt2, llama and ssm blocks."
     )

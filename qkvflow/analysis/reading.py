@@ -1,10 +1,9 @@
 """Any language model as steps in depth, x_{k+1} = x_k + Psi_k(x_k): the one form that all dynamical analysis reads.
 
-For a flow Psi_k is the increment of its solver (for Euler h B(x; W(t_k))); for an ordinary model it is what layer k
-adds to the residual stream. Prelude, coda, norm and head stand around the steps.
+Psi_k is the increment of the solver (for Euler h B(x; W(t_k))); for an ordinary model, whose step is h = 1, what layer
+k adds to the residual stream. Prelude, coda, norm and head stand around the steps.
 """
 
-import abc
 import dataclasses
 
 import equinox as eqx
@@ -13,188 +12,143 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from haliax import NamedArray
-from levanter.layers.attention import Attention, AttentionBackend, AttentionMask
-from levanter.models import gpt2
+from levanter.layers.attention import AttentionBackend
 from levanter.models.lm_model import LmHeadModel
 from levanter.utils.tree_utils import inference_mode
 
-from qkvflow.analysis.matrices import layers_of
-from qkvflow.analysis.parts import merged
-from qkvflow.axes import EMBED, LAYERS, POSITION
+from qkvflow.axes import CONTROL, EMBED, LAYERS, POSITION
+from qkvflow.blocks import Inputs
 from qkvflow.blocks.attention import Gpt2Attention
 from qkvflow.blocks.grouped_query import GroupedQueryAttention
 from qkvflow.blocks.state_space import SsmMixer
-from qkvflow.depth import Plan
+from qkvflow.depth import FixedPlan
 from qkvflow.errors import UserError
 from qkvflow.models import NeuralOdeLMHeadModel
+from qkvflow.models.levanter_twin import enter
 from qkvflow.time import GridPoint
 from qkvflow.weights import at
-
-_MASK = AttentionMask.causal()
 
 
 class Reading(eqx.Module):
     """A model read step by step on one sequence; in inference mode, float32 at least, causal.
 
-    model: in a form that can be differentiated forward (attention without a custom backward pass).
+    model: with per-layer weights on a fixed grid (`Flow.discretise`), in a form that can be differentiated forward
+        (attention without a custom backward pass).
+    inputs: what its blocks are given, the same at every step.
     """
 
-    model: LmHeadModel
+    model: NeuralOdeLMHeadModel
+    inputs: Inputs
 
     @property
-    @abc.abstractmethod
     def steps(self) -> int:
         """How many steps there are."""
+        return self.plan.steps
 
     @property
-    @abc.abstractmethod
     def step(self) -> float:
-        """The length h of a step: Psi = h times the field. 1 for layers that are added as they are."""
+        """The length h of a step as the state sees it: Psi = h times the field. 1 for layers added as they are."""
+        return self.plan.step
 
-    @abc.abstractmethod
-    def start(self, tokens: NamedArray) -> NamedArray:
-        """x_0 {position, embed}, after the prelude, from tokens {position}."""
+    @property
+    def plan(self) -> FixedPlan:
+        return self.model.config.plan
 
-    @abc.abstractmethod
-    def increment(self, k, x: NamedArray) -> NamedArray:
-        """Psi_k(x), with the axes of x. `k` may be traced."""
+    @property
+    def ends(self) -> tuple[float, ...]:
+        """Layer-time before the first step and after each: 0, 1/L, ..., 1; of ordinary layers too."""
+        return tuple(k / self.steps for k in range(self.steps + 1))
 
-    @abc.abstractmethod
-    def field(self, k, x: NamedArray) -> NamedArray:
-        """F(x) with the weights that step k begins with: what Psi_k / h is for short steps. `k` may be traced."""
+    @property
+    def times(self) -> tuple[float, ...]:
+        """Layer-time of the weights that each step begins with: where what is measured of a step stands on an axis."""
+        return tuple(self.plan.times[row] for row in self._first_rows)
 
     @property
     def differentiates_forward(self) -> bool:
         """Whether the block has Jacobian-vector products; that of a recurrence has a backward pass by hand instead."""
         return not any(isinstance(m, SsmMixer) for m in jax.tree.leaves(self.model, is_leaf=_is_mixer))
 
-    @abc.abstractmethod
+    def start(self, tokens: NamedArray) -> NamedArray:
+        """x_0 {position, embed}, after the prelude, from tokens {position}."""
+        x = self.model.embeddings(tokens)
+        prelude = self.model.transformer.prelude
+        return (x if prelude is None else prelude(x, self.inputs)).rearrange((POSITION, EMBED))
+
+    def increment(self, k, x: NamedArray) -> NamedArray:
+        """Psi_k(x), with the axes of x. `k` may be traced."""
+        return self.model.transformer.flow.increment(k, x, self.inputs).rearrange(x.axes)
+
+    def field(self, k, x: NamedArray) -> NamedArray:
+        """F(x) with the weights that step k begins with: what Psi_k / h is for short steps. `k` may be traced."""
+        return self.run_block(self.block(k), x).rearrange(x.axes)
+
     def block(self, k) -> eqx.Module:
         """The block whose attention step k begins with. `k` may be traced."""
+        return at(self.model.transformer.flow.weights, GridPoint(self.plan.times, jnp.asarray(self._first_rows)[k]))
 
-    @abc.abstractmethod
-    def run_block(self, block: eqx.Module, k, x: NamedArray) -> NamedArray:
+    def run_block(self, block: eqx.Module, x: NamedArray) -> NamedArray:
         """What a block as given by `block(k)` makes of x."""
+        return block(x, self.inputs)
 
-    @abc.abstractmethod
     def activations(self, x: NamedArray) -> NamedArray:
         """What the head reads if x is the end of the flow: after coda and norm."""
-
-    @property
-    def ends(self) -> tuple[float, ...]:
-        """Layer-time before the first step and after each: 0, 1/L, ..., 1."""
-        return tuple(k / self.steps for k in range(self.steps + 1))
+        transformer = self.model.transformer
+        return transformer.norm(x if transformer.coda is None else transformer.coda(x, self.inputs))
 
     def logits(self, x: NamedArray) -> NamedArray:
         """{position, vocab}: what the model would say if x were the end of the flow."""
         return hax.dot(self.activations(x), self.model.get_lm_head(), axis=EMBED)
 
-
-class FlowReading(Reading):
-    """Of a qkvflow model with per-layer weights on a fixed grid (`Flow.discretise`)."""
-
     @property
-    def steps(self) -> int:
-        return self._plan.steps
-
-    @property
-    def step(self) -> float:
-        return self._plan.step
-
-    def start(self, tokens: NamedArray) -> NamedArray:
-        x = self.model.embeddings(tokens)
-        prelude = self.model.transformer.prelude
-        return (x if prelude is None else prelude(x, _MASK)).rearrange((POSITION, EMBED))
-
-    def increment(self, k, x: NamedArray) -> NamedArray:
-        return self.model.transformer.flow.increment(k, x, _MASK).rearrange(x.axes)
-
-    def field(self, k, x: NamedArray) -> NamedArray:
-        return self.run_block(self.block(k), k, x).rearrange(x.axes)
-
-    def block(self, k) -> eqx.Module:
-        flow = self.model.transformer.flow
-        first = jnp.asarray([row[self._plan.stage_slots[0]] for row in self._plan.time_rows])
-        return at(flow.weights, GridPoint(self._plan.times, first[k]))
-
-    def run_block(self, block, k, x: NamedArray) -> NamedArray:
-        return block(x, _MASK)
-
-    def activations(self, x: NamedArray) -> NamedArray:
-        transformer = self.model.transformer
-        return transformer.norm(x if transformer.coda is None else transformer.coda(x, _MASK))
-
-    @property
-    def _plan(self) -> Plan:
-        return self.model.config.plan
+    def _first_rows(self) -> list[int]:
+        grid = self.plan.grid
+        return [row[grid.stage_slots[0]] for row in grid.time_rows]
 
 
-class LayersReading(Reading):
-    """Of one of Levanter's models: step k is layer k."""
-
-    stacked: eqx.Module  # the blocks, leaves {layers, ...}
-
-    @property
-    def steps(self) -> int:
-        return self.model.config.num_layers
-
-    @property
-    def step(self) -> float:
-        return 1.0
-
-    def start(self, tokens: NamedArray) -> NamedArray:
-        positions = hax.arange(tokens.resolve_axis(POSITION), dtype=jnp.int32)
-        options = {"key": None, "pos_ids": positions} if self._is_gpt2 else {}
-        return self.model.embeddings.embed(tokens, **options).rearrange((POSITION, EMBED))
-
-    def increment(self, k, x: NamedArray) -> NamedArray:
-        return self.field(k, x)
-
-    def field(self, k, x: NamedArray) -> NamedArray:
-        return self.run_block(self.block(k), k, x).rearrange(x.axes) - x
-
-    def block(self, k) -> eqx.Module:
-        return jax.tree.map(
-            lambda a: a[LAYERS, k] if isinstance(a, NamedArray) else a,
-            self.stacked,
-            is_leaf=lambda a: isinstance(a, NamedArray),
-        )
-
-    def run_block(self, block, k, x: NamedArray) -> NamedArray:
-        return block(x, _MASK, k, key=None) if self._is_gpt2 else block(x, _MASK)
-
-    def activations(self, x: NamedArray) -> NamedArray:
-        return self.model.transformer.ln_f(x) if self._is_gpt2 else self.model.transformer.norm(x)
-
-    @property
-    def _is_gpt2(self) -> bool:
-        return isinstance(self.model, gpt2.Gpt2LMHeadModel)
-
-
-def read(model: LmHeadModel, steps: int | None = None, *, endpoint: str | None = None) -> Reading:
+def read(
+    model: LmHeadModel, steps: int | None = None, *, endpoint: str | None = None, control: NamedArray | None = None
+) -> Reading:
     """The model as steps in depth.
 
     Args:
         steps: of a flow, another number than it was trained with.
         endpoint: of a flow read by Euler, another end of its steps than in training.
+        control: {control} or {position, control}; None is zero control.
 
     A flow with adaptive or random steps is read on the fixed grid of its solver, one with the reversible scheme by the
     plain steps of its solver: the same differential equation.
 
-    Errors: `UserError` for a model of an unknown kind, or steps that it has no weights for.
+    Raises:
+        UserError: for a model of an unknown kind, weights that are not finite, steps that it has no weights for, a
+            control that does not fit.
     """
-    model = jax.tree.map(_at_least_float32, inference_mode(merged(model), True))
-    model = jax.tree.map(_plain, model, is_leaf=_is_attention)
-    if not isinstance(model, NeuralOdeLMHeadModel):
-        stacked = layers_of(model)
-        if steps is not None and steps != model.config.num_layers:
+    check_finite(model)
+    ours = jax.tree.map(_at_least_float32, inference_mode(enter(model), True))
+    ours = jax.tree.map(_plain, ours, is_leaf=_is_attention)
+    if control is not None:
+        dim = None if ours.config.control is None else ours.config.control.dim
+        if dim is None or control.axis_size(CONTROL) != dim:
             raise UserError(
-                f"an ordinary model of {model.config.num_layers} layers has no other depth: leave out steps."
+                f"the control has {control.axis_size(CONTROL)} components, and the model takes"
+                f" {'none' if dim is None else dim} (model.control)."
             )
-        return LayersReading(model, stacked)
     changes = {} if endpoint is None else {"endpoint": endpoint}
-    depth = model.config.depth.on_grid(steps, adjoint="checkpoint", coupling=None, **changes)
-    return FlowReading(model.with_depth(depth).discretise())
+    depth = ours.config.depth.on_grid(steps, adjoint="checkpoint", coupling=None, **changes)
+    return Reading(ours.with_depth(depth).discretise(), Inputs.of(control=control))
+
+
+def check_finite(model: eqx.Module) -> None:
+    """Raises:
+    UserError: if an array holds numbers that are not finite, naming it: nothing can be read off such a model.
+    """
+    for path, leaf in jax.tree_util.tree_leaves_with_path(model):
+        if eqx.is_inexact_array(leaf) and not isinstance(leaf, jax.core.Tracer) and not bool(jnp.isfinite(leaf).all()):
+            name = jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".array")
+            raise UserError(
+                f"the weights are not finite: {name} holds NaN or infinity, so there are no spectra, exponents or"
+                " trajectories to read. Training had diverged: take an earlier checkpoint with --checkpoint_step N."
+            )
 
 
 def sequence(reading: Reading, tokens) -> NamedArray:
@@ -249,14 +203,11 @@ def _is_mixer(module) -> bool:
 
 
 def _is_attention(module) -> bool:
-    return isinstance(module, (Gpt2Attention, GroupedQueryAttention, gpt2.Gpt2Attention, Attention))
+    return isinstance(module, (Gpt2Attention, GroupedQueryAttention))
 
 
 def _plain(module):
     """The same attention by the kernel that can be differentiated forward (flash attention cannot)."""
-    if isinstance(module, (Gpt2Attention, GroupedQueryAttention)):
-        return dataclasses.replace(module, backend=AttentionBackend.VANILLA, flash_block_size=None)
-    if isinstance(module, (gpt2.Gpt2Attention, Attention)):
-        config = dataclasses.replace(module.config, attn_backend=AttentionBackend.VANILLA)
-        return dataclasses.replace(module, config=config)
-    return module
+    if not _is_attention(module):
+        return module
+    return dataclasses.replace(module, backend=AttentionBackend.VANILLA, flash_block_size=None)

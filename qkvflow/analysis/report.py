@@ -11,7 +11,8 @@ from pathlib import Path
 
 from qkvflow.analysis import page
 from qkvflow.analysis.opening import label, opened, output_file, texts_of
-from qkvflow.cli import Text, run_program
+from qkvflow.cli import run_program
+from qkvflow.config import Text
 from qkvflow.errors import UserError
 from qkvflow.runs import load_run
 from qkvflow.runs.load import Run

@@ -23,9 +23,10 @@ from qkvflow.analysis.reading import Reading, read, sequence
 from qkvflow.analysis.spectrum import Summary
 from qkvflow.analysis.tangent import Tangent
 from qkvflow.blocks import SsmBlockConfig
-from qkvflow.cli import Text, run_program
+from qkvflow.cli import run_program
+from qkvflow.config import Text
 from qkvflow.errors import UserError
-from qkvflow.models import NeuralOdeConfig
+from qkvflow.models.levanter_twin import enter_config
 
 
 def qk_eigenvalues(model: LmHeadModel, times=None) -> np.ndarray:
@@ -148,10 +149,9 @@ def main(config: SpectralConfig) -> dict[str, np.ndarray]:
         if reading is not None:
             with progress.phase("Jacobian of the field"):
                 arrays["jacobian_eigenvalues"] = jacobian_eigenvalues(reading, texts[0].ids)
-                arrays["jacobian_times"] = np.asarray(reading.ends[:-1])
+                arrays["jacobian_times"] = np.asarray(reading.times)
                 arrays["tokens"] = texts[0].ids
-            at = reading.ends[:-1]
-            drawn["jacobian"] = figures.eigenvalues(at, {"jacobian": arrays["jacobian_eigenvalues"]})
+            drawn["jacobian"] = figures.eigenvalues(reading.times, {"jacobian": arrays["jacobian_eigenvalues"]})
         write(folder, "spectral", arrays, drawn)
     print(_table(times, own))
     print(f"Written to {folder}: spectral.npz, " + ", ".join(f"spectral-{name}.png, .pdf" for name in drawn))
@@ -160,9 +160,7 @@ def main(config: SpectralConfig) -> dict[str, np.ndarray]:
 
 def families(model: LmHeadModel) -> tuple[str, ...]:
     """Those of `qk`, `ov`, `ff` that the model has: a state-space block has no `ff`."""
-    config = model.config
-    is_ssm = isinstance(config, NeuralOdeConfig) and isinstance(config.block, SsmBlockConfig)
-    return FAMILIES[:2] if is_ssm else FAMILIES
+    return FAMILIES[:2] if isinstance(enter_config(model.config).block, SsmBlockConfig) else FAMILIES
 
 
 def _summary(product: ThinProduct, family: str) -> Summary:

@@ -9,14 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from haliax import NamedArray
-from levanter.layers.attention import Attention
-from levanter.models import gpt2
 from levanter.models.lm_model import LmHeadModel
 
 from qkvflow.analysis.parts import attention_of
 from qkvflow.analysis.reading import Reading, read, sequence
 from qkvflow.analysis.reading import trajectory as _states
-from qkvflow.axes import EMBED, HEAD_SIZE, HEADS, KV_HEAD, POSITION, Q_HEADS_PER_GROUP, QKV
+from qkvflow.axes import EMBED, HEAD_SIZE, HEADS, KV_HEAD, POSITION, QKV
 from qkvflow.blocks.attention import Gpt2Attention
 from qkvflow.blocks.grouped_query import GroupedQueryAttention
 from qkvflow.errors import UserError
@@ -24,7 +22,8 @@ from qkvflow.errors import UserError
 
 @dataclass(frozen=True)
 class Motion:
-    """Of each token, with v_k = Psi_k / h = (x_{k+1} - x_k) / h, the mean velocity in step k.
+    """Of each token, with v_k = (x_{k+1} - x_k) / (t_{k+1} - t_k) = L Psi_k, the mean velocity in step k on the axis
+    t in [0, 1]: of flows and ordinary layers on one scale, so that the speed integrates to the length of the path.
 
     speed: ||v_k||, [steps, position].
     turning: cos(v_k, v_{k+1}), [steps - 1, position]: 1 goes straight on, 0 turns by a right angle.
@@ -61,7 +60,7 @@ def motion(model: LmHeadModel | Reading, tokens) -> Motion:
     """Speed, direction and displacement of the states: see `Motion`."""
     reading = _reading(model)
     x = states(reading, tokens).astype(np.float64)
-    v = np.diff(x, axis=0) / reading.step
+    v = np.diff(x, axis=0) * reading.steps
     start = np.linalg.norm(x[0], axis=-1)
     return Motion(
         speed=np.linalg.norm(v, axis=-1),
@@ -113,7 +112,7 @@ def _entropy(reading: Reading, states: NamedArray):
         x = hax.named(x, (POSITION, EMBED))
         block, heard = reading.block(k), []
         listening = eqx.tree_at(attention_of, block, _with_ear(attention_of(block), heard))
-        reading.run_block(listening, k, x)
+        reading.run_block(listening, x)
         q, key = _queries_and_keys(attention_of(block), heard)
         scores = jnp.einsum("hid,hjd->hij", q, key) / jnp.sqrt(q.shape[-1])
         size = scores.shape[-1]
@@ -141,11 +140,8 @@ def _with_ear(attention, heard: list):
     raise UserError(f"the attention of {type(attention).__name__} cannot be listened to.")
 
 
-@_with_ear.register(Gpt2Attention)
-@_with_ear.register(gpt2.Gpt2Attention)
-def _(attention, heard):
-    if isinstance(attention, gpt2.Gpt2Attention) and attention.config.scale_attn_by_inverse_layer_idx:
-        raise UserError("attention scaled by the inverse of the layer has no entropy here.")
+@_with_ear.register
+def _(attention: Gpt2Attention, heard):
     return eqx.tree_at(lambda a: a.c_attn, attention, _Ear(attention.c_attn, heard))
 
 
@@ -154,23 +150,12 @@ def _(attention: GroupedQueryAttention, heard):
     return eqx.tree_at(lambda a: a.rotary, attention, _Ear(attention.rotary, heard))
 
 
-@_with_ear.register
-def _(attention: Attention, heard):
-    config = attention.config
-    if attention.rot_embs is None or config.scaling_factor or config.logits_soft_cap or config.sliding_window:
-        raise UserError("attention without rotary positions, or with a scale, soft cap or window, has no entropy here.")
-    return eqx.tree_at(lambda a: a.rot_embs, attention, _Ear(attention.rot_embs, heard))
-
-
 def _queries_and_keys(attention, heard: list) -> tuple[jax.Array, jax.Array]:
     """[heads, position, head_size] each, from what was heard: q, k and v together, or rotated q and then rotated k."""
-    if isinstance(attention, (Gpt2Attention, gpt2.Gpt2Attention)):
+    if isinstance(attention, Gpt2Attention):
         q, k, _ = heard[0].unbind(QKV)
         return q.rearrange((HEADS, POSITION, HEAD_SIZE)).array, k.rearrange((HEADS, POSITION, HEAD_SIZE)).array
     q, k = heard
-    if HEADS not in {a.name for a in q.axes}:  # Levanter's names
-        q = q.rearrange((KV_HEAD, Q_HEADS_PER_GROUP, POSITION, HEAD_SIZE))
-        q = q.flatten_axes((KV_HEAD, Q_HEADS_PER_GROUP), HEADS)
     q = q.rearrange((HEADS, POSITION, HEAD_SIZE)).array
     k = k.rearrange((KV_HEAD, POSITION, HEAD_SIZE)).array
     return q, jnp.repeat(k, q.shape[0] // k.shape[0], axis=0)

@@ -4,6 +4,7 @@ from qkvflow.blocks.config import BlockConfig as BlockConfig
 from qkvflow.blocks.controlled import Controlled as Controlled
 from qkvflow.blocks.gpt2 import Gpt2Block as Gpt2Block
 from qkvflow.blocks.gpt2 import Gpt2BlockConfig as Gpt2BlockConfig
+from qkvflow.blocks.inputs import Inputs as Inputs
 from qkvflow.blocks.llama import LlamaBlock as LlamaBlock
 from qkvflow.blocks.llama import LlamaBlockConfig as LlamaBlockConfig
 from qkvflow.blocks.memory import Window as Window

@@ -7,10 +7,11 @@ import haliax as hax
 import haliax.nn as hnn
 import jax
 from haliax import Axis, NamedArray
-from levanter.layers.attention import AttentionBackend, AttentionMask, dot_product_attention
+from levanter.layers.attention import AttentionBackend, dot_product_attention
 
 from qkvflow.axes import BATCH_HEADS, HEAD_SIZE, HEADS, KEY_POSITION, POSITION, QKV
-from qkvflow.blocks.memory import KeysValues, Window
+from qkvflow.blocks.inputs import Inputs
+from qkvflow.blocks.memory import KeysValues
 
 
 class AttentionKernel(Protocol):
@@ -27,7 +28,7 @@ def attend(
     q: NamedArray,
     k: NamedArray,
     v: NamedArray,
-    mask: AttentionMask | NamedArray | Window | None,
+    inputs: Inputs,
     memory: KeysValues | None = None,
     *,
     key=None,
@@ -35,15 +36,15 @@ def attend(
     """softmax(q k^T / sqrt(head_size)) v, with dropout of the weights; and the memory with k and v in it.
 
     q: {..., position, head_size}; k, v: {..., position, head_size}; axes that all three have are heads, those that
-    only q has share the keys and values (grouped queries). `mask=None` attends to everything.
-    memory: of earlier positions, which q sees too; `mask` is then the `Window` of the new ones.
+    only q has share the keys and values (grouped queries).
+    memory: of earlier positions, which q sees too, as those of `inputs.window` do.
     """
-    backend = layer.backend
+    backend, mask = layer.backend, inputs.mask
     Batch, Heads = (), ()
     if memory is not None:
         Batch, Heads = (a for a in k.axes if a.name not in (POSITION, HEAD_SIZE))
-        memory = memory.extended(k, v, mask)
-        mask = memory.visible(q.resolve_axis(POSITION), mask)
+        memory = memory.extended(k, v, inputs.window)
+        mask = memory.visible(q.resolve_axis(POSITION), inputs.window)
         q, k, v = memory.merged(q, Heads), memory.k, memory.v
         backend = AttentionBackend.VANILLA  # other kernels want as many queries as keys
     out = dot_product_attention(
@@ -97,15 +98,11 @@ class Gpt2Attention(eqx.Module):
         c_proj = hnn.Linear.init((Heads, HeadSize), Embed, key=k_proj, use_bias=use_bias, out_first=False)
         return Gpt2Attention(c_attn, c_proj, False, dropout, backend, flash_block_size)
 
-    def __call__(self, x: NamedArray, mask: AttentionMask | NamedArray | None, *, key=None) -> NamedArray:
-        """{..., position, embed} -> {..., position, embed}. `mask=None` attends to everything."""
-        return self.extend(x, mask, None, key=key)[0]
-
-    def extend(self, x: NamedArray, mask, memory: KeysValues | None, *, key=None):
-        """The same and the memory extended; with a memory `mask` is the `Window` of the positions of x."""
+    def extend(self, x: NamedArray, inputs: Inputs, memory: KeysValues | None, *, key=None):
+        """{..., position, embed} -> {..., position, embed}, and the memory extended by the positions of x."""
         qkv = self.c_attn(x).rearrange((..., QKV, HEADS, POSITION, HEAD_SIZE))
         q, k, v = qkv.unbind(QKV)
-        out, memory = attend(self, q, k, v, mask, memory, key=key)
+        out, memory = attend(self, q, k, v, inputs, memory, key=key)
         return self.c_proj(hax.auto_sharded(out.astype(x.dtype))), memory
 
     def memory(self, Batch: Axis, length: int, dtype) -> KeysValues:

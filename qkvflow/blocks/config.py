@@ -17,7 +17,7 @@ class BlockConfig(draccus.ChoiceRegistry, abc.ABC):
 
     @abc.abstractmethod
     def init(self, Embed: Axis, *, key):
-        """Draw an ordinary block: a module called as block(x, mask, key=...)."""
+        """Draw an ordinary block: a module called as block(x, inputs, key=...)."""
 
     @abc.abstractmethod
     def norm(self, Embed: Axis):

@@ -12,9 +12,9 @@ import equinox as eqx
 import haliax as hax
 import haliax.nn as hnn
 from haliax import Axis, NamedArray
-from levanter.layers.attention import AttentionMask
 
 from qkvflow.axes import CONTROL
+from qkvflow.blocks.inputs import Inputs
 
 
 class Controlled(eqx.Module):
@@ -31,26 +31,15 @@ class Controlled(eqx.Module):
         control = hnn.Linear.init(Axis(CONTROL, dim), Embed, key=key, use_bias=False, out_first=False)
         return Controlled(block, hax.zeros(Embed), control, hax.full((), alpha))
 
-    def __call__(
-        self,
-        x: NamedArray,
-        mask: AttentionMask | NamedArray | None,
-        *,
-        control: NamedArray | None = None,
-        key=None,
-        **inputs: NamedArray,
-    ) -> NamedArray:
-        """`inputs`: what else the block inside takes, such as `pos_ids`."""
-        return self.extend(x, mask, None, control=control, key=key, **inputs)[0]
+    def __call__(self, x: NamedArray, inputs: Inputs, *, key=None) -> NamedArray:
+        return self.extend(x, inputs, None, key=key)[0]
 
-    def extend(self, x: NamedArray, mask, memory, *, control: NamedArray | None = None, key=None, **inputs: NamedArray):
-        """B_u(x) and the memory of the block inside, extended; with a memory `mask` is the `Window` of x."""
+    def extend(self, x: NamedArray, inputs: Inputs, memory, *, key=None):
+        """B_u(x), and the memory of the block inside extended by the positions of x."""
         h = x + self.shift.astype(x.dtype)
-        if control is not None:
-            h = h + self.control(control.astype(x.dtype))
-        if memory is None:
-            return self.block(h.rearrange(x.axes), mask, key=key, **inputs) * self.alpha.astype(x.dtype), None
-        dx, memory = self.block.extend(h.rearrange(x.axes), mask, memory, key=key, **inputs)
+        if inputs.control is not None:
+            h = h + self.control(inputs.control.astype(x.dtype))
+        dx, memory = self.block.extend(h.rearrange(x.axes), inputs, memory, key=key)
         return dx * self.alpha.astype(x.dtype), memory
 
     def memory(self, Batch: Axis, length: int, dtype):

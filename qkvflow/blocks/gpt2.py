@@ -11,12 +11,13 @@ import equinox as eqx
 import haliax.nn as hnn
 from haliax import Axis, NamedArray
 from haliax.jax_utils import maybe_rng_split
-from levanter.layers.attention import AttentionBackend, AttentionMask
+from levanter.layers.attention import AttentionBackend
 from levanter.utils.activation import ActivationFunctionEnum
 
 from qkvflow.axes import HEAD_SIZE, HEADS, MLP
 from qkvflow.blocks.attention import Gpt2Attention
 from qkvflow.blocks.config import BlockConfig, check_choice, check_heads, check_probability
+from qkvflow.blocks.inputs import Inputs
 from qkvflow.blocks.memory import KeysValues
 from qkvflow.errors import UserError
 
@@ -51,13 +52,13 @@ class Gpt2Block(eqx.Module):
     resid_dropout: hnn.Dropout
     form: str = eqx.field(static=True)
 
-    def __call__(self, x: NamedArray, mask: AttentionMask | NamedArray | None, *, key=None) -> NamedArray:
-        return self.extend(x, mask, None, key=key)[0]
+    def __call__(self, x: NamedArray, inputs: Inputs, *, key=None) -> NamedArray:
+        return self.extend(x, inputs, None, key=key)[0]
 
-    def extend(self, x: NamedArray, mask, memory: KeysValues | None, *, key=None):
-        """B(x) and the memory extended; with a memory `mask` is the `Window` of the positions of x."""
+    def extend(self, x: NamedArray, inputs: Inputs, memory: KeysValues | None, *, key=None):
+        """B(x), and the memory extended by the positions of x."""
         k_attn, k_attn_out, k_mlp_out = maybe_rng_split(key, 3)
-        attn, memory = self.attn.extend(self.attn_ln(x), mask, memory, key=k_attn)
+        attn, memory = self.attn.extend(self.attn_ln(x), inputs, memory, key=k_attn)
         attn = self.resid_dropout(attn, key=k_attn_out)
         mlp = self.mlp(self.mlp_ln(x if self.form == "parallel" else x + attn))
         return attn + self.resid_dropout(mlp, key=k_mlp_out), memory

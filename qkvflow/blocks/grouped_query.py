@@ -5,11 +5,12 @@ import haliax as hax
 import haliax.nn as hnn
 import jax
 from haliax import Axis, NamedArray
-from levanter.layers.attention import AttentionBackend, AttentionMask
+from levanter.layers.attention import AttentionBackend
 from levanter.layers.rotary import RotaryEmbeddings, RotaryEmbeddingsConfig
 
 from qkvflow.axes import HEAD_SIZE, HEADS, KV_HEAD, POSITION, Q_HEADS_PER_GROUP
 from qkvflow.blocks.attention import attend
+from qkvflow.blocks.inputs import Inputs
 from qkvflow.blocks.memory import KeysValues
 
 
@@ -64,19 +65,9 @@ class GroupedQueryAttention(eqx.Module):
             flash_block_size,
         )
 
-    def __call__(
-        self, x: NamedArray, mask: AttentionMask | NamedArray | None, *, key=None, pos_ids: NamedArray | None = None
-    ) -> NamedArray:
-        """{..., position, embed} -> {..., position, embed}. `pos_ids` defaults to 0, 1, 2, ...
-
-        `mask=None` attends to everything.
-        """
-        return self.extend(x, mask, None, key=key, pos_ids=pos_ids)[0]
-
-    def extend(self, x: NamedArray, mask, memory: KeysValues | None, *, key=None, pos_ids: NamedArray | None = None):
-        """The same and the memory extended; with a memory `mask` is the `Window` of the positions of x."""
-        if pos_ids is None:
-            pos_ids = hax.arange(x.resolve_axis(POSITION))
+    def extend(self, x: NamedArray, inputs: Inputs, memory: KeysValues | None, *, key=None):
+        """{..., position, embed} -> {..., position, embed}, and the memory extended by the positions of x."""
+        pos_ids = hax.arange(x.resolve_axis(POSITION)) if inputs.pos_ids is None else inputs.pos_ids
         q = self.rotary(self.q_proj(x), pos_ids)
         k = self.rotary(self.k_proj(x), pos_ids).rearrange((..., KV_HEAD, POSITION, HEAD_SIZE))
         v = self.v_proj(x).rearrange((..., KV_HEAD, POSITION, HEAD_SIZE))
@@ -84,7 +75,7 @@ class GroupedQueryAttention(eqx.Module):
         Group = Axis(Q_HEADS_PER_GROUP, Heads.size // KvHead.size)
         q = q.unflatten_axis(HEADS, (KvHead, Group))
         q = q.rearrange((..., KV_HEAD, Q_HEADS_PER_GROUP, POSITION, HEAD_SIZE))
-        out, memory = attend(self, q, k, v, mask, memory, key=key)
+        out, memory = attend(self, q, k, v, inputs, memory, key=key)
         return self.o_proj(hax.auto_sharded(out.astype(x.dtype).flatten_axes((KvHead, Group), Heads))), memory
 
     def memory(self, Batch: Axis, length: int, dtype) -> KeysValues:

@@ -14,13 +14,14 @@ import equinox as eqx
 import haliax.nn as hnn
 from haliax import Axis, NamedArray
 from haliax.jax_utils import maybe_rng_split
-from levanter.layers.attention import AttentionBackend, AttentionMask
+from levanter.layers.attention import AttentionBackend
 from levanter.layers.rotary import DefaultRotaryEmbeddingsConfig, RotaryEmbeddingsConfig
 from levanter.utils.activation import ActivationFunctionEnum
 
 from qkvflow.axes import HEAD_SIZE, HEADS, KV_HEAD, MLP
 from qkvflow.blocks.config import BlockConfig, check_choice, check_heads, check_probability
 from qkvflow.blocks.grouped_query import GroupedQueryAttention
+from qkvflow.blocks.inputs import Inputs
 from qkvflow.blocks.memory import KeysValues
 from qkvflow.errors import UserError
 
@@ -58,16 +59,14 @@ class LlamaBlock(eqx.Module):
     resid_dropout: hnn.Dropout
     form: str = eqx.field(static=True)
 
-    def __call__(
-        self, x: NamedArray, mask: AttentionMask | NamedArray | None, *, key=None, pos_ids: NamedArray | None = None
-    ) -> NamedArray:
-        return self.extend(x, mask, None, key=key, pos_ids=pos_ids)[0]
+    def __call__(self, x: NamedArray, inputs: Inputs, *, key=None) -> NamedArray:
+        return self.extend(x, inputs, None, key=key)[0]
 
-    def extend(self, x: NamedArray, mask, memory: KeysValues | None, *, key=None, pos_ids: NamedArray | None = None):
-        """B(x) and the memory extended; with a memory `mask` is the `Window` of the positions of x."""
+    def extend(self, x: NamedArray, inputs: Inputs, memory: KeysValues | None, *, key=None):
+        """B(x), and the memory extended by the positions of x."""
         k_attn, k_attn_out, k_mlp_out = maybe_rng_split(key, 3)
         n1 = self.input_layernorm(x)
-        attn, memory = self.self_attn.extend(n1, mask, memory, key=k_attn, pos_ids=pos_ids)
+        attn, memory = self.self_attn.extend(n1, inputs, memory, key=k_attn)
         attn = self.resid_dropout(attn, key=k_attn_out)
         if self.form == "sequential":
             x = x + attn

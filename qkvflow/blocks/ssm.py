@@ -10,12 +10,12 @@ import equinox as eqx
 import haliax.nn as hnn
 from haliax import Axis, NamedArray
 from haliax.jax_utils import maybe_rng_split
-from levanter.layers.attention import AttentionMask
 
 from qkvflow.axes import STATE
 from qkvflow.blocks.attention import Gpt2Attention
 from qkvflow.blocks.config import BlockConfig
 from qkvflow.blocks.gpt2 import Gpt2LikeConfig
+from qkvflow.blocks.inputs import Inputs
 from qkvflow.blocks.memory import KeysValues
 from qkvflow.blocks.state_space import SsmMixer, delta_rank
 from qkvflow.errors import UserError
@@ -31,16 +31,16 @@ class SsmBlock(eqx.Module):
     resid_dropout: hnn.Dropout
     form: str = eqx.field(static=True)
 
-    def __call__(self, x: NamedArray, mask: AttentionMask | NamedArray | None, *, key=None) -> NamedArray:
-        return self.extend(x, mask, None, key=key)[0]
+    def __call__(self, x: NamedArray, inputs: Inputs, *, key=None) -> NamedArray:
+        return self.extend(x, inputs, None, key=key)[0]
 
-    def extend(self, x: NamedArray, mask, memory: "SsmMemory | None", *, key=None):
-        """B(x) and the memory extended; with a memory `mask` is the `Window` of the positions of x."""
+    def extend(self, x: NamedArray, inputs: Inputs, memory: "SsmMemory | None", *, key=None):
+        """B(x), and the memory extended by the positions of x."""
         k_attn, k_attn_out, k_ssm_out = maybe_rng_split(key, 3)
         keys, state = (None, None) if memory is None else (memory.attn, memory.ssm)
-        attn, keys = self.attn.extend(self.attn_ln(x), mask, keys, key=k_attn)
+        attn, keys = self.attn.extend(self.attn_ln(x), inputs, keys, key=k_attn)
         attn = self.resid_dropout(attn, key=k_attn_out)
-        mixed, state = self.ssm.extend(self.ssm_ln(x if self.form == "parallel" else x + attn), mask, state)
+        mixed, state = self.ssm.extend(self.ssm_ln(x if self.form == "parallel" else x + attn), inputs, state)
         return attn + self.resid_dropout(mixed, key=k_ssm_out), None if memory is None else SsmMemory(keys, state)
 
     def memory(self, Batch: Axis, length: int, dtype) -> "SsmMemory":

@@ -24,6 +24,7 @@ from levanter.layers.attention import AttentionMask
 from qkvflow.axes import BATCH, DELTA_RANK, EMBED, POSITION, STATE
 from qkvflow.blocks import recurrence
 from qkvflow.blocks.chunked import chunked
+from qkvflow.blocks.inputs import Inputs
 
 DELTA_RANGE = (1e-3, 1e-1)
 
@@ -87,17 +88,17 @@ class SsmMixer(eqx.Module):
         in one sequence do not see each other; nothing else of the mask is read (an SSM is causal by itself)."""
         return self._over_positions(x, mask, fast=True)
 
-    def extend(self, x: NamedArray, mask, state: NamedArray | None) -> tuple[NamedArray, NamedArray | None]:
-        """The same, continued from `state` {batch, state, embed}, and the state after it; `mask` is then the `Window`
-        of the positions of x, whose unreal positions leave the state alone."""
+    def extend(self, x: NamedArray, inputs: Inputs, state: NamedArray | None) -> tuple[NamedArray, NamedArray | None]:
+        """The same, continued from `state` {batch, state, embed}, and the state after it; positions of x that are not
+        real in `inputs.window` leave the state alone."""
         if state is None:
-            return self(x, mask), None
+            return self(x, inputs.mask), None
         New, Embed = x.resolve_axis(POSITION), x.resolve_axis(EMBED)
         batch = (x.resolve_axis(BATCH),)
-        system, real = self._system(x), mask.real(New)
+        system, real = self._system(x), inputs.window.real(New)
         raw = _flat(state, *(a.name for a in self.space.A_raw.axes))
-        inputs = _flat(x, POSITION, EMBED).astype(system[1].dtype)
-        raw, y = recurrence.sequential(raw, *system, inputs, real=_flat(real, POSITION))
+        values = _flat(x, POSITION, EMBED).astype(system[1].dtype)
+        raw, y = recurrence.sequential(raw, *system, values, real=_flat(real, POSITION))
         return self._output(_unflat(y, batch, (New, Embed)), x), _unflat(raw, batch, self.space.A_raw.axes)
 
     def sequential(self, x: NamedArray, mask: AttentionMask | NamedArray | None) -> NamedArray:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, TypeVar
 
 from qkvflow.cli.arguments import parse
+from qkvflow.cli.quiet import notices_on
 from qkvflow.errors import UserError
 
 T = TypeVar("T")
@@ -32,6 +33,18 @@ def run_program(main: Callable[[T], Any], config_class: type[T], argv: Sequence[
     faulthandler.enable(file=os.dup(2))  # a crash in a library is reported on the terminal, not in a log
     signal.signal(signal.SIGTERM, _terminate)
     end_process(_status(main, config_class, argv))
+
+
+def conclude(text: str, exit_status: int) -> None:
+    """The last words of a program on standard output; one that was stopped then leaves with its status.
+
+    Raises:
+        SystemExit: if the status is not 0.
+    """
+    sys.stdout.write(text)
+    sys.stdout.flush()
+    if exit_status:
+        raise SystemExit(exit_status)
 
 
 def end_process(status: int) -> NoReturn:
@@ -55,8 +68,9 @@ def _status(main: Callable[[T], Any], config_class: type[T], argv: Sequence[str]
         if "--help" in argv or "-h" in argv:
             sys.stdout.write(_usage(main, config_class))
             return 0
-        config, _ = parse(config_class, argv)
-        main(config)
+        with notices_on(sys.stderr):
+            config, _ = parse(config_class, argv)
+            main(config)
         return 0
     except UserError as error:
         sys.stderr.write(f"error: {error}\n")
@@ -85,7 +99,7 @@ def _usage(main: Callable, config_class: type) -> str:
     from inspect import getdoc
     from typing import get_type_hints
 
-    from qkvflow.cli.scalars import describe
+    from qkvflow.config.scalars import describe
 
     hints = get_type_hints(config_class)
     keys = "\n".join(f"  --{field.name:<20} {describe(hints[field.name])}" for field in fields(config_class))  # pyright: ignore
@@ -95,7 +109,8 @@ def _usage(main: Callable, config_class: type) -> str:
 usage: python -m {_module_name(main)} --config_path FILE.yaml [--key.subkey VALUE ...]
 
 Every key of the YAML file can also be given as a flag, e.g. `--trainer.num_train_steps 100`; the flag wins.
-Values are YAML: 3, 1e-3, true, null, text, [a, b], {{a: 1}}, or @FILE.yaml for what a file holds.
+Values are text as typed where text belongs, otherwise YAML: 3, 1e-3, true, null, [a, b], {{a: 1}}, or @FILE.yaml for
+what a file holds.
 
 Top-level keys:
 {keys}

@@ -5,20 +5,12 @@ import logging
 import os
 import sys
 import tempfile
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, TextIO
+from typing import IO, Any, TextIO
 
-from qkvflow.errors import UserError
-
-_terminals: list[TextIO] = []  # of the `quiet_libraries` that are open, the innermost last
-
-
-def tell(text: str) -> None:
-    """One line for people on standard error, the real one if library output is sent elsewhere."""
-    stream = _terminals[-1] if _terminals else sys.stderr
-    stream.write(f"\r\x1b[K{text}\n" if stream.isatty() else f"{text}\n")  # over the clock of a running phase
-    stream.flush()
+from qkvflow.errors import Notice, UserError
 
 
 class Quiet:
@@ -47,6 +39,27 @@ class Quiet:
 
 
 @contextlib.contextmanager
+def notices_on(terminal: TextIO, log: logging.Logger | None = None) -> Iterator[None]:
+    """For the length of a `with` block a `Notice` is one line on `terminal`, and in the log; other warnings stay."""
+    with warnings.catch_warnings():
+        show_others = warnings.showwarning
+
+        def show(message: Warning | str, category: type[Warning], *rest: Any) -> None:
+            if not issubclass(category, Notice):
+                return show_others(message, category, *rest)
+            # Over the clock of a phase that is running.
+            terminal.write(f"\r\x1b[Kwarning: {message}\n" if terminal.isatty() else f"warning: {message}\n")
+            terminal.flush()
+            if log is not None:
+                log.warning("%s", message)
+            return None
+
+        warnings.simplefilter("always", Notice)
+        warnings.showwarning = show
+        yield
+
+
+@contextlib.contextmanager
 def quiet_libraries() -> Iterator[Quiet]:
     """Sends everything that is written to standard error elsewhere, for the length of a `with` block.
 
@@ -71,15 +84,14 @@ def quiet_libraries() -> Iterator[Quiet]:
     root.addHandler(handler)
     root.setLevel(logging.INFO)
     quiet = Quiet(terminal, sink)
-    _terminals.append(terminal)
     try:
-        yield quiet
+        with notices_on(terminal, logging.getLogger(__name__)):
+            yield quiet
     except Exception as error:
         if not isinstance(error, UserError):
             terminal.write(quiet.caught().decode(errors="replace"))
         raise
     finally:
-        _terminals.remove(terminal)
         root.handlers[:] = handlers  # libraries add their own, too
         root.setLevel(level)
         terminal.close()

@@ -1,13 +1,19 @@
-"""The English text that every Python carries (`pydoc` topics), split into train and validation."""
+"""Two texts that every Python carries, split into train and validation: the English of its help, and its own source."""
 
 import functools
 import hashlib
+import sysconfig
 from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from qkvflow.errors import UserError
 
 _VALIDATION_FRACTION = 0.1
 _SHINGLE_WORDS = 8
 # Topics that share more than this part of the smaller one's word sequences are kept on one side of the split.
 _SHARED_FRACTION = 0.05
+_LIBRARY_BYTES = 1_000_000
+_LIBRARY_VALIDATION_EVERY = 10
 
 
 def topics() -> dict[str, str]:
@@ -17,8 +23,8 @@ def topics() -> dict[str, str]:
     return dict(sorted(by_name.items()))
 
 
-def text_of(split: str) -> Iterator[str]:
-    """The documents of the split `train` or `validation`, in a fixed order that mixes the subjects."""
+def topics_of(split: str) -> Iterator[str]:
+    """The topics of `pydoc` in the split `train` or `validation`, in a fixed order that mixes the subjects."""
     held_out = validation_names()
     by_name = topics()
     for name in sorted(by_name, key=_name_hash):
@@ -60,6 +66,35 @@ def related_groups(by_name: Mapping[str, str]) -> list[set[str]]:
                 merged = group_of[first] | group_of[second]
                 group_of.update(dict.fromkeys(merged, merged))
     return list({id(group): group for group in group_of.values()}.values())
+
+
+def modules_of(split: str) -> Iterator[str]:
+    """Modules of the standard library, about 1 MB, in the split `train` or `validation`, the subjects mixed.
+
+    Raises:
+        UserError: this Python carries no sources.
+    """
+    for index, path in enumerate(_modules()):
+        if (index % _LIBRARY_VALIDATION_EVERY == 0) == (split == "validation"):
+            yield path.read_text(encoding="utf-8")
+
+
+@functools.lru_cache(maxsize=1)
+def _modules() -> tuple[Path, ...]:
+    """Top-level modules in the order of a hash of their names, until there is enough text."""
+    folder = Path(sysconfig.get_path("stdlib"))
+    chosen, size = [], 0
+    for path in sorted(folder.glob("*.py"), key=lambda path: hashlib.sha256(path.name.encode()).digest()):
+        if size >= _LIBRARY_BYTES:
+            break
+        chosen.append(path)
+        size += path.stat().st_size
+    if size < _LIBRARY_BYTES // 2:
+        raise UserError(
+            f"this Python carries no sources of its standard library in {folder}: give other text, such as"
+            " --data.train my.txt"
+        )
+    return tuple(chosen)
 
 
 def _shingles(text: str) -> set[tuple[str, ...]]:

@@ -1,7 +1,6 @@
 """Building and loading token caches: complete or absent, one builder at a time, errors in plain words."""
 
 import contextlib
-import fcntl
 import json
 import logging
 import re
@@ -14,10 +13,11 @@ from levanter.data.sharded_datasource import ShardedDataSource
 from levanter.data.text import HfDatasetSourceConfig, LmDatasetSourceConfigBase
 from levanter.store.cache import CacheMetadata, CacheOptions, SerialCacheWriter, TreeCache, build_cache
 
-from qkvflow.data.controlled import ControlledTokenizer
+from qkvflow.data.control.records import ControlledTokenizer
 from qkvflow.data.hub import check_dataset_reachable
 from qkvflow.data.sources import BuiltinSource, FilesSource
 from qkvflow.errors import UserError
+from qkvflow.locks import locked
 
 logger = logging.getLogger(__name__)
 
@@ -173,20 +173,16 @@ def _is_shard(entry: Path) -> bool:
 @contextlib.contextmanager
 def _lock(folder: Path, split: str) -> Iterator[None]:
     """Held by one process at a time, also among those of one run; the kernel frees it at their end."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        file = (folder / f"{split}.lock").open("w")
-    except OSError as error:
-        raise UserError(
-            f"the token cache {folder} is not finished and cannot be written: {error.strerror or error}. Name a folder "
-            "that can be written with `data.cache_dir`; a finished cache may be read-only."
-        ) from error
-    with file:
+    with contextlib.ExitStack() as stack:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX)
-        except OSError:
-            # A file system without locks: whoever finishes last replaces an equal cache.
-            logger.warning("%s has no file locks; do not start two runs on new data at once.", folder)
+            folder.mkdir(parents=True, exist_ok=True)
+            # On a file system without locks whoever finishes last replaces an equal cache.
+            stack.enter_context(locked(folder / f"{split}.lock", wait=True))
+        except OSError as error:
+            raise UserError(
+                f"the token cache {folder} is not finished and cannot be written: {error.strerror or error}. Name a"
+                " folder that can be written with `data.cache_dir`; a finished cache may be read-only."
+            ) from error
         try:
             yield
         except UserError:

@@ -38,11 +38,7 @@ def check_enough_tokens(data: LmDataConfig, seq_len: int) -> TokenCounts:
     for name, component in data.components.items():
         names = [f"{name}/{c}" for c in component.children] if isinstance(component, ConcatDatasetComponent) else [name]
         missing = [part for part in names if part not in train]
-        if (
-            isinstance(component, DatasetComponent | ConcatDatasetComponent)
-            and data._has_nonzero_weight(name)
-            and missing
-        ):
+        if isinstance(component, DatasetComponent | ConcatDatasetComponent) and is_trained_on(data, name) and missing:
             raise UserError(
                 f"component {missing[0]!r} has no training data. Give it some, or set its weight in "
                 "`train_weights` to 0 if it is for validation only."
@@ -55,6 +51,14 @@ def check_enough_tokens(data: LmDataConfig, seq_len: int) -> TokenCounts:
                 f"{available} of {seq_len} tokens; take at least 1 and leave at least 1 for training"
             )
     return TokenCounts(train, validation)
+
+
+def is_trained_on(data: LmDataConfig, name: str) -> bool:
+    """Whether a component has a weight in any phase of training."""
+    if data.train_weights is None:
+        return True
+    phases = [data.train_weights] if isinstance(data.train_weights, Mapping) else [w for _, w in data.train_weights]
+    return any(weights.get(name, 0) > 0 for weights in phases)
 
 
 def _counts(data: LmDataConfig, caches: Mapping[str, TreeCache[dict]], seq_len: int, purpose: str) -> dict[str, int]:

@@ -15,8 +15,8 @@ from levanter.data.text import (
     TextLmDatasetFormat,
 )
 
-from qkvflow.data.control_field import ControlField
-from qkvflow.data.controlled import with_control
+from qkvflow.data.control.field import ControlField
+from qkvflow.data.control.records import with_control
 from qkvflow.data.fingerprint import cache_fingerprint, source_record
 from qkvflow.data.formats import DocumentFormat
 from qkvflow.data.resolved import ResolvedDataConfig

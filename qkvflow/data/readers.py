@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from qkvflow.data.control_field import ControlField
+from qkvflow.data.control.field import ControlField
 from qkvflow.data.pieces import PIECE_CHARACTERS, cut
 from qkvflow.errors import UserError
 

@@ -16,8 +16,9 @@ from levanter.store.cache import TreeCache
 from levanter.tokenizers import MarinTokenizer
 
 from qkvflow.data.cache import load_or_build
-from qkvflow.data.control_dataset import ControlledDataset, with_sequence_controls
-from qkvflow.data.control_field import ControlField
+from qkvflow.data.checks import is_trained_on
+from qkvflow.data.control.field import ControlField
+from qkvflow.data.control.sequences import ControlledDataset, with_sequence_controls
 from qkvflow.data.tokenizers import load_tokenizer
 
 
@@ -45,9 +46,10 @@ class ResolvedDataConfig(LmDataConfig):
         return ControlledDataset(named.dataset, Pos)
 
     def validation_sets(self, Pos: Axis) -> Mapping[str, AsyncDataset[LmExample]]:
+        named = super().validation_sets(Pos)
         if self.control is None:
-            return super().validation_sets(Pos)
-        return {name: ControlledDataset(ds, Pos) for name, ds in self._validation_datasets_unwrapped(Pos).items()}
+            return named
+        return {name: ControlledDataset(sequences.dataset, Pos) for name, sequences in named.items()}
 
     def build_token_datasets(self, caches: Mapping[str, TreeCache[dict]], Pos: Axis, *, split: str):
         datasets = super().build_token_datasets(caches, Pos, split=split)
@@ -60,7 +62,7 @@ class ResolvedDataConfig(LmDataConfig):
         caches: dict[str, TreeCache[dict]] = {}
         left_to_levanter = dict(self.components)
         for name, component in self.components.items():
-            if split == "train" and not self._has_nonzero_weight(name):
+            if split == "train" and not is_trained_on(self, name):
                 del left_to_levanter[name]
                 continue
             own = [*_parts(name, component)]

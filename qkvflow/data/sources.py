@@ -10,12 +10,13 @@ from typing import Any
 from levanter.data.sharded_datasource import ShardedDataSource
 from levanter.data.text import LmDatasetSourceConfigBase
 
-from qkvflow.data import builtin, library
+from qkvflow.data.builtin import modules_of, topics_of
 from qkvflow.data.holdout import record_hash, record_threshold, text_boundary
 from qkvflow.data.readers import ENDINGS, is_plain_text, read_records, read_text
 from qkvflow.errors import UserError
+from qkvflow.files import local_path
 
-BUILTIN_TEXTS = {"topics": builtin.text_of, "library": library.text_of}
+BUILTIN_TEXTS = {"topics": topics_of, "library": modules_of}
 
 
 @LmDatasetSourceConfigBase.register_subclass("files")
@@ -162,7 +163,7 @@ def _expand(pattern: str) -> list[Path]:
             f"{pattern!r} is no local path; for files on a network use a source of `type: url` with "
             "`train_urls` and `validation_urls`, or `type: hf` for a Hugging Face data set"
         )
-    path = Path(pattern).expanduser()
+    path = local_path(pattern)
     if path.exists() or not glob.has_magic(str(path)):
         return [path]
     found = [Path(name) for name in sorted(glob.glob(str(path), recursive=True)) if Path(name).is_file()]

@@ -14,6 +14,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 
 from qkvflow.data.byte_level import byte_alphabet
 from qkvflow.errors import UserError
+from qkvflow.inside.tiktoken import definition
 
 # `atom{m,n}+`, possessive in Rust's fancy-regex.
 _POSSESSIVE_COUNT = re.compile(r"(\\[pP]\{[^}]*\}|\[(?:\\.|[^\]\\])*\]|\\.|[^\\\])}])(\{\d+(?:,\d*)?\})\+")
@@ -37,10 +38,10 @@ def convert(encoding: tiktoken.Encoding) -> Tokenizer:
     Errors: `UserError` if the result differs from the encoding on a list of probing texts.
     """
     alphabet = byte_alphabet()
-    ranks = encoding._mergeable_ranks
+    ranks, special_tokens, pattern = definition(encoding)
     text_of = {token: "".join(alphabet[byte] for byte in token) for token in ranks}
     # o200k_harmony has two names for one number, which `tokenizers` cannot store: the one given first counts.
-    specials = {number: name for name, number in reversed(encoding._special_tokens.items())}
+    specials = {number: name for name, number in reversed(special_tokens.items())}
     vocab = {text_of[token]: rank for token, rank in ranks.items()}
     vocab |= {name: number for number, name in sorted(specials.items())}
     for number in sorted(set(range(encoding.max_token_value + 1)) - set(vocab.values())):
@@ -52,7 +53,7 @@ def convert(encoding: tiktoken.Encoding) -> Tokenizer:
         if len(parts) == 2:
             merges.append((text_of[parts[0]], text_of[parts[1]]))
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=True))
-    words = pre_tokenizers.Split(Regex(_POSSESSIVE_COUNT.sub(r"(?>\1\2)", encoding._pat_str)), behavior="isolated")
+    words = pre_tokenizers.Split(Regex(_POSSESSIVE_COUNT.sub(r"(?>\1\2)", pattern)), behavior="isolated")
     to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([words, to_bytes])
     tokenizer.decoder = decoders.ByteLevel()
@@ -61,7 +62,7 @@ def convert(encoding: tiktoken.Encoding) -> Tokenizer:
     for probe in (*_PROBES, *(f"a{name} b" for name in names)):
         # The words too: a small vocabulary can give the same ids for other words.
         found = [word for word, _ in words.pre_tokenize_str(probe)], tokenizer.encode(probe).ids
-        wanted = regex.findall(encoding._pat_str, probe), encoding.encode(probe, allowed_special="all")
+        wanted = regex.findall(pattern, probe), encoding.encode(probe, allowed_special="all")
         if found != wanted:
             raise UserError(
                 f"the tiktoken encoding {encoding.name!r} cannot be converted exactly: its regular "

@@ -14,6 +14,7 @@ from tokenizers import Tokenizer
 from qkvflow.data.byte_level import END_OF_TEXT, byte_tokenizer
 from qkvflow.data.hub import download_tokenizer
 from qkvflow.errors import UserError
+from qkvflow.files import local_path, replacing
 
 # The files of a tokenizer in the layout of Hugging Face; the first must be there.
 TOKENIZER_FILES = (
@@ -72,9 +73,8 @@ def copy_tokenizer(source: Path, folder: Path) -> Path:
         files = [name for name in (*TOKENIZER_FILES, ORIGIN_FILE) if (source / name).is_file()]
         # tokenizer.json comes last: its presence says that the folder is complete.
         for name in sorted(files, key=lambda name: name == "tokenizer.json"):
-            fresh = folder / f".{name}.tmp"
-            shutil.copyfile(source / name, fresh)
-            os.replace(fresh, folder / name)
+            with replacing(folder / name) as fresh:
+                shutil.copyfile(source / name, fresh)
     return folder
 
 
@@ -127,8 +127,8 @@ def _make(spec: str, made: Path) -> None:
         _save(byte_tokenizer(), END_OF_TEXT, made)
     elif spec.startswith("tiktoken:"):
         _save_tiktoken(spec.removeprefix("tiktoken:"), made)
-    elif Path(spec).expanduser().exists() or spec.startswith(("/", "./", "../", "~")):
-        source = Path(spec).expanduser()
+    elif local_path(spec).exists() or spec.startswith(("/", "./", "../", "~")):
+        source = local_path(spec)
         check_folder(source)
         _copy(source, made)
     else:
@@ -177,7 +177,7 @@ def _save_tiktoken(name: str, made: Path) -> None:
             f"({type(error).__name__}). Set the environment variable TIKTOKEN_CACHE_DIR to a folder that "
             "holds it, or use a local tokenizer folder, or `tokenizer: byte`, which needs no file."
         ) from error
-    _save(convert(encoding), END_OF_TEXT if END_OF_TEXT in encoding._special_tokens else None, made)
+    _save(convert(encoding), END_OF_TEXT if END_OF_TEXT in encoding.special_tokens_set else None, made)
 
 
 def _copy(source: Path, made: Path) -> None:
@@ -195,7 +195,7 @@ def _refuse_other_origin(spec: str, folder: Path) -> None:
             f"{origin}, which says what this tokenizer was made from, cannot be read: {error}. Remove the folder"
             f" {folder}: it is made again from `data.tokenizer`"
         ) from None
-    source = Path(spec).expanduser()
+    source = local_path(spec)
     if (source / "tokenizer.json").is_file():
         same = source.resolve() == folder.resolve() or tokenizer_fingerprint(source) == tokenizer_fingerprint(folder)
     else:

@@ -1,12 +1,15 @@
 """How do we travel from t = 0 to t = 1? Solvers, grids and integration; knows nothing of weights or blocks."""
 
 from qkvflow.depth.config import DepthConfig as DepthConfig
-from qkvflow.depth.config import StepRange as StepRange
-from qkvflow.depth.fixed import integrate as integrate
-from qkvflow.depth.general import GeneralPlan as GeneralPlan
-from qkvflow.depth.general import Statistics as Statistics
-from qkvflow.depth.general import solve as solve
-from qkvflow.depth.plan import Plan as Plan
+from qkvflow.depth.fixed import FixedPlan as FixedPlan
+from qkvflow.depth.general import AdaptivePlan as AdaptivePlan
+from qkvflow.depth.general import BacksolvePlan as BacksolvePlan
+from qkvflow.depth.grid import StepGrid as StepGrid
+from qkvflow.depth.plan import AbstractPlan as AbstractPlan
+from qkvflow.depth.plan import Solution as Solution
+from qkvflow.depth.plan import Statistics as Statistics
+from qkvflow.depth.schedule import StepGrowth as StepGrowth
+from qkvflow.depth.schedule import StepRange as StepRange
 from qkvflow.depth.solvers import RK4 as RK4
 from qkvflow.depth.solvers import SOLVERS as SOLVERS
 from qkvflow.depth.solvers import Tableau as Tableau

@@ -1,11 +1,15 @@
 """YAML `depth:` how the model travels from t = 0 to t = 1."""
 
 import dataclasses
+import math
 from dataclasses import dataclass
 
-from qkvflow.depth.general import GeneralPlan, Tolerances
-from qkvflow.depth.plan import Plan
-from qkvflow.depth.solvers import has_error_estimate, solver_by_name, tableau
+from qkvflow.depth.fixed import FixedPlan
+from qkvflow.depth.general import AdaptivePlan, BacksolvePlan, Tolerances
+from qkvflow.depth.grid import StepGrid
+from qkvflow.depth.plan import AbstractPlan
+from qkvflow.depth.schedule import StepGrowth, StepRange
+from qkvflow.depth.solvers import solver_by_name, tableau
 from qkvflow.errors import UserError
 
 ENDPOINTS = ("right", "left")
@@ -18,37 +22,12 @@ MAX_STEPS = 256
 
 
 @dataclass(frozen=True)
-class StepRange:
-    """A number of steps drawn for each training batch from `choices` numbers between `min` and `max`, in equal ratios.
-
-    Each is compiled once. Evaluation and everything else that is not training takes `max` steps.
-    """
-
-    min: int
-    max: int
-    choices: int = 3
-
-    def __post_init__(self):
-        if not 1 <= self.min < self.max:
-            raise UserError(f"steps: min ({self.min}) must be at least 1 and below max ({self.max}).")
-        if self.choices < 2:
-            raise UserError(
-                f"choices must be at least 2, got {self.choices}. For one number of steps write it as steps."
-            )
-
-    @property
-    def values(self) -> tuple[int, ...]:
-        """The numbers of steps, ascending, without repetition."""
-        ratio = self.max / self.min
-        return tuple(sorted({round(self.min * ratio ** (i / (self.choices - 1))) for i in range(self.choices)}))
-
-
-@dataclass(frozen=True)
 class DepthConfig:
     """A fixed grid of `steps` steps of `solver`; with `rtol` or `atol` steps of adaptive length.
 
-    steps: a number, or a range from which training draws (`StepRange`). With tolerances, 1/steps is the length of the
-        first step that is tried.
+    steps: a number; `{min, max}`, from which training draws (`StepRange`); or `{grow: {0.0: 3, 0.25: 6, 0.6: 12}}`,
+        from these fractions of training on (`StepGrowth`). With tolerances, 1/steps is the length of the first step
+        that is tried.
     endpoint: which end of its step Euler sees (`right` as in the paper, `left`); methods with several stages have
         their own places within the step, and do not read it.
     step_size: `uniform`, h = 1/steps, an ODE on [0, 1]; `residual`, h = 1, an ordinary residual network (Euler only).
@@ -63,10 +42,12 @@ class DepthConfig:
     rtol, atol: tolerances of adaptive steps (one given, the other is the same). WARNING: step sizes are chosen from the
         whole batch, so the model is not strictly causal, and cannot be cached in generation.
     max_steps: of a solve with tolerances, rejected ones included; hitting it is an error. 256 by default.
+    kinetic_weight: training adds this times the kinetic energy to the loss, the integral of the mean of (dx/dt)^2 over
+        tokens and width (OT-Transformer, arXiv 2505.13499); logged as `train/kinetic_energy`.
     """
 
     solver: str = "euler"
-    steps: int | StepRange = 12
+    steps: int | StepRange | StepGrowth = 12
     endpoint: str = "right"
     step_size: str = "uniform"
     adjoint: str = "checkpoint"
@@ -76,6 +57,7 @@ class DepthConfig:
     rtol: float | None = None
     atol: float | None = None
     max_steps: int | None = None
+    kinetic_weight: float = 0.0
 
     def __post_init__(self):
         tab = tableau(solver_by_name(self.solver))
@@ -95,15 +77,20 @@ class DepthConfig:
                 f"step_size: residual is a plain residual network, x + B(x), and has no meaning for {self.solver}, a"
                 f" method with {tab.stages} stages. Use solver: euler, or step_size: uniform."
             )
-        if self.step_size == "residual" and (self.time_sampling == "jitter" or isinstance(self.steps, StepRange)):
+        if self.step_size == "residual" and (self.time_sampling == "jitter" or not isinstance(self.steps, int)):
             raise UserError(
-                "step_size: residual has steps of length 1, whose number and places cannot be drawn at random. Use"
-                " step_size: uniform."
+                "step_size: residual has steps of length 1, whose number and places cannot be drawn at random, or grow."
+                " Use step_size: uniform."
             )
-        self._check_coupling()
-        self._check_tolerances()
-        if self.is_general:
-            self._check_general()
+        if not 0.0 <= self.kinetic_weight < math.inf:
+            raise UserError(f"kinetic_weight must be at least 0 and finite, got {self.kinetic_weight}.")
+        if self.kinetic_weight and self.adjoint == "reversible":
+            raise UserError(
+                "kinetic_weight needs the states after all steps, which adjoint: reversible does not keep: use adjoint:"
+                " checkpoint, or leave it out."
+            )
+        self._check_combination()
+        self.plan("in_scan")  # plans check themselves
 
     @property
     def is_adaptive(self) -> bool:
@@ -112,101 +99,92 @@ class DepthConfig:
 
     @property
     def is_general(self) -> bool:
-        """Whether diffrax's own loop is used, `qkvflow.depth.general`."""
+        """Whether diffrax's own loop is used, which has no jitter, no range of steps and no batched weights."""
         return self.is_adaptive or self.adjoint == "backsolve"
 
     @property
     def reading_steps(self) -> int:
         """The number of steps outside training."""
-        return self.steps if isinstance(self.steps, int) else self.steps.max
+        return self.steps if isinstance(self.steps, int) else self.steps.reading
 
-    def plan(self, evaluate: str) -> Plan | GeneralPlan:
+    @property
+    def stages(self) -> tuple["DepthConfig", ...]:
+        """The depth of each stage of training: itself alone, unless it grows."""
+        if not isinstance(self.steps, StepGrowth):
+            return (self,)
+        return tuple(dataclasses.replace(self, steps=steps) for steps in self.steps.values)
+
+    def first_steps(self, num_train_steps: int) -> tuple[int, ...]:
+        """The training step, counted from 0, with which each stage begins."""
+        return self.steps.first_steps(num_train_steps) if isinstance(self.steps, StepGrowth) else (0,)
+
+    def plan(self, evaluate: str) -> AbstractPlan:
         """The plan outside training; `evaluate` (`batched` or `in_scan`) is what `auto` stands for here."""
-        return self._plan(evaluate, self.reading_steps)
+        steps = self.reading_steps
+        if self.is_adaptive:
+            rtol, atol = (b if a is None else a for a, b in ((self.rtol, self.atol), (self.atol, self.rtol)))
+            tolerances = Tolerances(rtol, atol, MAX_STEPS if self.max_steps is None else self.max_steps)
+            return AdaptivePlan(self.solver, steps, tolerances, self.adjoint)
+        if self.adjoint == "backsolve":
+            return BacksolvePlan(self.solver, steps, self.endpoint)
+        return self._fixed(evaluate, steps)
 
-    def training_plans(self, evaluate: str) -> tuple[Plan, ...]:
-        """The plans of which one is drawn for each training batch; none if training is done with `plan`."""
-        if self.time_sampling == "fixed" and isinstance(self.steps, int):
+    def training_plans(self, evaluate: str) -> tuple[FixedPlan, ...]:
+        """The plans of which one is drawn for each training batch, in the last stage of one that grows; none if
+        training is done with `plan`."""
+        is_range, is_jittered = isinstance(self.steps, StepRange), self.time_sampling == "jitter"
+        if not (is_range or is_jittered):
             return ()
-        values = (self.steps,) if isinstance(self.steps, int) else self.steps.values
-        plans = (self._plan(evaluate, steps) for steps in values)
-        if self.time_sampling == "fixed":
-            return tuple(plans)
-        return tuple(dataclasses.replace(p, steps=p.steps + 1, step=1.0 / (p.steps + 1), jitter=True) for p in plans)
+        values = self.steps.values if isinstance(self.steps, StepRange) else (self.reading_steps,)
+        return tuple(self._fixed(evaluate, steps + is_jittered, is_jittered) for steps in values)
 
     def on_grid(self, steps: int | None = None, **changes) -> "DepthConfig":
         """The same flow on a fixed grid of `steps` steps (default: `reading_steps`), nothing drawn at random."""
-        fixed = {"rtol": None, "atol": None, "max_steps": None, "time_sampling": "fixed"}
+        fixed = {"rtol": None, "atol": None, "max_steps": None, "time_sampling": "fixed", "kinetic_weight": 0.0}
         adjoint = "checkpoint" if self.adjoint == "backsolve" else self.adjoint
         steps = self.reading_steps if steps is None else steps
         return dataclasses.replace(self, steps=steps, **{"adjoint": adjoint, **fixed, **changes})
 
-    def _plan(self, evaluate: str, steps: int) -> Plan | GeneralPlan:
-        if self.is_general:
-            tolerances = None
-            if self.is_adaptive:
-                rtol, atol = (b if a is None else a for a, b in ((self.rtol, self.atol), (self.atol, self.rtol)))
-                tolerances = Tolerances(rtol, atol, MAX_STEPS if self.max_steps is None else self.max_steps)
-            return GeneralPlan(self.solver, steps, tolerances, self.adjoint)
-        return Plan(
-            tableau=tableau(solver_by_name(self.solver)),
-            steps=steps,
-            endpoint=self.endpoint,
+    def _fixed(self, evaluate: str, steps: int, jitter: bool = False) -> FixedPlan:
+        coupling = COUPLING if self.adjoint == "reversible" and self.coupling is None else self.coupling
+        return FixedPlan(
+            grid=StepGrid(tableau(solver_by_name(self.solver)), steps, self.endpoint, coupling),
             step=1.0 / steps if self.step_size == "uniform" else 1.0,
             adjoint=self.adjoint,
             evaluate=evaluate if self.evaluate == "auto" else self.evaluate,
-            coupling=COUPLING if self.adjoint == "reversible" and self.coupling is None else self.coupling,
+            jitter=jitter,
         )
 
-    def _check_coupling(self) -> None:
-        if self.coupling is None:
+    def _check_combination(self) -> None:
+        """Refuses keys that mean nothing beside each other; what a plan needs of its own values it checks itself."""
+        if not self.is_adaptive and self.max_steps is not None:
+            raise UserError(
+                "max_steps bounds adaptive steps, and this grid is fixed: leave it out, or give rtol and atol."
+            )
+        if not self.is_general:
             return
-        if not 0.0 < self.coupling <= 1.0:
-            raise UserError(f"coupling must lie in (0, 1], got {self.coupling}. The usual value is {COUPLING}.")
-        if self.is_general:
+        what = "adaptive steps (rtol, atol)" if self.is_adaptive else "adjoint: backsolve"
+        if self.coupling is not None:
             raise UserError(
                 "coupling belongs to the reversible scheme on a fixed grid, and has no meaning with tolerances or"
                 " adjoint: backsolve. Leave it out."
             )
-
-    def _check_tolerances(self) -> None:
-        for name in ("rtol", "atol"):
-            value = getattr(self, name)
-            if value is not None and not value > 0.0:
-                raise UserError(f"{name} must be positive, got {value}.")
-        if not self.is_adaptive:
-            if self.max_steps is not None:
-                raise UserError(
-                    "max_steps bounds adaptive steps, and this grid is fixed: leave it out, or give rtol and atol."
-                )
-            return
-        if self.max_steps is not None and self.max_steps < 1:
-            raise UserError(f"max_steps must be at least 1, got {self.max_steps}.")
-        if not has_error_estimate(solver_by_name(self.solver)):
-            raise UserError(
-                f"rtol, atol: {self.solver} estimates no error, so its steps are fixed. Leave the tolerances out, or"
-                " use solver: tsit5 (or another that adapts: midpoint, heun, ralston, bosh3, dopri5, dopri8)."
-            )
-        if self.adjoint == "reversible":
-            raise UserError(
-                "adjoint: reversible walks a fixed grid back; with tolerances use adjoint: checkpoint, or leave out"
-                " rtol and atol."
-            )
-
-    def _check_general(self) -> None:
-        what = "adaptive steps (rtol, atol)" if self.is_adaptive else "adjoint: backsolve"
         if self.time_sampling == "jitter" or isinstance(self.steps, StepRange):
             raise UserError(
                 f"{what} cannot go with steps drawn at random: use time_sampling: fixed and one number of steps."
+            )
+        if isinstance(self.steps, StepGrowth) and self.is_adaptive:
+            raise UserError(
+                f"steps: grow says how many steps there are, and {what} find that out themselves: give one number of"
+                " steps (the length of the first that is tried), or leave out rtol and atol."
+            )
+        if self.kinetic_weight:
+            raise UserError(
+                f"kinetic_weight sums over the steps of a fixed grid, and cannot with {what}: leave it out."
             )
         if self.step_size == "residual":
             raise UserError(f"step_size: residual has steps of length 1, {what} solves an ODE on [0, 1]: use uniform.")
         if self.endpoint == "left" and self.is_adaptive:
             raise UserError("endpoint: left is Euler's on a fixed grid; adaptive steps do not read it. Leave it out.")
-        if self.endpoint == "right" and self.solver == "euler":
-            raise UserError(
-                "adjoint: backsolve is diffrax's, whose Euler sees the left end of a step: set endpoint: left, or use"
-                " another solver."
-            )
         if self.evaluate == "batched":
             raise UserError(f"evaluate: batched needs times known beforehand; with {what} use evaluate: auto.")

@@ -5,7 +5,7 @@ The weights W(t) come in one of two ways, with the same numbers:
 - `in_scan`: inside each step; stores the weights of one step and computes them again in the backward pass.
 """
 
-from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import equinox as eqx
@@ -16,40 +16,89 @@ from haliax import Axis, NamedArray
 
 from qkvflow.axes import LAYERS, STEPS
 from qkvflow.depth import reversible
+from qkvflow.depth.grid import StepGrid
 from qkvflow.depth.jitter import jittered
-from qkvflow.depth.plan import Plan
+from qkvflow.depth.plan import AbstractPlan, At, Field, Solution
 from qkvflow.depth.steps import advance, increment, read, start
+from qkvflow.errors import UserError
+from qkvflow.named import is_named
 from qkvflow.time import GridPoint, grid
 
-At = Callable[[Any, Any], Any]
-Field = Callable[[Any, NamedArray, Any, Any], NamedArray]
+_SHORTEST = 1e-6  # of the steps of a jittered grid, one may have no length
+RECOMPUTED = {"direct": 0, "checkpoint": 1, "reversible": 1}  # times that the backward pass evaluates the field again
 
 
-def integrate(
-    field: Field, at: At, params, x: NamedArray, plan: Plan, *, args=None, key=None, trajectory: bool = False
-):
-    """x(1) from x(0) = `x` under dx/dt = field(W(t), x, args, key), W(t) = at(params, t).
+@dataclass(frozen=True)
+class FixedPlan(AbstractPlan):
+    """Steps of equal length, known beforehand.
 
-    Args:
-        field: the vector field. Neither it nor `at` may close over anything that has a gradient.
-        at: takes `params` and a `Grid` (an axis `layers`), a `GridPoint`, or a traced time.
-        params: what the weights are made of; any pytree.
-        x: the state, NamedArray; its dtype is kept.
-        args: what else the field reads (a mask, a control); any pytree.
-        key: for dropout and jitter. One mask per step, shared by the stages of the step: the field is a function
-            within a step.
-        trajectory: also return the states after each step, with the axis `layers` in front.
-    Returns:
-        x(1), or (x(1), states).
+    grid: where the stages of the steps stand.
+    step: the length h of a step as the state sees it (1/L, or 1 for plain residuals).
+    adjoint: checkpoint, direct or reversible. evaluate: batched or in_scan.
+    jitter: the grid is warped at random in each solve (see `qkvflow.depth.jitter`); `times` are those of no warp.
     """
+
+    grid: StepGrid
+    step: float
+    adjoint: str = "checkpoint"
+    evaluate: str = "batched"
+    jitter: bool = False
+
+    def __post_init__(self):
+        coupling = self.grid.coupling
+        if self.adjoint == "reversible" and coupling is None:
+            raise AssertionError("the reversible adjoint walks back the reversible scheme, which has a coupling")
+        if coupling is not None and not 0.0 < coupling <= 1.0:
+            raise UserError(f"coupling must lie in (0, 1], got {coupling}. The usual value is 0.99.")
+
+    def solve(
+        self,
+        field: Field,
+        at: At,
+        params,
+        x: NamedArray,
+        *,
+        args=None,
+        key=None,
+        trajectory: bool = False,
+        kinetic: bool = False,
+    ) -> Solution:
+        """See `AbstractPlan.solve`. One mask of dropout per step, shared by its stages: the field is a function within
+        a step. The trajectory has one state for each step."""
+        return _solve(self, field, at, params, x, args, key, trajectory, kinetic)
+
+    @property
+    def steps(self) -> int:
+        return self.grid.steps
+
+    @property
+    def times(self) -> tuple[float, ...]:
+        return self.grid.times
+
+    @property
+    def evaluations(self) -> int:
+        return self.grid.evaluations
+
+    @property
+    def recomputed(self) -> int:
+        return RECOMPUTED[self.adjoint] * self.evaluations
+
+    @property
+    def weight_evaluations(self) -> int:
+        return len(self.times) if self.evaluate == "batched" else self.steps * len(self.grid.places)
+
+
+def _solve(
+    plan: FixedPlan, field: Field, at: At, params, x: NamedArray, args, key, trajectory: bool, kinetic: bool
+) -> Solution:
     Steps = Axis(STEPS, plan.steps)
     times, lengths = None, None
     if plan.jitter:
         key_grid, key = jax.random.split(key)
-        times, lengths = jittered(plan, key_grid)
+        times, lengths = jittered(plan.grid, key_grid)
     rows = _Rows(
         weights=None,
-        indices=jnp.asarray(plan.time_rows),
+        indices=jnp.asarray(plan.grid.time_rows),
         key=jax.random.split(key, plan.steps) if key is not None else None,
         length=lengths,
     )
@@ -57,7 +106,7 @@ def integrate(
     if plan.evaluate == "batched":
         stacked = at(params, grid(plan.times) if times is None else times)
         slots = _slots(stacked, plan, Steps)
-        per_step, unstacked = eqx.partition(slots, _has_steps, is_leaf=_is_named)
+        per_step, unstacked = eqx.partition(slots, _has_steps, is_leaf=is_named)
         rows = eqx.tree_at(lambda r: r.weights, rows, per_step, is_leaf=_is_none)
         # Everything that the steps need is there: without `params` no gradient of them is carried along.
         shared = _Shared(None, args, None, unstacked)
@@ -67,19 +116,23 @@ def integrate(
             dx = field(_weights(slot, shared, row, plan, at), state.astype(dtype), shared.args, row.key)
             return dx.astype(state.dtype)
 
-        return increment(evaluate, x, plan, plan.step if row.length is None else row.length, backward=backward)
+        return increment(evaluate, x, plan.grid, plan.step if row.length is None else row.length, backward=backward)
 
-    dtype = x.dtype
-    if plan.adjoint == "reversible" and not trajectory:
-        return reversible.integrate(psi, x, shared, rows, Steps, plan.coupling)
+    dtype, coupling = x.dtype, plan.grid.coupling
+    if plan.adjoint == "reversible" and not (trajectory or kinetic):
+        return Solution(reversible.integrate(psi, x, shared, rows, Steps, coupling))
 
-    def step(state, row: _Rows):
-        state = advance(lambda x, backward: psi(x, shared, row, backward), state, plan.coupling)
-        return state, (read(state, dtype) if trajectory else None)
+    def step(before, row: _Rows):
+        after = advance(lambda x, backward: psi(x, shared, row, backward), before, coupling)
+        moved = (read(after, jnp.float32) - read(before, jnp.float32)).array.astype(jnp.float32) if kinetic else None
+        duration = 1 / plan.steps if row.length is None else jnp.maximum(row.length, _SHORTEST)
+        energy = jnp.mean(jnp.square(moved)) / duration if kinetic else None
+        return after, (read(after, dtype) if trajectory else None, energy)
 
     # In a trajectory of the reversible scheme gradients are those of `checkpoint`: equal, and with its memory.
-    end, states = hax.scan(step, Steps, remat=plan.adjoint != "direct")(start(x, plan.coupling), rows)
-    return (read(end, dtype), states.rename({STEPS: LAYERS})) if trajectory else read(end, dtype)
+    end, (states, energies) = hax.scan(step, Steps, remat=plan.adjoint != "direct")(start(x, coupling), rows)
+    states = states.rename({STEPS: LAYERS}) if trajectory else None
+    return Solution(read(end, dtype), states, kinetic=jnp.sum(energies) if kinetic else None)
 
 
 class _Shared(eqx.Module):
@@ -100,36 +153,32 @@ class _Rows(eqx.Module):
     length: jax.Array | None
 
 
-def _weights(slot: int, shared: _Shared, row: _Rows, plan: Plan, at: At):
+def _weights(slot: int, shared: _Shared, row: _Rows, plan: FixedPlan, at: At):
     if plan.evaluate == "batched":
-        return eqx.combine(row.weights[slot], shared.unstacked[slot], is_leaf=_is_named)
+        return eqx.combine(row.weights[slot], shared.unstacked[slot], is_leaf=is_named)
     index = row.indices[slot]
     return at(shared.params, GridPoint(plan.times, index) if shared.times is None else shared.times.array[index])
 
 
-def _slots(stacked, plan: Plan, Steps: Axis) -> list:
+def _slots(stacked, plan: FixedPlan, Steps: Axis) -> list:
     """For each place within a step the weights of all steps, with the axis `steps` instead of `layers`."""
 
     def rows(leaf, slot: int):
         if not isinstance(leaf, NamedArray) or LAYERS not in {a.name for a in leaf.axes}:
             return leaf
         leaf = leaf.rearrange((LAYERS, ...))
-        index = [row[slot] for row in plan.time_rows]
+        index = [row[slot] for row in plan.grid.time_rows]
         stride = index[1] - index[0] if len(index) > 1 else 1
         if index != list(range(index[0], index[0] + stride * len(index), stride)):
             raise AssertionError("stage times of a uniform grid form an arithmetic progression")
         array = leaf.array if len(index) == leaf.array.shape[0] else leaf.array[index[0] : index[-1] + 1 : stride]
         return hax.named(array, (Steps, *leaf.axes[1:]))
 
-    return [jax.tree.map(lambda a, s=s: rows(a, s), stacked, is_leaf=_is_named) for s in range(len(plan.places))]
+    return [jax.tree.map(lambda a, s=s: rows(a, s), stacked, is_leaf=is_named) for s in range(len(plan.grid.places))]
 
 
 def _has_steps(leaf) -> bool:
     return isinstance(leaf, NamedArray) and STEPS in {a.name for a in leaf.axes}
-
-
-def _is_named(leaf) -> bool:
-    return isinstance(leaf, NamedArray)
 
 
 def _is_none(leaf) -> bool:

@@ -9,6 +9,7 @@ little, those before it too. So an adaptive flow is not strictly causal and cann
 """
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import diffrax
 import equinox as eqx
@@ -18,8 +19,9 @@ import jax.numpy as jnp
 from haliax import Axis, NamedArray
 
 from qkvflow.axes import LAYERS
-from qkvflow.depth.fixed import At, Field
-from qkvflow.depth.solvers import solver_by_name
+from qkvflow.depth.grid import StepGrid
+from qkvflow.depth.plan import AbstractPlan, At, Field, Solution, Statistics
+from qkvflow.depth.solvers import has_error_estimate, solver_by_name, tableau
 from qkvflow.depth.steps import pair_dtype
 from qkvflow.errors import UserError
 
@@ -32,54 +34,153 @@ class Tolerances:
     atol: float
     max_steps: int
 
+    def __post_init__(self):
+        for name in ("rtol", "atol"):
+            if not getattr(self, name) > 0.0:
+                raise UserError(f"{name} must be positive, got {getattr(self, name)}.")
+        if self.max_steps < 1:
+            raise UserError(f"max_steps must be at least 1, got {self.max_steps}.")
+
 
 @dataclass(frozen=True)
-class GeneralPlan:
-    """How `diffeqsolve` travels from t = 0 to 1.
+class AdaptivePlan(AbstractPlan):
+    """Steps of lengths that the error of the state decides.
 
-    steps: fixed steps of length 1/steps; with tolerances the first step tried has this length.
-    tolerances: None for fixed steps.
+    steps: the first step tried has the length 1/steps; the trajectory is read at the ends of as many equal steps.
     adjoint: checkpoint, direct or backsolve.
     """
 
     solver: str
     steps: int
-    tolerances: Tolerances | None
-    adjoint: str
+    tolerances: Tolerances
+    adjoint: str = "checkpoint"
+
+    grid: ClassVar[None] = None
+    evaluations: ClassVar[None] = None
+    recomputed: ClassVar[None] = None
+    weight_evaluations: ClassVar[None] = None
+
+    def __post_init__(self):
+        if not has_error_estimate(solver_by_name(self.solver)):
+            raise UserError(
+                f"rtol, atol: {self.solver} estimates no error, so its steps are fixed. Leave the tolerances out, or"
+                " use solver: tsit5 (or another that adapts: midpoint, heun, ralston, bosh3, dopri5, dopri8)."
+            )
+        if self.adjoint == "reversible":
+            raise UserError(
+                "adjoint: reversible walks a fixed grid back; with tolerances use adjoint: checkpoint, or leave out"
+                " rtol and atol."
+            )
+
+    def solve(
+        self,
+        field: Field,
+        at: At,
+        params,
+        x: NamedArray,
+        *,
+        args=None,
+        key=None,
+        trajectory: bool = False,
+        kinetic: bool = False,
+    ) -> Solution:
+        """See `AbstractPlan.solve`. Dropout is drawn once per solve.
+
+        Raises:
+            UserError: if max_steps is hit outside jit. Inside jit the result is NaN, which the training loop and the
+                evaluation report, and `Statistics.successful` is False.
+        """
+        assert not kinetic, "DepthConfig refuses kinetic_weight here"
+        controller = diffrax.PIDController(rtol=self.tolerances.rtol, atol=self.tolerances.atol)
+        options = {"stepsize_controller": controller, "max_steps": self.tolerances.max_steps}
+        return _diffeqsolve(self, field, at, params, x, args, key, trajectory, adjoint=self._diffrax_adjoint, **options)
 
     @property
     def times(self) -> tuple[float, ...]:
-        """The ends of the steps of the grid on which `trajectory` is read, k/steps for k = 1..steps."""
-        return tuple(k / self.steps for k in range(1, self.steps + 1))
+        return _ends(self.steps)
 
     @property
-    def evaluations(self) -> int | None:
-        """Evaluations of the vector field from t = 0 to 1; None if that depends on the state."""
-        return None if self.tolerances is not None else evaluations(self.solver, self.steps)
+    def _diffrax_adjoint(self) -> diffrax.AbstractAdjoint:
+        if self.adjoint == "direct":
+            return diffrax.DirectAdjoint()
+        if self.adjoint == "checkpoint":
+            return diffrax.RecursiveCheckpointAdjoint()
+        # The adjoint of the parameters is a plain integral: leaving it out of the error estimate saves steps.
+        norm, tolerances = diffrax.adjoint_rms_seminorm, self.tolerances
+        return diffrax.BacksolveAdjoint(
+            stepsize_controller=diffrax.PIDController(rtol=tolerances.rtol, atol=tolerances.atol, norm=norm)
+        )
 
 
-class Statistics(eqx.Module):
-    """What a solve cost.
+@dataclass(frozen=True)
+class BacksolvePlan(AbstractPlan):
+    """`steps` equal steps by diffrax, differentiated by its continuous adjoint: memory of one state, approximate."""
 
-    steps: tried, those rejected included. evaluations: of the vector field; one more was made each time that the very
-    first step was rejected. successful: False if max_steps was hit.
-    """
+    solver: str
+    steps: int
+    endpoint: str = "right"
 
-    steps: jax.Array
-    rejected: jax.Array
-    evaluations: jax.Array
-    successful: jax.Array
+    def __post_init__(self):
+        if self.endpoint == "right" and self.solver == "euler":
+            raise UserError(
+                "adjoint: backsolve is diffrax's, whose Euler sees the left end of a step: set endpoint: left, or use"
+                " another solver."
+            )
+
+    def solve(
+        self,
+        field: Field,
+        at: At,
+        params,
+        x: NamedArray,
+        *,
+        args=None,
+        key=None,
+        trajectory: bool = False,
+        kinetic: bool = False,
+    ) -> Solution:
+        """See `AbstractPlan.solve`. Dropout is drawn once per solve."""
+        assert not kinetic, "DepthConfig refuses kinetic_weight here"
+        # One step more than needed: the sum of the lengths may fall short of 1 by rounding.
+        options = {"stepsize_controller": diffrax.ConstantStepSize(), "max_steps": self.steps + 1}
+        adjoint = diffrax.BacksolveAdjoint()
+        return _diffeqsolve(self, field, at, params, x, args, key, trajectory, adjoint=adjoint, **options)
+
+    @property
+    def times(self) -> tuple[float, ...]:
+        return _ends(self.steps)
+
+    @property
+    def grid(self) -> StepGrid:
+        return StepGrid(tableau(solver_by_name(self.solver)), self.steps, self.endpoint)
+
+    @property
+    def evaluations(self) -> int:
+        return _evaluations(self.solver, self.steps)
+
+    @property
+    def recomputed(self) -> int:
+        return self.evaluations
+
+    @property
+    def weight_evaluations(self) -> int:
+        return self.evaluations
 
 
-def solve(field: Field, at: At, params, x: NamedArray, plan: GeneralPlan, *, args=None, key=None, trajectory=False):
-    """Like `qkvflow.depth.fixed.integrate`, but by diffrax; dropout is drawn once per solve.
-
-    Returns:
-        x(1), or (x(1), states at `plan.times` with the axis `layers` in front), and the `Statistics`.
-
-    Errors: UserError if max_steps is hit outside jit. Inside jit the result is NaN, which the training loop and the
-    evaluation report, and `Statistics.successful` is False.
-    """
+def _diffeqsolve(
+    plan: AdaptivePlan | BacksolvePlan,
+    field: Field,
+    at: At,
+    params,
+    x: NamedArray,
+    args,
+    key,
+    trajectory: bool,
+    *,
+    adjoint: diffrax.AbstractAdjoint,
+    stepsize_controller: diffrax.AbstractStepSizeController,
+    max_steps: int,
+) -> Solution:
     arrays, static = eqx.partition((params, args, key), eqx.is_array)
     leaves, structure = jax.tree.flatten(arrays)
     dtype, axes = x.dtype, x.axes
@@ -88,12 +189,6 @@ def solve(field: Field, at: At, params, x: NamedArray, plan: GeneralPlan, *, arg
         params, args, key = eqx.combine(jax.tree.unflatten(structure, leaves), static)
         return field(at(params, t), hax.named(y, axes).astype(dtype), args, key).rearrange(axes).array.astype(y.dtype)
 
-    tolerances = plan.tolerances
-    controller = diffrax.ConstantStepSize()
-    if tolerances is not None:
-        controller = diffrax.PIDController(rtol=tolerances.rtol, atol=tolerances.atol)
-    # With fixed steps one more than needed: the sum of the lengths may fall short of 1 by rounding.
-    max_steps = plan.steps + 1 if tolerances is None else tolerances.max_steps
     solution = diffrax.diffeqsolve(
         diffrax.ODETerm(vector_field),
         solver_by_name(plan.solver),
@@ -103,8 +198,8 @@ def solve(field: Field, at: At, params, x: NamedArray, plan: GeneralPlan, *, arg
         y0=x.array.astype(pair_dtype(dtype)),
         args=leaves,
         saveat=diffrax.SaveAt(ts=plan.times) if trajectory else diffrax.SaveAt(t1=True),
-        stepsize_controller=controller,
-        adjoint=_adjoint(plan),
+        stepsize_controller=stepsize_controller,
+        adjoint=adjoint,
         max_steps=max_steps,
         throw=False,  # diffrax's own check is a call from the device to the host, which may hang on several devices
     )
@@ -118,11 +213,16 @@ def solve(field: Field, at: At, params, x: NamedArray, plan: GeneralPlan, *, arg
     states = hax.where(successful, states, jnp.nan).astype(dtype)
     x1 = hax.auto_sharded(states[LAYERS, -1])
     taken, rejected = solution.stats["num_steps"], solution.stats["num_rejected_steps"]
-    statistics = Statistics(taken, rejected, evaluations(plan.solver, taken), successful)
-    return ((x1, states) if trajectory else x1), statistics
+    statistics = Statistics(taken, rejected, _evaluations(plan.solver, taken), successful)
+    adaptive = plan.evaluations is None
+    return Solution(x1, states if trajectory else None, statistics if adaptive else None)
 
 
-def evaluations(solver: str, steps):
+def _ends(steps: int) -> tuple[float, ...]:
+    return tuple(k / steps for k in range(1, steps + 1))
+
+
+def _evaluations(solver: str, steps):
     """Evaluations of the vector field that diffrax makes in `steps` steps, rejected ones included."""
     instance = solver_by_name(solver)
     if isinstance(instance, diffrax.Euler):
@@ -130,18 +230,3 @@ def evaluations(solver: str, steps):
     stages = instance.tableau.num_stages
     # The last stage of an FSAL method is the first of the next step, also after a rejected one.
     return steps * (stages - 1) + 1 if instance.tableau.fsal else steps * stages
-
-
-def _adjoint(plan: GeneralPlan) -> diffrax.AbstractAdjoint:
-    if plan.adjoint == "direct":
-        return diffrax.DirectAdjoint()
-    if plan.adjoint == "checkpoint":
-        return diffrax.RecursiveCheckpointAdjoint()
-    if plan.tolerances is None:
-        return diffrax.BacksolveAdjoint()
-    # The adjoint of the parameters is a plain integral: leaving it out of the error estimate saves steps.
-    norm = diffrax.adjoint_rms_seminorm
-    tolerances = plan.tolerances
-    return diffrax.BacksolveAdjoint(
-        stepsize_controller=diffrax.PIDController(rtol=tolerances.rtol, atol=tolerances.atol, norm=norm)
-    )

@@ -15,19 +15,19 @@ import numpy as np
 from haliax import Axis, NamedArray
 
 from qkvflow.axes import LAYERS
-from qkvflow.depth.plan import Plan
+from qkvflow.depth.grid import StepGrid
 
 
-def jittered(plan: Plan, key) -> tuple[NamedArray, jax.Array]:
+def jittered(grid: StepGrid, key) -> tuple[NamedArray, jax.Array]:
     """Draws a grid.
 
     Returns:
-        times: `plan.times` after the warp, {layers}.
+        times: the times of `grid` after the warp, {layers}.
         lengths: of the steps, [steps]; they sum to 1.
     """
-    inner = plan.steps - 1  # L
+    inner = grid.steps - 1  # L
     first = jax.random.uniform(key, (), jnp.float32, 0.0, 1.0 / inner)
     ends = jnp.concatenate([jnp.zeros(1), first + np.arange(inner, dtype=np.float32) / inner, jnp.ones(1)])
-    uniform = np.arange(plan.steps + 1) / plan.steps
-    times = jnp.interp(np.asarray(plan.times), uniform, ends)
-    return hax.named(times, Axis(LAYERS, len(plan.times))), jnp.diff(ends)
+    uniform = np.arange(grid.steps + 1) / grid.steps
+    times = jnp.interp(np.asarray(grid.times), uniform, ends)
+    return hax.named(times, Axis(LAYERS, len(grid.times))), jnp.diff(ends)

@@ -1,86 +1,89 @@
-"""A plan: where in layer-time a fixed-step solver evaluates the vector field, decided once and used everywhere.
+"""A plan: how a flow travels from t = 0 to t = 1. What every plan can do, and what it gives back."""
 
-Step k = 0..L-1 covers [k/L, (k+1)/L]. A stage at place c sees t = (k + c)/L. Euler has one stage, and `endpoint`
-says which end of its step it sees: `right` (k+1)/L as in the paper, `left` k/L as in diffrax.
-Steps are integers, never reciprocals: int(1/(1/93)) is 92 in floating point.
+import abc
+from collections.abc import Callable
+from typing import Any
 
-With `coupling` the step is that of an algebraically reversible scheme (see `qkvflow.depth.steps`), which also looks
-back: a stage at place c is seen at (k + c)/L and at (k + 1 - c)/L. Euler looks back at the time it saw going forward.
-"""
+import equinox as eqx
+import jax
+from haliax import NamedArray
 
-from dataclasses import dataclass
-from fractions import Fraction
-from functools import cached_property
+from qkvflow.depth.grid import StepGrid
 
-from qkvflow.depth.solvers import Tableau
+At = Callable[[Any, Any], Any]
+Field = Callable[[Any, NamedArray, Any, Any], NamedArray]
 
 
-@dataclass(frozen=True)
-class Plan:
-    """A fixed grid in depth.
+class Statistics(eqx.Module):
+    """What a solve cost whose steps follow the state.
 
-    step: the length h of a step as the state sees it (1/L, or 1 for plain residuals).
-    coupling: lambda of the reversible scheme; None for the solver's own step.
-    jitter: the grid is warped at random in each solve (see `qkvflow.depth.jitter`); `times` are those of no warp.
+    steps: tried, those rejected included. evaluations: of the vector field; one more was made each time that the very
+    first step was rejected. successful: False if max_steps was hit.
     """
 
-    tableau: Tableau
+    steps: jax.Array
+    rejected: jax.Array
+    evaluations: jax.Array
+    successful: jax.Array
+
+
+class Solution(eqx.Module):
+    """x(1), and what was asked for beside it.
+
+    states: after each step, {layers, ...}; None unless the trajectory was asked for.
+    statistics: None where the plan says beforehand what a solve costs.
+    kinetic: the integral of the mean of (dx/dt)^2 over all axes of x, fp32, with the mean velocity of each step in
+        place of dx/dt: sum_k mean((x_{k+1} - x_k)^2) / (t_{k+1} - t_k). None unless asked for.
+    steps: how many there were, where they were drawn from several numbers.
+    """
+
+    end: NamedArray
+    states: NamedArray | None = None
+    statistics: Statistics | None = None
+    kinetic: jax.Array | None = None
+    steps: jax.Array | None = None
+
+
+class AbstractPlan(abc.ABC):
+    """How a flow is solved. Plans are static: hashable, compared by value, free of arrays.
+
+    steps: of the grid on which the trajectory is read.
+    times: where W(t) is evaluated, ascending; of a plan that finds its own times, the ends of `steps` equal steps.
+    grid: the fixed grid of the solver's own steps; None for a plan that finds its own times.
+    evaluations: of the vector field from t = 0 to 1; None if that depends on the state, as do the next two.
+    recomputed: how many of these the backward pass makes again, at most.
+    weight_evaluations: how many times W(t) is computed in a forward pass.
+    """
+
     steps: int
-    endpoint: str
-    step: float
-    adjoint: str
-    evaluate: str
-    coupling: float | None = None
-    jitter: bool = False
+    times: tuple[float, ...]
+    grid: StepGrid | None
+    evaluations: int | None
+    recomputed: int | None
+    weight_evaluations: int | None
 
-    @cached_property
-    def places(self) -> tuple[Fraction, ...]:
-        """The distinct places of the stages within a step, ascending."""
-        backward = self._backward_places if self.coupling is not None else ()
-        return tuple(sorted({*self._stage_places, *backward}))
+    @abc.abstractmethod
+    def solve(
+        self,
+        field: Field,
+        at: At,
+        params,
+        x: NamedArray,
+        *,
+        args=None,
+        key=None,
+        trajectory: bool = False,
+        kinetic: bool = False,
+    ) -> Solution:
+        """x(1) from x(0) = `x` under dx/dt = field(W(t), x, args, key), W(t) = at(params, t).
 
-    @cached_property
-    def stage_slots(self) -> tuple[int, ...]:
-        """For each stage, the index of its place in `places`."""
-        return tuple(self.places.index(c) for c in self._stage_places)
-
-    @cached_property
-    def backward_slots(self) -> tuple[int, ...]:
-        """The same for a step of length -h from the end of the step (the reversible scheme has one)."""
-        return tuple(self.places.index(c) for c in self._backward_places)
-
-    @cached_property
-    def times(self) -> tuple[float, ...]:
-        """All distinct times at which the vector field is evaluated, ascending; float64, exact to rounding."""
-        return tuple(float(t) for t in self._exact_times)
-
-    @cached_property
-    def time_rows(self) -> tuple[tuple[int, ...], ...]:
-        """`time_rows[k][slot]`: the index into `times` for step k and place `slot`."""
-        row = {t: i for i, t in enumerate(self._exact_times)}
-        return tuple(tuple(row[self._exact(k, c)] for c in self.places) for k in range(self.steps))
-
-    @property
-    def evaluations(self) -> int:
-        """Evaluations of the vector field from t = 0 to 1."""
-        return self.steps * self.tableau.stages * (1 if self.coupling is None else 2)
-
-    @cached_property
-    def _stage_places(self) -> tuple[Fraction, ...]:
-        if self.tableau.stages == 1:
-            return (Fraction(1 if self.endpoint == "right" else 0),)
-        # Places like 8/9 are stored as floats; limiting the denominator recovers the fraction of the tableau.
-        return tuple(Fraction(c).limit_denominator(10**6) for c in self.tableau.c)
-
-    @cached_property
-    def _backward_places(self) -> tuple[Fraction, ...]:
-        if self.tableau.stages == 1:
-            return self._stage_places
-        return tuple(1 - c for c in self._stage_places)
-
-    @cached_property
-    def _exact_times(self) -> tuple[Fraction, ...]:
-        return tuple(sorted({self._exact(k, c) for k in range(self.steps) for c in self.places}))
-
-    def _exact(self, k: int, place: Fraction) -> Fraction:
-        return (k + place) / self.steps
+        Args:
+            field: the vector field. Neither it nor `at` may close over anything that has a gradient.
+            at: takes `params` and a `Grid` (an axis `layers`), a `GridPoint`, or a traced time.
+            params: what the weights are made of; any pytree.
+            x: the state; its dtype is kept.
+            args: what else the field reads (a mask, a control); any pytree.
+            key: for dropout, and for what the plan itself draws.
+            trajectory: also give the states after each step.
+            kinetic: also give the kinetic energy; on a fixed grid only.
+        """

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from haliax import Axis, NamedArray
 
 from qkvflow.depth.steps import Pair, forward, pair_dtype
+from qkvflow.named import is_named
 
 
 def integrate(psi: Callable, x: NamedArray, shared, rows, Steps: Axis, coupling: float) -> NamedArray:
@@ -27,7 +28,7 @@ def integrate(psi: Callable, x: NamedArray, shared, rows, Steps: Axis, coupling:
 
     psi: (x, shared, row, backward) -> increment. rows: what a step reads, stacked along `Steps`.
     """
-    differentiable, rest = eqx.partition((shared, rows), _is_float, is_leaf=_is_named)
+    differentiable, rest = eqx.partition((shared, rows), _is_float, is_leaf=is_named)
     return _solve((x, differentiable), rest, psi, Steps, coupling)
 
 
@@ -38,7 +39,7 @@ def _solve(inputs, rest, psi: Callable, Steps: Axis, coupling: float) -> NamedAr
 
 def _walk(inputs, rest, psi: Callable, Steps: Axis, coupling: float) -> Pair:
     x, differentiable = inputs
-    shared, rows = eqx.combine(differentiable, rest, is_leaf=_is_named)
+    shared, rows = eqx.combine(differentiable, rest, is_leaf=is_named)
 
     def step(pair: Pair, row) -> Pair:
         return forward(lambda x, backward: psi(x, shared, row, backward), pair, coupling)
@@ -63,8 +64,8 @@ def _solve_backward(pair: Pair, gradient, perturbed, inputs, rest, psi, Steps, c
         (y, z), (dy, dz), d_shared = carry
 
         def increment(x, shared, row, backward: bool):
-            shared = eqx.combine(shared, rest_shared, is_leaf=_is_named)
-            return psi(x, shared, eqx.combine(row, rest_row, is_leaf=_is_named), backward)
+            shared = eqx.combine(shared, rest_shared, is_leaf=is_named)
+            return psi(x, shared, eqx.combine(row, rest_row, is_leaf=is_named), backward)
 
         back, pull = jax.vjp(lambda *a: increment(*a, True), y, shared, row)
         z = z + back
@@ -85,10 +86,6 @@ def _solve_backward(pair: Pair, gradient, perturbed, inputs, rest, psi, Steps, c
 
 def _add(first, *others):
     return jax.tree.map(lambda *leaves: sum(leaves[1:], leaves[0]), first, *others)
-
-
-def _is_named(leaf) -> bool:
-    return isinstance(leaf, NamedArray)
 
 
 def _is_float(leaf) -> bool:

@@ -20,23 +20,23 @@ from collections.abc import Callable
 import jax.numpy as jnp
 from haliax import NamedArray
 
-from qkvflow.depth.plan import Plan
+from qkvflow.depth.grid import StepGrid
 
 Pair = tuple[NamedArray, NamedArray]
 
 
-def increment(evaluate: Callable, x: NamedArray, plan: Plan, h, *, backward: bool = False) -> NamedArray:
+def increment(evaluate: Callable, x: NamedArray, grid: StepGrid, h, *, backward: bool = False) -> NamedArray:
     """Psi_h(t_n, x), or with `backward` Psi_{-h}(t_{n+1}, x).
 
     evaluate: (slot, x) -> f at the time of that slot of the step.
     h: length of the step, a number or an array without axes.
     """
-    slots, h = (plan.backward_slots, -h) if backward else (plan.stage_slots, h)
+    slots, h = (grid.backward_slots, -h) if backward else (grid.stage_slots, h)
     ks: list[NamedArray] = []
-    for a_i, slot in zip(plan.tableau.a, slots, strict=True):
+    for a_i, slot in zip(grid.tableau.a, slots, strict=True):
         ahead = _combine(a_i, ks)
         ks.append(evaluate(slot, x if ahead is None else (x + _scale(ahead, h)).astype(x.dtype)))
-    total = _combine(plan.tableau.b, ks)
+    total = _combine(grid.tableau.b, ks)
     assert total is not None, "a method has at least one stage with a weight"
     return _scale(total, h).astype(x.dtype)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from haliax import NamedArray
 
-from qkvflow.depth.plan import Plan
+from qkvflow.depth.fixed import FixedPlan
 from qkvflow.depth.steps import advance, increment, read, start
 
 
@@ -18,12 +18,12 @@ def integrate_with_memory(
     field: Callable[[Any, NamedArray, Any, Any], tuple[NamedArray, Any]],
     weights: Sequence,
     x: NamedArray,
-    plan: Plan,
+    plan: FixedPlan,
     memory: Sequence,
     *,
     args=None,
 ) -> tuple[NamedArray, tuple]:
-    """x(1) from x(0) = `x`, and the memory after it; the numbers of `integrate`.
+    """x(1) from x(0) = `x`, and the memory after it; the numbers of `plan.solve`.
 
     Args:
         field: (weights, x, args, memory) -> (dx/dt, memory).
@@ -32,8 +32,8 @@ def integrate_with_memory(
     """
     dtype = x.dtype
     after: list = []
-    state = start(x, plan.coupling)
-    for rows in plan.time_rows:
+    state = start(x, plan.grid.coupling)
+    for rows in plan.grid.time_rows:
 
         def psi(x: NamedArray, backward: bool, rows=rows) -> NamedArray:
             def evaluate(slot: int, x: NamedArray) -> NamedArray:
@@ -41,7 +41,7 @@ def integrate_with_memory(
                 after.append(remembered)
                 return dx.astype(x.dtype)
 
-            return increment(evaluate, x, plan, plan.step, backward=backward)
+            return increment(evaluate, x, plan.grid, plan.step, backward=backward)
 
-        state = advance(psi, state, plan.coupling)
+        state = advance(psi, state, plan.grid.coupling)
     return read(state, dtype), tuple(after)

@@ -12,7 +12,7 @@ from levanter.layers.attention import AttentionMask
 from levanter.models.lm_model import LmHeadModel
 
 from qkvflow.axes import BATCH, CONTROL, EMBED, POSITION
-from qkvflow.blocks import Window
+from qkvflow.blocks import Inputs, Window
 
 
 class RecomputedModel(eqx.Module):
@@ -27,15 +27,15 @@ class RecomputedModel(eqx.Module):
         controls = None if control is None else hax.zeros((Batch, Pos, Axis(CONTROL, control.dim)))
         return hax.zeros((Batch, Pos), dtype=jnp.int32), controls
 
-    def extend(self, tokens: NamedArray, window: Window, memory, control: NamedArray | None = None):
+    def extend(self, tokens: NamedArray, inputs: Inputs, memory):
         """The last activations at the new positions, {batch, position, embed}, and the memory with them."""
-        text, controls = memory
+        (text, controls), window = memory, inputs.window
         text = _write(text, tokens, window)
-        inputs = {}
-        if control is not None:
-            controls = _write(controls, control, window)
-            inputs["control"] = controls
-        x = self.model.activations(text, AttentionMask.causal(), **inputs)
+        whole = {}
+        if inputs.control is not None:
+            controls = _write(controls, inputs.control, window)
+            whole["control"] = controls
+        x = self.model.activations(text, AttentionMask.causal(), **whole)
         x = x[0] if isinstance(x, tuple) else x  # some of Levanter's models add a loss
         New = tokens.resolve_axis(POSITION)
 

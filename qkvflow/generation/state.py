@@ -15,7 +15,7 @@ from haliax import Axis, NamedArray
 from jaxtyping import Array, Bool, Int
 
 from qkvflow.axes import BATCH, CONTROL, EMBED, POSITION
-from qkvflow.blocks import Window
+from qkvflow.blocks import Inputs, Window
 from qkvflow.generation.logprobs import Logprobs
 from qkvflow.generation.sampling import Bias, Sampling, SamplingOptions, choose
 
@@ -105,5 +105,6 @@ def _extend(model, state: State, tokens: Int[Array, "batch new"], count) -> tupl
         at = jnp.minimum(state.filled[:, None] + jnp.arange(New.size), state.text.shape[1] - 1)
         rows = jnp.take_along_axis(state.control.array, at[..., None], axis=1)
         control = hax.named(rows, (Batch, New, state.control.axes[-1]))
-    x, memory = model.extend(hax.named(tokens, (Batch, New)), window, state.memory, control)
+    inputs = Inputs(control=control, window=window)
+    x, memory = model.extend(hax.named(tokens, (Batch, New)), inputs, state.memory)
     return x.rearrange((BATCH, POSITION, EMBED)).array, memory

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import qkvflow as qkvflow  # registers the models
 from qkvflow.cli import run_program
+from qkvflow.config import read_config
 from qkvflow.meshes.ahead import compile_ahead
 from qkvflow.runs.config import TrainConfig
-from qkvflow.runs.config_file import read_config
 from qkvflow.training.levanter_config import configure_jax
 
 

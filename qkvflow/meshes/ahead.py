@@ -15,6 +15,7 @@ from qkvflow.meshes.collectives import collectives
 from qkvflow.meshes.hlo import Program
 from qkvflow.meshes.report import MeshReport
 from qkvflow.meshes.whole import LARGE, whole_arguments, whole_temporaries
+from qkvflow.named import is_named
 from qkvflow.runs.config import TrainConfig
 from qkvflow.training.checks import check_config, check_devices, model_shape, tree_bytes
 from qkvflow.training.mesh import check_mesh, complete_mesh
@@ -103,4 +104,4 @@ def _on_device(tree: Any) -> int:
             return leaf
         return jax.ShapeDtypeStruct(array.sharding.shard_shape(array.shape), array.dtype)
 
-    return tree_bytes(jax.tree.map(part, tree, is_leaf=lambda x: isinstance(x, NamedArray)))
+    return tree_bytes(jax.tree.map(part, tree, is_leaf=is_named))

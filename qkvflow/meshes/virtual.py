@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import IO
 
 import qkvflow
+from qkvflow.config import write_config
 from qkvflow.errors import UserError
 from qkvflow.meshes.report import MeshReport
 from qkvflow.meshes.shape import MeshShape
 from qkvflow.runs.config import TrainConfig
-from qkvflow.runs.config_file import write_config
 
 _COUNT = "--xla_force_host_platform_device_count"
 _GATHERED = b"Involuntary full rematerialization"

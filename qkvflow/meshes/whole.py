@@ -14,6 +14,7 @@ import jax
 from haliax import NamedArray
 
 from qkvflow.meshes.hlo import Program
+from qkvflow.named import is_named
 
 LARGE = 1 << 20  # bytes
 # Instructions that make no new array.
@@ -37,7 +38,7 @@ class Whole:
 def whole_arguments(state: Any, large: int = LARGE) -> list[Whole]:
     """Arrays of the training state, given as shapes with shardings, that are not divided; the largest first."""
     found = []
-    for path, leaf in jax.tree_util.tree_leaves_with_path(state, is_leaf=lambda x: isinstance(x, NamedArray)):
+    for path, leaf in jax.tree_util.tree_leaves_with_path(state, is_leaf=is_named):
         array: Any = leaf.array if isinstance(leaf, NamedArray) else leaf
         if not isinstance(array, jax.ShapeDtypeStruct) or array.sharding is None:
             continue

@@ -5,22 +5,22 @@
 The weights are evaluated once, W(t) at all times of the grid, so that a token costs what it costs an ordinary model.
 """
 
-from typing import Any
+import dataclasses
 
 import equinox as eqx
 import haliax as hax
-import jax
 import jax.numpy as jnp
 from haliax import Axis, NamedArray
 
 from qkvflow.axes import EMBED, LAYERS, POSITION
-from qkvflow.blocks import Window
-from qkvflow.depth import GeneralPlan, Plan, integrate_with_memory
+from qkvflow.blocks import Inputs
+from qkvflow.depth import FixedPlan, integrate_with_memory
 from qkvflow.errors import UserError
 from qkvflow.models.config import NeuralOdeConfig
 from qkvflow.models.embeddings import Embeddings
 from qkvflow.models.flow import Flow
 from qkvflow.models.neuralode import NeuralOdeLMHeadModel
+from qkvflow.named import map_named
 from qkvflow.time import grid
 from qkvflow.weights import evaluate
 
@@ -29,7 +29,7 @@ class CachedFlow(eqx.Module):
     """A flow whose weights stand ready, for each distinct time of its plan an ordinary block."""
 
     blocks: tuple
-    plan: Plan = eqx.field(static=True)
+    plan: FixedPlan = eqx.field(static=True)
 
     @staticmethod
     def of(flow: Flow) -> "CachedFlow":
@@ -41,10 +41,9 @@ class CachedFlow(eqx.Module):
         """An empty memory for `length` positions: one for each evaluation of B."""
         return tuple(self.blocks[0].memory(Batch, length, dtype) for _ in range(self.plan.evaluations))
 
-    def extend(self, x: NamedArray, window: Window, memory: tuple, **inputs: NamedArray | None):
-        """x(1) at the new positions and the memory with them. inputs: as of `Flow`."""
-        args = (window, {name: value for name, value in inputs.items() if value is not None})
-        return integrate_with_memory(_field, self.blocks, x, self.plan, memory, args=args)
+    def extend(self, x: NamedArray, inputs: Inputs, memory: tuple) -> tuple[NamedArray, tuple]:
+        """x(1) at the positions of `inputs.window`, and the memory with them."""
+        return integrate_with_memory(_field, self.blocks, x, self.plan, memory, args=inputs)
 
 
 class CachedModel(eqx.Module):
@@ -77,21 +76,21 @@ class CachedModel(eqx.Module):
         dtype = self.embeddings.token_embeddings.weight.dtype
         return tuple(() if flow is None else flow.memory(Batch, length, dtype) for flow in self._flows)
 
-    def extend(
-        self, tokens: NamedArray, window: Window, memory: tuple, control: NamedArray | None = None
-    ) -> tuple[NamedArray, tuple]:
+    def extend(self, tokens: NamedArray, inputs: Inputs, memory: tuple) -> tuple[NamedArray, tuple]:
         """norm(x(1)) at the new positions, {batch, position, embed}, and the memory with them.
 
-        tokens: {batch, position}: those of the window. control: {batch, position, control}.
+        Args:
+            tokens: {batch, position}: those of the window.
+            inputs: with a `window`; its positions are found here.
         """
         # Positions that fill up a window may lie beyond the last one.
-        pos_ids = hax.minimum(window.positions(tokens.resolve_axis(POSITION)), self.config.max_seq_len - 1)
-        x = self.embeddings(tokens, pos_ids=pos_ids)
-        in_blocks = pos_ids if self.embeddings.position_embeddings is None else None
+        pos_ids = inputs.window.positions(tokens.resolve_axis(POSITION))
+        inputs = dataclasses.replace(inputs, pos_ids=hax.minimum(pos_ids, self.config.max_seq_len - 1))
+        x = self.embeddings(tokens, pos_ids=inputs.pos_ids)
         after = []
-        for flow, part, inputs in zip(self._flows, memory, ({}, {"control": control}, {}), strict=True):
+        for flow, part in zip(self._flows, memory, strict=True):
             if flow is not None:
-                x, part = flow.extend(x, window, part, pos_ids=in_blocks, **inputs)
+                x, part = flow.extend(x, inputs, part)
             after.append(part)
         return self.norm(x), tuple(after)
 
@@ -114,7 +113,7 @@ def on_fixed_grid(model: NeuralOdeLMHeadModel) -> NeuralOdeLMHeadModel:
             " whole text, so a new token changes the states of all earlier ones too, and nothing of them can be kept."
             " Read it on a fixed grid: model.with_depth(model.config.depth.on_grid(steps=12)), in programs --steps 12."
         )
-    return model.with_depth(depth.on_grid()) if isinstance(model.config.plan, GeneralPlan) else model
+    return model.with_depth(depth.on_grid())
 
 
 def _in_whole_panels(head: NamedArray) -> NamedArray:
@@ -126,14 +125,8 @@ def _in_whole_panels(head: NamedArray) -> NamedArray:
 
 
 def _row(stacked, k: int):
-    def take(leaf):
-        if isinstance(leaf, NamedArray) and LAYERS in {a.name for a in leaf.axes}:
-            return leaf[LAYERS, k]
-        return leaf
-
-    return jax.tree.map(take, stacked, is_leaf=lambda leaf: isinstance(leaf, NamedArray))
+    return map_named(lambda a: a[LAYERS, k] if LAYERS in {axis.name for axis in a.axes} else a, stacked)
 
 
-def _field(block, x: NamedArray, args, memory) -> tuple[NamedArray, Any]:
-    window, inputs = args
-    return block.extend(x, window, memory, **inputs)
+def _field(block, x: NamedArray, inputs: Inputs, memory):
+    return block.extend(x, inputs, memory)

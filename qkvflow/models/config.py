@@ -2,13 +2,14 @@
 
 import dataclasses
 from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 from haliax import Axis
-from levanter.models.lm_model import LmConfig
+from levanter.models.lm_model import LmConfig, LmHeadModel
 
 from qkvflow.axes import EMBED
 from qkvflow.blocks import BlockConfig, Gpt2BlockConfig
-from qkvflow.depth import DepthConfig, GeneralPlan, Plan
+from qkvflow.depth import AbstractPlan, DepthConfig, FixedPlan
 from qkvflow.errors import UserError
 from qkvflow.weights import GeneratedConfig, PerLayerConfig, WeightsConfig
 
@@ -47,16 +48,19 @@ class NeuralOdeConfig(LmConfig):
     control: ControlConfig | None = None
     gradient_checkpointing: bool = True
 
+    model_class: ClassVar[type[LmHeadModel]]  # set where the model is defined, which needs this configuration
+
     def __post_init__(self):
         for name, least in (("max_seq_len", 1), ("hidden_dim", 1), ("prelude_layers", 0), ("coda_layers", 0)):
             if getattr(self, name) < least:
                 raise UserError(f"{name} must be at least {least}, got {getattr(self, name)}.")
         self.block.check(self.Embed)
-        if isinstance(self.weights, PerLayerConfig) and (self.depth.is_general or self.training_plans):
+        is_one_grid = not (self.depth.is_general or self.training_plans) and len(self.depth.stages) == 1
+        if isinstance(self.weights, PerLayerConfig) and not is_one_grid:
             raise UserError(
                 "weights: per_layer has weights at the times of one fixed grid, and none between them: adaptive steps,"
-                " adjoint: backsolve, time_sampling: jitter and a range of steps need weights that are functions of"
-                " time (generated, modulated, constant)."
+                " adjoint: backsolve, time_sampling: jitter and a range of steps or steps that grow need weights that"
+                " are functions of time (generated, modulated, basis, constant)."
             )
         if self.depth.adjoint == "backsolve":
             for name, value in vars(self.block).items():
@@ -71,22 +75,26 @@ class NeuralOdeConfig(LmConfig):
         return Axis(EMBED, self.hidden_dim)
 
     @property
-    def model_type(self):
-        from qkvflow.models.neuralode import NeuralOdeLMHeadModel
-
-        return NeuralOdeLMHeadModel
+    def model_type(self) -> type[LmHeadModel]:
+        return self.model_class
 
     @property
-    def plan(self) -> Plan | GeneralPlan:
+    def plan(self) -> AbstractPlan:
         """Where and how the flow is evaluated in layer-time."""
         return self.depth.plan(self.weights.evaluate)
 
     @property
-    def training_plans(self) -> tuple[Plan, ...]:
+    def training_plans(self) -> tuple[FixedPlan, ...]:
         """Of which one is drawn for each training batch; none if training is done with `plan`."""
         return self.depth.training_plans(self.weights.evaluate)
 
-    def ordinary_plan(self, layers: int) -> Plan:
+    @property
+    def travel(self) -> dict[str, Any]:
+        """What a flow takes of `depth`: its plans, and what it is to give besides its end."""
+        kinetic = self.depth.kinetic_weight > 0.0
+        return {"plan": self.plan, "training_plans": self.training_plans, "kinetic": kinetic}
+
+    def ordinary_plan(self, layers: int) -> AbstractPlan:
         """The plan of `layers` ordinary residual layers."""
         adjoint = "checkpoint" if self.gradient_checkpointing else "direct"
         depth = DepthConfig(solver="euler", steps=layers, step_size="residual", adjoint=adjoint)
@@ -103,6 +111,11 @@ class NeuralOdeConfig(LmConfig):
             raise UserError(f"steps must be at least 1, got {steps}.")
         depth = self.depth.on_grid(steps, evaluate="auto")
         return dataclasses.replace(self, weights=PerLayerConfig(), depth=depth)
+
+    @property
+    def stages(self) -> tuple["NeuralOdeConfig", ...]:
+        """The model of each stage of training: itself alone, unless its depth grows."""
+        return tuple(dataclasses.replace(self, depth=depth) for depth in self.depth.stages)
 
     def flops_per_token(self, vocab_size: int, context_length: int) -> float | None:
         """Forward FLOPs per token: block evaluations and head. Generating W(t) costs extra, once per batch.

@@ -22,6 +22,7 @@ from haliax import NamedArray
 from levanter.optim import OptimizerConfig
 
 from qkvflow.errors import UserError
+from qkvflow.named import is_named
 from qkvflow.weights.generated import TimeNetwork
 from qkvflow.weights.modulated import GateNetwork
 
@@ -77,15 +78,11 @@ def _role(node):
         return _fill(node, "time_network")
     if isinstance(node, hnn.Linear):
         # `weight` and `bias` are arrays, or the functions of time that stand for them.
-        paths = jax.tree_util.tree_leaves_with_path(node, is_leaf=_is_named)
+        paths = jax.tree_util.tree_leaves_with_path(node, is_leaf=is_named)
         names = ["bias" if path[0].name == "bias" else "matrix" for path, _ in paths]
-        return jax.tree.unflatten(jax.tree.structure(node, is_leaf=_is_named), names)
+        return jax.tree.unflatten(jax.tree.structure(node, is_leaf=is_named), names)
     return "other"
 
 
 def _fill(node, role: str):
-    return jax.tree.map(lambda _: role, node, is_leaf=_is_named)
-
-
-def _is_named(x) -> bool:
-    return isinstance(x, NamedArray)
+    return jax.tree.map(lambda _: role, node, is_leaf=is_named)

@@ -1,6 +1,6 @@
 """A flow: time-dependent weights and a plan, integrated. The one place where weights, block and depth meet."""
 
-from typing import Any
+import dataclasses
 
 import equinox as eqx
 import jax
@@ -8,7 +8,8 @@ import jax.numpy as jnp
 from haliax import NamedArray
 from haliax.nn.scan import Stacked
 
-from qkvflow.depth import GeneralPlan, Plan, Statistics, increment, integrate, solve
+from qkvflow.blocks import Inputs
+from qkvflow.depth import AbstractPlan, FixedPlan, Solution, increment
 from qkvflow.errors import UserError
 from qkvflow.time import GridPoint, grid
 from qkvflow.weights import PerLayer, at, evaluate
@@ -20,50 +21,38 @@ class Flow(eqx.Module):
     weights: a block some of whose parts are functions of time; `at(weights, t)` is the block at t.
     plan: how it is read outside training, and in training too if there are no `training_plans`, of which one is drawn
         for each call that has a key.
+    kinetic: in training mode a solve also gives its kinetic energy.
     """
 
     weights: eqx.Module
-    plan: Plan | GeneralPlan = eqx.field(static=True)
-    training_plans: tuple[Plan, ...] = eqx.field(static=True, default=())
+    plan: AbstractPlan = eqx.field(static=True)
+    training_plans: tuple[FixedPlan, ...] = eqx.field(static=True, default=())
+    kinetic: bool = eqx.field(static=True, default=False)
     inference: bool = False
 
-    def __call__(self, x: NamedArray, mask, *, key=None, trajectory: bool = False, **inputs: NamedArray | None):
-        """x(1); with `trajectory` also the states after each step, {layers, ...}.
+    def __call__(self, x: NamedArray, inputs: Inputs, *, key=None) -> NamedArray:
+        """x(1), with the axes of x."""
+        return self.solve(x, inputs, key=key).end
 
-        inputs: what else the block takes: `pos_ids` (rotary positions; by default 0, 1, 2, ...), `control`.
-        """
-        return self.solve(x, mask, key=key, trajectory=trajectory, **inputs)[0]
-
-    def solve(
-        self, x: NamedArray, mask, *, key=None, trajectory: bool = False, **inputs: NamedArray | None
-    ) -> tuple[Any, Statistics | None]:
-        """What calling the flow gives, and what the solve cost: None on a fixed grid, whose plan says it."""
-        args = (mask, {name: value for name, value in inputs.items() if value is not None})
-        options = {"args": args, "key": key, "trajectory": trajectory}
-        if isinstance(self.plan, GeneralPlan):
-            return solve(_field, evaluate, self.weights, x, self.plan, **options)
+    def solve(self, x: NamedArray, inputs: Inputs, *, key=None, trajectory: bool = False) -> Solution:
+        """x(1); with `trajectory` also the states after each step, {layers, ...}; and what the solve cost."""
+        kinetic = self.kinetic and not self.inference
         if not self.training_plans or self.inference or key is None or trajectory:
-            return integrate(_field, evaluate, self.weights, x, self.plan, **options), None
-        return self._training(x, args, key), None
+            options = {"args": inputs, "key": key, "trajectory": trajectory, "kinetic": kinetic}
+            return self.plan.solve(_field, evaluate, self.weights, x, **options)
+        return self._training(x, inputs, key, kinetic)
 
-    def solve_statistics(self, x: NamedArray, mask, *, key=None, **inputs: NamedArray | None) -> Statistics:
-        """What the solve from x(0) = `x` costs; of interest for adaptive steps. Makes the whole solve."""
-        statistics = self.solve(x, mask, key=key, **inputs)[1]
-        if statistics is None:
-            raise UserError("This flow has a fixed grid: its plan says what a solve costs (`plan.evaluations`).")
-        return statistics
-
-    def increment(self, k, x: NamedArray, mask, **inputs: NamedArray | None) -> NamedArray:
+    def increment(self, k, x: NamedArray, inputs: Inputs) -> NamedArray:
         """What step `k` of the grid (may be traced) adds to the state `x`, by the solver's plain step."""
-        args = (mask, {name: value for name, value in inputs.items() if value is not None})
-        rows = jnp.asarray(self.plan.time_rows)[k]
+        plan = self.plan
+        rows = jnp.asarray(plan.grid.time_rows)[k]
 
         def field(slot: int, x: NamedArray) -> NamedArray:
-            return _field(evaluate(self.weights, GridPoint(self.plan.times, rows[slot])), x, args, None)
+            return _field(evaluate(self.weights, GridPoint(plan.times, rows[slot])), x, inputs, None)
 
-        return increment(field, x, self.plan, self.plan.step)
+        return increment(field, x, plan.grid, plan.step)
 
-    def discretise(self, plan: Plan) -> "Flow":
+    def discretise(self, plan: FixedPlan) -> "Flow":
         """The same flow with its weights evaluated once and for all at the times of `plan`."""
         return Flow(PerLayer.stack(at(self.weights, grid(plan.times)), plan.times), plan)
 
@@ -74,18 +63,20 @@ class Flow(eqx.Module):
             raise UserError("These weights are functions of time, not a stack of blocks: call discretise(steps) first.")
         return self.weights.blocks
 
-    def _training(self, x: NamedArray, args, key) -> NamedArray:
-        """x(1) by a plan drawn from `training_plans`."""
+    def _training(self, x: NamedArray, inputs: Inputs, key, kinetic: bool) -> Solution:
+        """By a plan drawn from `training_plans`."""
         k_plan, key = jax.random.split(key)
-        branches = [
-            lambda x, key, plan=plan: integrate(_field, evaluate, self.weights, x, plan, args=args, key=key)
-            for plan in self.training_plans
-        ]
+
+        def branch(plan: FixedPlan):
+            return lambda x, key: plan.solve(_field, evaluate, self.weights, x, args=inputs, key=key, kinetic=kinetic)
+
+        branches = [branch(plan) for plan in self.training_plans]
         if len(branches) == 1:
             return branches[0](x, key)
-        return jax.lax.switch(jax.random.randint(k_plan, (), 0, len(branches)), branches, x, key)
+        drawn = jax.random.randint(k_plan, (), 0, len(branches))
+        solution = jax.lax.switch(drawn, branches, x, key)
+        return dataclasses.replace(solution, steps=jnp.asarray([plan.steps for plan in self.training_plans])[drawn])
 
 
-def _field(block, x: NamedArray, args, key) -> NamedArray:
-    mask, inputs = args
-    return block(x, mask, key=key, **inputs)
+def _field(block, x: NamedArray, inputs: Inputs, key) -> NamedArray:
+    return block(x, inputs, key=key)

@@ -1,47 +1,100 @@
-"""Levanter's GPT-2 and Llama as points of our product, with the same arrays: so they generate with our cache.
+"""The one door for Levanter's models: GPT-2 and Llama become points of our product, with the same arrays.
 
 `per_layer` weights, sequential blocks, Euler steps of length 1: the same function (tests/models/test_levanter_parity.py
-and
-tests/models/test_levanter_llama.py train both side by side).
+and tests/models/test_levanter_llama.py train both side by side). Behind the door everything reads one form.
 """
 
 import equinox as eqx
 import jax
 from haliax import NamedArray
+from levanter.adaptor.lora import LoraLinear, merge_lora_modules
 from levanter.models.gpt2 import Gpt2Config, Gpt2LMHeadModel
 from levanter.models.llama import LlamaConfig, LlamaLMHeadModel
-from levanter.models.lm_model import LmHeadModel
+from levanter.models.lm_model import LmConfig, LmHeadModel
 
 from qkvflow.axes import HEADS, KV_HEAD, LAYERS, Q_HEADS_PER_GROUP
 from qkvflow.blocks import BlockConfig, Gpt2BlockConfig, LlamaBlockConfig
 from qkvflow.depth import DepthConfig
+from qkvflow.errors import UserError
 from qkvflow.models.config import NeuralOdeConfig
 from qkvflow.models.neuralode import NeuralOdeLMHeadModel
 from qkvflow.weights import PerLayerConfig
 
 
+def enter(model: LmHeadModel) -> NeuralOdeLMHeadModel:
+    """The model in our form, LoRA merged into its weights; may consist of shapes.
+
+    Raises:
+        UserError: for a model of Levanter's that is no point of our product.
+    """
+    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(model)):
+        return eqx.filter_eval_shape(_enter, model)
+    return _enter(model)
+
+
+def _enter(model: LmHeadModel) -> NeuralOdeLMHeadModel:
+    model = merged(model)
+    ours = model if isinstance(model, NeuralOdeLMHeadModel) else twin(model)
+    if ours is None:
+        raise _unknown(model.config)
+    return ours
+
+
+def enter_config(config: LmConfig) -> NeuralOdeConfig:
+    """The configuration of a model in our form.
+
+    Raises:
+        UserError: for a model of Levanter's that is no point of our product.
+    """
+    ours = config if isinstance(config, NeuralOdeConfig) else twin_config(config)
+    if ours is None:
+        raise _unknown(config)
+    return ours
+
+
 def twin(model: LmHeadModel) -> NeuralOdeLMHeadModel | None:
     """The same model of ours, or None if `model` is no plain GPT-2 or Llama of Levanter's."""
-    if type(model) is Gpt2LMHeadModel:
-        block, arrays = _gpt2(model.config), _gpt2_arrays
-    elif type(model) is LlamaLMHeadModel:
-        block, arrays = _llama(model.config), _llama_arrays
-    else:
+    arrays = {Gpt2LMHeadModel: _gpt2_arrays, LlamaLMHeadModel: _llama_arrays}.get(type(model))
+    config = twin_config(model.config)
+    if arrays is None or config is None:
         return None
-    if block is None:
-        return None
-    config = NeuralOdeConfig(
-        max_seq_len=model.config.max_seq_len,
-        hidden_dim=model.config.hidden_dim,
-        block=block,
-        weights=PerLayerConfig(),
-        depth=DepthConfig(steps=model.config.num_layers, step_size="residual"),
-    )
     shape = eqx.filter_eval_shape(config.build, model.Vocab, key=jax.random.PRNGKey(0))
     given, own = arrays(model, False), arrays(shape, True)
     if len(given) != len(own) or sum(a.size for a in given) != _parameters(model):
         return None  # it has arrays that ours does not have
     return eqx.tree_at(lambda m: arrays(m, True), shape, [_aligned(a, b) for a, b in zip(given, own, strict=True)])
+
+
+def twin_config(config: LmConfig) -> NeuralOdeConfig | None:
+    """The same model's configuration of ours, or None if it is no plain GPT-2 or Llama of Levanter's."""
+    of = {Gpt2Config: _gpt2, LlamaConfig: _llama}.get(type(config))
+    block = None if of is None else of(config)
+    if block is None:
+        return None
+    adjoint = "direct" if config.gradient_checkpointing is False else "checkpoint"
+    return NeuralOdeConfig(
+        max_seq_len=config.max_seq_len,
+        hidden_dim=config.hidden_dim,
+        block=block,
+        weights=PerLayerConfig(),
+        depth=DepthConfig(steps=config.num_layers, step_size="residual", adjoint=adjoint),
+    )
+
+
+def merged(model):
+    """The same with LoRA merged into the weights, if there is any: Levanter's function copies all arrays."""
+    leaves = jax.tree.leaves(model, is_leaf=lambda m: isinstance(m, LoraLinear))
+    return merge_lora_modules(model) if any(isinstance(m, LoraLinear) for m in leaves) else model
+
+
+def _unknown(config: LmConfig) -> UserError:
+    kind = config.get_choice_name(type(config))
+    return UserError(
+        f"the model is of type {kind}, in a variant that qkvflow cannot read as steps in depth: it reads its own"
+        " models (neuralode), and Levanter's gpt2 and llama without extensions (scaling of attention by layer, upcast"
+        " attention, hybrid, query-key or input norms, heads of another size). Such a model can be trained,"
+        " evaluated and sampled from."
+    )
 
 
 def _gpt2(config: Gpt2Config) -> BlockConfig | None:
@@ -58,7 +111,7 @@ def _gpt2(config: Gpt2Config) -> BlockConfig | None:
 
 
 def _llama(config: LlamaConfig) -> BlockConfig | None:
-    if type(config) is not LlamaConfig or config.hybrid_norm or config.use_qk_norm or config.input_embedding_norm:
+    if config.hybrid_norm or config.use_qk_norm or config.input_embedding_norm:
         return None
     if not config.scan_layers or config.upcast_attn or config.actual_head_size * config.num_heads != config.hidden_dim:
         return None

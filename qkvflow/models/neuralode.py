@@ -16,8 +16,8 @@ from levanter.models.lm_model import LmExample, LmHeadModel
 from levanter.models.loss import maybe_fused_next_token_loss
 
 from qkvflow.axes import CONTROL, EMBED
-from qkvflow.blocks import Controlled
-from qkvflow.depth import DepthConfig, Statistics
+from qkvflow.blocks import Controlled, Inputs
+from qkvflow.depth import DepthConfig, Solution
 from qkvflow.errors import UserError
 from qkvflow.models.config import NeuralOdeConfig
 from qkvflow.models.embeddings import Embeddings, init_head
@@ -44,48 +44,29 @@ class NeuralOdeTransformer(eqx.Module):
             plan = config.ordinary_plan(layers)
             return Flow(_build(config, ordinary=True, times=plan.times, key=key), plan)
 
-        plan = config.plan
         return NeuralOdeTransformer(
             ordinary(config.prelude_layers, k_prelude),
-            Flow(_build(config, ordinary=False, times=plan.times, key=k_flow), plan, config.training_plans),
+            Flow(_build(config, ordinary=False, times=config.plan.times, key=k_flow), **config.travel),
             ordinary(config.coda_layers, k_coda),
             config.block.norm(config.Embed),
         )
 
-    def __call__(
-        self,
-        x: NamedArray,
-        mask,
-        *,
-        key=None,
-        pos_ids: NamedArray | None = None,
-        control: NamedArray | None = None,
-        trajectory: bool = False,
-    ) -> NamedArray:
-        """norm(x(1)), or with `trajectory` the states of the flow."""
-        return self.solve(x, mask, key=key, pos_ids=pos_ids, control=control, trajectory=trajectory)[0]
+    def __call__(self, x: NamedArray, inputs: Inputs, *, key=None) -> NamedArray:
+        """norm(x(1))."""
+        return self.solve(x, inputs, key=key).end
 
-    def solve(
-        self,
-        x: NamedArray,
-        mask,
-        *,
-        key=None,
-        pos_ids: NamedArray | None = None,
-        control: NamedArray | None = None,
-        trajectory: bool = False,
-    ) -> tuple[NamedArray, Statistics | None]:
-        """What calling gives, and what the flow cost: None on a fixed grid."""
+    def solve(self, x: NamedArray, inputs: Inputs, *, key=None, trajectory: bool = False) -> Solution:
+        """What the flow gives, its end after coda and norm; with `trajectory` its states, and its end as it is."""
         k_prelude, k_flow, k_coda = maybe_rng_split(key, 3)
         if self.prelude is not None:
-            x = self.prelude(x, mask, key=k_prelude, pos_ids=pos_ids)
-        options = {"pos_ids": pos_ids, "control": control, "trajectory": trajectory}
-        x, statistics = self.flow.solve(x, mask, key=k_flow, **options)
+            x = self.prelude(x, inputs, key=k_prelude)
+        solution = self.flow.solve(x, inputs, key=k_flow, trajectory=trajectory)
         if trajectory:
-            return x[1], statistics
+            return solution
+        x = solution.end
         if self.coda is not None:
-            x = self.coda(x, mask, key=k_coda, pos_ids=pos_ids)
-        return self.norm(x), statistics
+            x = self.coda(x, inputs, key=k_coda)
+        return dataclasses.replace(solution, end=self.norm(x))
 
     @property
     def blocks(self) -> Stacked:
@@ -125,16 +106,17 @@ class NeuralOdeLMHeadModel(LmHeadModel[NeuralOdeConfig]):
         attn_mask: AttentionMask | NamedArray | None = None,
         *,
         key=None,
-        pos_ids: NamedArray | None = None,
-        control: NamedArray | None = None,
+        **inputs: NamedArray | None,
     ) -> NamedArray:
         """Logits {..., position, vocab} of the next token, from tokens {..., position}.
 
-        attn_mask: causal if not given. Differs from Levanter, where None lets every token see the future.
-        key: needed in training mode if the model has dropout.
-        control: {batch, control}, or {batch, position, control} to change along the sequence; None is zero control.
+        Args:
+            attn_mask: causal if not given. Differs from Levanter, where None lets every token see the future.
+            key: needed in training mode if the model has dropout.
+            inputs: further fields of `qkvflow.blocks.Inputs`: `pos_ids`, and `control`, {batch, control}, or
+                {batch, position, control} to change along the sequence; None is zero control.
         """
-        x = self.activations(input_ids, attn_mask, key=key, pos_ids=pos_ids, control=control)
+        x = self.activations(input_ids, attn_mask, key=key, **inputs)
         return hax.dot(x, self.get_lm_head(), axis=EMBED)
 
     def activations(
@@ -143,29 +125,10 @@ class NeuralOdeLMHeadModel(LmHeadModel[NeuralOdeConfig]):
         attn_mask: AttentionMask | NamedArray | None = None,
         *,
         key=None,
-        pos_ids: NamedArray | None = None,
-        control: NamedArray | None = None,
+        **inputs: NamedArray | None,
     ) -> NamedArray:
         """norm(x(1)): {..., position, embed}."""
-        return self._run(input_ids, attn_mask, key=key, pos_ids=pos_ids, control=control)[0]
-
-    def next_token_loss_and_statistics(
-        self, example: LmExample, *, key=None, logsumexp_weight: float | None = None
-    ) -> tuple[NamedArray, Statistics | None]:
-        """`compute_next_token_loss`, averaged, and what the solve cost: None on a fixed grid."""
-        x, statistics = self._run(example.tokens, example.attn_mask, key=key, pos_ids=None, control=None)
-        loss = maybe_fused_next_token_loss(
-            self.Pos,
-            self.Embed,
-            self.Vocab,
-            x,
-            self.get_lm_head(),
-            example.tokens,
-            loss_weight=example.loss_weight,
-            logsumexp_weight=logsumexp_weight,
-            dtype=jnp.float32,
-        )
-        return loss, statistics
+        return self.solve(input_ids, Inputs.of(attn_mask, **inputs), key=key).end
 
     def trajectory(
         self,
@@ -173,13 +136,24 @@ class NeuralOdeLMHeadModel(LmHeadModel[NeuralOdeConfig]):
         attn_mask: AttentionMask | NamedArray | None = None,
         *,
         key=None,
-        pos_ids: NamedArray | None = None,
-        control: NamedArray | None = None,
+        **inputs: NamedArray | None,
     ) -> NamedArray:
         """The states of the flow after each of its steps: {layers, ..., position, embed}; the last is x(1)."""
-        return self._run(input_ids, attn_mask, key=key, pos_ids=pos_ids, control=control, trajectory=True)[0]
+        return self.solve(input_ids, Inputs.of(attn_mask, **inputs), key=key, trajectory=True).states
 
-    def compute_next_token_loss(
+    def solve(self, input_ids: NamedArray, inputs: Inputs, *, key=None, trajectory: bool = False) -> Solution:
+        """What everything above is made of: the flow's solution, its end after coda and norm."""
+        if inputs.control is not None:
+            _check_control(self.config, input_ids, inputs.control)
+        k_embed, k_transformer = maybe_rng_split(key, 2)
+        x = self.embeddings(input_ids, pos_ids=inputs.pos_ids, key=k_embed)
+        return self.transformer.solve(x, inputs, key=k_transformer, trajectory=trajectory)
+
+    def compute_next_token_loss(self, example: LmExample, **options) -> jax.Array | NamedArray:
+        """Levanter's name for the loss of `next_token_loss`, with its options."""
+        return self.next_token_loss(example, **options)[0]
+
+    def next_token_loss(
         self,
         example: LmExample,
         *,
@@ -189,14 +163,14 @@ class NeuralOdeLMHeadModel(LmHeadModel[NeuralOdeConfig]):
         logsumexp_weight: float | None = None,
         loss_dtype: jnp.dtype | None = jnp.float32,
         logit_soft_cap: float | None = None,
-    ) -> jax.Array | NamedArray:
-        """Levanter's loss, under the example's `control` if it carries one (`qkvflow.data.control_dataset`)."""
-        x = self.activations(example.tokens, example.attn_mask, key=key, control=getattr(example, "control", None))
-        return maybe_fused_next_token_loss(
+    ) -> tuple[jax.Array | NamedArray, Solution]:
+        """Levanter's loss under all inputs that the example carries (`Inputs.of_example`), and the flow's solution."""
+        solution = self.solve(example.tokens, Inputs.of_example(example), key=key)
+        loss = maybe_fused_next_token_loss(
             self.Pos,
             self.Embed,
             self.Vocab,
-            x,
+            solution.end,
             self.get_lm_head(),
             example.tokens,
             loss_weight=example.loss_weight,
@@ -206,6 +180,7 @@ class NeuralOdeLMHeadModel(LmHeadModel[NeuralOdeConfig]):
             dtype=loss_dtype,
             logit_soft_cap=logit_soft_cap,
         )
+        return loss, solution
 
     def discretise(self, steps: int | None = None) -> "NeuralOdeLMHeadModel":
         """The ordinary model with the same weights at the times of a grid of `steps` steps (default: as trained).
@@ -223,10 +198,9 @@ class NeuralOdeLMHeadModel(LmHeadModel[NeuralOdeConfig]):
     def with_depth(self, depth: DepthConfig) -> "NeuralOdeLMHeadModel":
         """The same weights W(t), travelled in another way: another solver, another number of steps."""
         config = dataclasses.replace(self.config, depth=depth)
-        plan = config.plan
         if isinstance(self.transformer.flow.weights, PerLayer):
-            self.transformer.flow.weights.at(grid(plan.times))  # refuses times that it does not know
-        flow = dataclasses.replace(self.transformer.flow, plan=plan, training_plans=config.training_plans)
+            self.transformer.flow.weights.at(grid(config.plan.times))  # refuses times that it does not know
+        flow = dataclasses.replace(self.transformer.flow, **config.travel)
         return dataclasses.replace(self, transformer=dataclasses.replace(self.transformer, flow=flow), _config=config)
 
     def get_lm_head(self) -> NamedArray:
@@ -242,16 +216,8 @@ class NeuralOdeLMHeadModel(LmHeadModel[NeuralOdeConfig]):
         embeddings = dataclasses.replace(self.embeddings, token_embeddings=tokens)
         return dataclasses.replace(self, embeddings=embeddings, lm_head=head)
 
-    def _run(self, input_ids, attn_mask, *, key, pos_ids, control, trajectory: bool = False):
-        if control is not None:
-            _check_control(self.config, input_ids, control)
-        k_embed, k_transformer = maybe_rng_split(key, 2)
-        mask = AttentionMask.causal() if attn_mask is None else attn_mask
-        x = self.embeddings(input_ids, pos_ids=pos_ids, key=k_embed)
-        # Positions are placed once: by the table of the embeddings, or else by the blocks.
-        in_blocks = pos_ids if self.embeddings.position_embeddings is None else None
-        options = {"pos_ids": in_blocks, "control": control, "trajectory": trajectory}
-        return self.transformer.solve(x, mask, key=k_transformer, **options)
+
+NeuralOdeConfig.model_class = NeuralOdeLMHeadModel
 
 
 def _build(config: NeuralOdeConfig, *, ordinary: bool, times: tuple[float, ...], key):

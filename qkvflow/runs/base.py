@@ -16,9 +16,10 @@ from haliax import Axis
 from levanter.models.lm_model import LmConfig, LmHeadModel
 
 from qkvflow import official
-from qkvflow.cli.decode import decode
+from qkvflow.config import decode
 from qkvflow.errors import UserError
-from qkvflow.runs.config_file import encode
+from qkvflow.config import encode
+from qkvflow.files import local_path, write_text
 from qkvflow.runs.directory import RunDirectory
 
 _LLAMA = "transformer.block.self_attn."
@@ -46,7 +47,7 @@ class OfficialConfig:
 
         Errors: UserError if the folder holds no official model, or the sizes do not fit.
         """
-        arrays = official.read_checkpoint(Path(self.path).expanduser())
+        arrays = official.read_checkpoint(local_path(self.path))
         try:
             if any(name.startswith(_LLAMA) for name in arrays):
                 return official.load_llama(arrays, self.num_heads, self.steps, self.max_seq_len, **self.block)
@@ -72,9 +73,7 @@ class BaseRecord:
     sha256: str
 
     def write(self, directory: RunDirectory) -> None:
-        fresh = directory.base.with_suffix(".tmp")
-        fresh.write_text(json.dumps(dataclasses.asdict(self), indent=2) + "\n", encoding="utf-8")
-        os.replace(fresh, directory.base)
+        write_text(directory.base, json.dumps(dataclasses.asdict(self), indent=2) + "\n")
 
     @staticmethod
     def read(directory: RunDirectory) -> "BaseRecord | None":
@@ -163,7 +162,7 @@ class OfficialBase(Base):
     @staticmethod
     def open(config: OfficialConfig) -> "OfficialBase":
         model = config.read()
-        return OfficialBase(Path(config.path).expanduser(), model.config, model.Vocab, None, model)
+        return OfficialBase(local_path(config.path), model.config, model.Vocab, None, model)
 
     def load(self) -> LmHeadModel:
         return self.loaded

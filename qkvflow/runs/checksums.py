@@ -10,6 +10,9 @@ from typing import Any
 
 from jax.experimental.array_serialization.serialization import GlobalAsyncCheckpointManager
 
+from qkvflow.files import write_text
+from qkvflow.inside.levanter import checkpoint_of
+
 CHECKSUMS = "checksums.json"
 _WRITTEN_LATER = {CHECKSUMS, "metadata.json"}
 _THREADS = min(8, os.cpu_count() or 1)
@@ -30,7 +33,7 @@ class ChecksumManager(GlobalAsyncCheckpointManager):
         on_commit_callback: Callable[[], None] | None = None,
         transaction: Any = None,
     ) -> None:
-        folder = Path(tensorstore_specs[0]["kvstore"]["base"]["path"])
+        folder = checkpoint_of(tensorstore_specs)
 
         def commit() -> None:
             write_checksums(folder)
@@ -49,9 +52,7 @@ def write_checksums(checkpoint: Path) -> None:
         str(path.relative_to(checkpoint)): {"bytes": path.stat().st_size, "sha256": digest}
         for path, digest in zip(files, hashes, strict=True)
     }
-    fresh = checkpoint / f"{CHECKSUMS}.tmp"
-    fresh.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    os.replace(fresh, checkpoint / CHECKSUMS)
+    write_text(checkpoint / CHECKSUMS, json.dumps(record, indent=1) + "\n")
 
 
 def damage_of(checkpoint: Path) -> str | None:

@@ -16,6 +16,39 @@ from qkvflow.models import decay
 from qkvflow.runs.base import OfficialConfig
 from qkvflow.runs.modes import FinetuneMode
 
+# Keys (with everything below them) that cannot change a run's numbers, apart from rounding: where it
+# computes, how often it looks at itself, and where it writes. They may differ when a run is continued.
+FREE_KEYS = (
+    "accept_changes",
+    "config_path",
+    "run_dir",
+    "data.auto_build_caches",
+    "data.cache_dir",
+    "data.cache_options",
+    "merge",
+    "trainer.checkpointer",
+    "trainer.crash_on_inf",
+    "trainer.crash_on_nan",
+    "trainer.distributed",
+    "trainer.jax_compilation_cache_dir",
+    "trainer.load_checkpoint",
+    "trainer.log_dir",
+    "trainer.log_jaxprs",
+    "trainer.log_xla_hlo",
+    "trainer.max_eval_batches",
+    "trainer.mesh",
+    "trainer.per_device_eval_parallelism",
+    "trainer.per_device_parallelism",
+    "trainer.profiler",
+    "trainer.require_accelerator",
+    "trainer.shutdown_at_exit",
+    "trainer.steps_per_eval",
+    "trainer.tracker",
+    "trainer.use_explicit_mesh_axes",
+    "trainer.wandb",
+    "trainer.watch",
+)
+
 
 @dataclass
 class RunTrainerConfig(TrainerConfig):

@@ -1,20 +1,18 @@
 """The training data that a run was started with: written down, and compared when the run continues."""
 
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 
 from qkvflow.errors import UserError
+from qkvflow.files import write_text
 
 _SHOWN = 5
 
 
 def write(path: Path, data: Mapping[str, str]) -> None:
     """Writes `data.json`: names of files (or of other sources) and their content."""
-    fresh = path.with_suffix(".tmp")
-    fresh.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
-    os.replace(fresh, path)
+    write_text(path, json.dumps(data, indent=1) + "\n")
 
 
 def changes(path: Path, data: Mapping[str, str]) -> dict[str, tuple[str | None, str | None]]:

@@ -4,7 +4,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from qkvflow.errors import UserError
+from qkvflow.errors import UserError, shortened
+from qkvflow.files import local_path
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,20 @@ class RunDirectory:
     def lock(self) -> Path:
         """Held by the process that trains."""
         return self.path / ".lock"
+
+
+def folder_of(name: str) -> Path:
+    """The folder that `run_dir` names.
+
+    Raises:
+        UserError: it is no local folder, or names the home of nobody.
+    """
+    if "://" in name:
+        raise UserError(
+            f"`run_dir` is {shortened(name)}, but must be a folder: mount the bucket (gcsfuse, mountpoint-s3) and name"
+            " the folder where it is mounted"
+        )
+    return local_path(name)
 
 
 def run_id(given: str | None, config_path: str | None) -> str:

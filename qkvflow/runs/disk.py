@@ -7,29 +7,36 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from qkvflow.errors import UserError
+from qkvflow.errors import UserError, shortened
+from qkvflow.files import fresh_name
 from qkvflow.units import DECIMAL, scaled
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # the disk, the user's share of it, or the largest file
 
 
-def make_writable(path: Path) -> None:
-    """Makes the folder and writes to it, as a trial.
-
-    Errors: `UserError` if that fails, or if the disk is full.
-    """
+@contextlib.contextmanager
+def refusals_are_told(path: Path) -> Iterator[None]:
+    """Turns what the file system says when the run directory `path` is made or written into a `UserError`."""
     try:
-        path.mkdir(parents=True, exist_ok=True)
-        probe = path / ".probe"
-        with open(probe, "wb") as file:
+        yield
+    except OSError as error:
+        raise UserError(f"cannot write the run directory {shortened(str(path))}: {_reason(error)}") from None
+
+
+def write_a_trial(path: Path) -> None:
+    """Writes a file to the folder and removes it.
+
+    Raises:
+        OSError: that fails, for example because the disk is full.
+    """
+    trial = path / fresh_name("trial")
+    try:
+        with open(trial, "wb") as file:
             file.write(bytes(4096))
             file.flush()
             os.fsync(file.fileno())  # only this finds a disk that has become full
-        probe.unlink()
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            (path / ".probe").unlink(missing_ok=True)
-        raise UserError(f"cannot write the run directory {path}: {_reason(error)}") from None
+    finally:
+        trial.unlink(missing_ok=True)
 
 
 def require_space(path: Path, size: int) -> None:

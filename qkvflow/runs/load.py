@@ -5,6 +5,7 @@ import dataclasses
 import difflib
 import logging
 import os
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,17 +21,18 @@ from levanter.trainer import TrainerConfig
 from levanter.trainer_state import trainables_only
 from levanter.utils.tree_utils import inference_mode
 
-from qkvflow.cli.quiet import tell
 from qkvflow.data import load_tokenizer
-from qkvflow.errors import UserError
+from qkvflow.errors import Notice, UserError
+from qkvflow.files import local_path
 from qkvflow.models import lora
 from qkvflow.runs.base import Base, BaseRecord, OfficialBase
 from qkvflow.runs.checkpoints import Damaged, all_damaged, checkpoint_steps, newest_good
 from qkvflow.runs.checksums import damage_of
 from qkvflow.runs.config import FinetuneConfig, TrainConfig
-from qkvflow.runs.config_file import read_config
+from qkvflow.config import read_config
 from qkvflow.runs.directory import RunDirectory
 from qkvflow.runs.disk import disk_errors_are_told
+from qkvflow.named import is_named
 
 
 @dataclass(frozen=True)
@@ -59,8 +61,8 @@ def load_run(path: str | os.PathLike, checkpoint_step: int | None = None, *, mer
 
     Args:
         path: the run directory, `runs/<id>`.
-        checkpoint_step: N of the checkpoint `step-N`; the newest good one if not given, with a line on standard
-            error if a newer one is damaged.
+        checkpoint_step: N of the checkpoint `step-N`; the newest good one if not given, with a warning (`Notice`) if
+            a newer one is damaged.
         merge: of a LoRA run: what it trained is added to its base's weights, which gives an ordinary model;
             otherwise it stands beside them, as in training.
 
@@ -154,7 +156,7 @@ def _read_adapter(directory: RunDirectory, checkpoint: Path) -> LmHeadModel:
     assert mode is not None
     model = mode.adapt(load_base(directory), config.model, key=jax.random.PRNGKey(0))
     trained = config.trainer.mp.cast_to_param(trainables_only(model, mode.trainable(model)))
-    return eqx.combine(_read_arrays(checkpoint, lambda key: trained), model, is_leaf=lambda x: isinstance(x, NamedArray))
+    return eqx.combine(_read_arrays(checkpoint, lambda key: trained), model, is_leaf=is_named)
 
 
 def _read_arrays(checkpoint: Path, build: Callable[[jax.Array], LmHeadModel]) -> LmHeadModel:
@@ -171,7 +173,7 @@ def _read_arrays(checkpoint: Path, build: Callable[[jax.Array], LmHeadModel]) ->
 
 def find_run(path: str | os.PathLike) -> RunDirectory:
     """The run directory at `path`, or a `UserError` that says what is there instead."""
-    directory = RunDirectory(Path(path).expanduser())
+    directory = RunDirectory(local_path(path))
     if directory.config.is_file():
         return directory
     if directory.path.is_dir():
@@ -224,7 +226,7 @@ def _choose_step(directory: RunDirectory, wanted: int | None) -> int:
         if newest is None:
             raise all_damaged(damaged)
         for checkpoint in damaged:
-            tell(f"warning: {checkpoint}. Taking step-{newest}, the newest good one, instead")
+            warnings.warn(Notice(f"{checkpoint}. Taking step-{newest}, the newest good one, instead"), stacklevel=2)
         return newest
     if wanted not in steps:
         raise UserError(

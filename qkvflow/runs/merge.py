@@ -6,14 +6,14 @@ import os
 import shutil
 from pathlib import Path
 
-from levanter.checkpoint import save_checkpoint
 from levanter.trainer import TrainerConfig
 
 from qkvflow.data import copy_tokenizer
 from qkvflow.errors import UserError
+from qkvflow.inside.levanter import save_checkpoint
 from qkvflow.runs.checksums import ChecksumManager
 from qkvflow.runs.config import TrainConfig
-from qkvflow.runs.config_file import read_config, write_config
+from qkvflow.config import read_config, write_config
 from qkvflow.runs.directory import RunDirectory
 from qkvflow.runs.load import find_run, is_adapter, load_run
 

@@ -56,7 +56,8 @@ class FlowMode(FinetuneMode):
         if steps is None:
             return base
         sampling = "fixed" if base.depth.is_adaptive else base.depth.time_sampling
-        return dataclasses.replace(base, depth=base.depth.on_grid(steps, time_sampling=sampling))
+        kept = {"kinetic_weight": base.depth.kinetic_weight}
+        return dataclasses.replace(base, depth=base.depth.on_grid(steps, time_sampling=sampling, **kept))
 
     def adapt(self, base: LmHeadModel, config: Any, *, key: jax.Array) -> LmHeadModel:
         del key

@@ -3,8 +3,9 @@
 import contextlib
 import dataclasses
 import json
-import logging
+import re
 import shutil
+import warnings
 from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
@@ -12,8 +13,9 @@ from typing import Generic, TypeVar
 
 import jax
 
-from qkvflow.cli.quiet import tell
-from qkvflow.errors import UserError
+from qkvflow.errors import Notice, UserError
+from qkvflow.files import is_fresh
+from qkvflow.locks import Taken, locked
 from qkvflow.runs import data_record, disk
 from qkvflow.runs.checkpoints import (
     Damaged,
@@ -24,14 +26,13 @@ from qkvflow.runs.checkpoints import (
     newest_good,
     set_aside,
 )
-from qkvflow.runs.config import TrainConfig
-from qkvflow.runs.config_file import differences, listed, read_config, write_config
-from qkvflow.runs.directory import RunDirectory, run_id
-from qkvflow.runs.lock import hold_lock
+from qkvflow.runs.config import FREE_KEYS, TrainConfig
+from qkvflow.config import differences, listed, read_config, write_config
+from qkvflow.runs.directory import RunDirectory, folder_of, run_id
 from qkvflow.runs.processes import follow, tell_others
 
 C = TypeVar("C", bound=TrainConfig)
-logger = logging.getLogger(__name__)
+_ATTEMPTS = 10
 
 
 @dataclasses.dataclass
@@ -101,29 +102,23 @@ def prepare_run(config: C, phase: Phase | None = None) -> Iterator[PreparedRun[C
     """
     name = run_id(config.trainer.id, config.config_path)
     config = dataclasses.replace(config, trainer=dataclasses.replace(config.trainer, id=name))
-    if "://" in str(config.run_dir):
-        raise UserError(
-            f"`run_dir` is {config.run_dir}, but must be a folder: mount the bucket (gcsfuse, mountpoint-s3) and name"
-            " the folder where it is mounted"
-        )
-    directory = RunDirectory(Path(config.run_dir).expanduser() / name)
-    is_new_folder = not directory.path.exists()
-    try:
-        with disk.disk_errors_are_told(directory.path), contextlib.ExitStack() as stack:
-            if jax.process_index() > 0:  # one of several processes of a run: the first one makes all checks
-                follow(directory.lock)
-                yield _follow(directory, config)
-            else:
-                yield _lead(directory, config, phase, stack)
-    except UserError:
-        if jax.process_index() == 0 and is_new_folder and not directory.config.exists():
-            shutil.rmtree(directory.path, ignore_errors=True)
-        raise
+    directory = RunDirectory(folder_of(config.run_dir) / name)
+    if "::" in str(directory.path.absolute()):
+        raise UserError(f"{directory.path.absolute()} holds `::`, which libraries take for two paths. Choose another place")
+    if jax.process_index() > 0:  # one of several processes of a run: the first one makes all checks
+        with disk.disk_errors_are_told(directory.path):
+            follow(directory.lock)
+            yield _follow(directory, config)
+    else:
+        with contextlib.ExitStack() as stack:
+            yield _lead(directory, config, phase, stack)
 
 
 def _lead(directory: RunDirectory, config: C, phase: Phase | None, stack: contextlib.ExitStack) -> PreparedRun[C]:
     try:
-        prepared = _open(directory, config, phase, stack)
+        stack.enter_context(_opened(directory))
+        stack.enter_context(disk.disk_errors_are_told(directory.path))
+        prepared = _reopen(directory, config, phase) if directory.config.exists() else _begin(directory, config)
     except BaseException:
         tell_others(None)
         raise
@@ -131,19 +126,57 @@ def _lead(directory: RunDirectory, config: C, phase: Phase | None, stack: contex
     return prepared
 
 
-def _open(
-    directory: RunDirectory, config: C, phase: Phase | None, stack: contextlib.ExitStack
-) -> PreparedRun[C]:
-    disk.make_writable(directory.path)
-    stack.enter_context(hold_lock(directory.lock))
-    return _reopen(directory, config, phase) if directory.config.exists() else _begin(directory, config)
+@contextlib.contextmanager
+def _opened(directory: RunDirectory) -> Iterator[None]:
+    """The folder, made if it is not there, locked, and tried to write to. Nothing is looked at before it is locked.
+
+    If it was empty, and the block fails before there is a `config.yaml`, it is empty again, or gone if it was made here.
+    """
+    folder, lock = directory.path, directory.lock
+    with contextlib.ExitStack() as stack:
+        is_made = False
+        with disk.refusals_are_told(folder):
+            for attempt in range(_ATTEMPTS):
+                is_made |= not folder.exists()
+                folder.mkdir(parents=True, exist_ok=True)
+                try:
+                    stack.enter_context(locked(lock, wait=False))
+                    break
+                except FileNotFoundError:  # another start failed just now, and took its folder away
+                    if attempt + 1 == _ATTEMPTS:
+                        raise
+                except Taken as taken:
+                    raise UserError(
+                        f"{taken.owner} is training in {folder}. Wait for it, stop it, or give this run a name of its own"
+                        " with --trainer.id NAME"
+                    ) from None
+            was_empty = {entry.name for entry in folder.iterdir()} <= {lock.name}
+            disk.write_a_trial(folder)
+        try:
+            yield
+        except UserError:
+            if was_empty and not directory.config.exists():
+                _empty(folder, lock)
+                if is_made:
+                    shutil.rmtree(folder, ignore_errors=True)
+            raise
+
+
+def _empty(folder: Path, lock: Path) -> None:
+    for entry in folder.iterdir():
+        if entry.is_dir():
+            shutil.rmtree(entry, ignore_errors=True)
+        elif entry != lock:
+            entry.unlink(missing_ok=True)
 
 
 def _begin(directory: RunDirectory, config: C) -> PreparedRun[C]:
     # What a start that failed before the end of `commit` may have left.
-    ours = (directory.lock.name, directory.log.name, directory.tokenizer.name, ".probe", "config.tmp")
+    ours = {directory.lock.name, directory.tokenizer.name, ".probe", "config.tmp"}  # the last two by older versions
     found = {entry.name for entry in directory.path.iterdir()}
-    strangers = sorted(name for name in found - set(ours) if not name.startswith("train."))
+    strangers = sorted(
+        name for name in found - ours if not (re.fullmatch(r"train(\.\d+)?\.log", name) or is_fresh(name))
+    )
     if strangers:
         raise UserError(
             f"{directory.path} is not a run directory (it has no config.yaml) and is not empty: it holds "
@@ -164,7 +197,7 @@ def _reopen(directory: RunDirectory, config: C, phase: Phase | None) -> Prepared
     stored = read_config(directory.config, type(config))
     if config.vocab_size is None:
         config = dataclasses.replace(config, vocab_size=stored.vocab_size)
-    changes = differences(stored, config)
+    changes = differences(stored, config, FREE_KEYS)
     if changes and not config.accept_changes:
         raise UserError(
             f"the run {directory.path} was started with another configuration:\n{listed(changes)}\n"
@@ -190,5 +223,4 @@ def _reopen(directory: RunDirectory, config: C, phase: Phase | None) -> Prepared
 
 def _tell_damage(damaged: Damaged, target: Path, last_step: int) -> None:
     text = f"{damaged}. It is kept as {target}; the run continues from step-{last_step}, the newest good one"
-    tell(f"warning: {text}")
-    logger.warning(text)
+    warnings.warn(Notice(text), stacklevel=2)

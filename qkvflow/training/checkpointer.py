@@ -4,8 +4,9 @@ import time
 from collections.abc import Callable
 from datetime import datetime, timedelta
 
-from levanter.checkpoint import Checkpointer, CheckpointerConfig, CheckpointInterval
+from levanter.checkpoint import CheckpointerConfig, CheckpointInterval
 
+from qkvflow.inside.levanter import Checkpointer, set_manager
 from qkvflow.runs.checksums import ChecksumManager
 
 _BEGINNING = datetime(2000, 1, 1)  # any: only differences of times count
@@ -29,5 +30,5 @@ def create_checkpointer(config: CheckpointerConfig, clock: Callable[[], float] =
         keep_last_temporary_checkpoints=config.keep_last_temporary_checkpoints,
         debug=config.debug,
     )
-    checkpointer._manager = ChecksumManager(timeout_secs=_TIMEOUT_SECONDS)
+    set_manager(checkpointer, ChecksumManager(timeout_secs=_TIMEOUT_SECONDS))
     return checkpointer

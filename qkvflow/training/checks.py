@@ -11,6 +11,8 @@ from levanter.schedule import distinct_values
 from levanter.trainer import TrainerConfig
 
 from qkvflow.errors import UserError
+from qkvflow.inside.levanter import settle_devices
+from qkvflow.models import NeuralOdeConfig
 from qkvflow.runs.config import TrainConfig
 
 
@@ -32,6 +34,8 @@ def check_config(config: TrainConfig) -> None:
                 "does not add up its normaliser over the parts of the vocabulary. To spread the embedding "
                 "over devices, map `vocab` in `trainer.mesh.param_mapping`"
             )
+    if isinstance(model, NeuralOdeConfig):
+        model.depth.first_steps(trainer.num_train_steps)  # refuses stages without a step
     config.data.control_field(config.control_dim)
     if model.max_seq_len < 1:
         raise UserError(f"`model.max_seq_len` must be at least 1, but is {model.max_seq_len}")
@@ -66,8 +70,7 @@ def check_devices(trainer: TrainerConfig) -> None:
         if value != -1 and value < 1:
             raise UserError(f"`trainer.{name}` must be at least 1, or -1 for all examples at once, but is {value}")
     try:
-        # Differs from Levanter: `trainer.initialize()` does this too, but also starts its own terminal log.
-        trainer._validate_and_set_defaults()
+        settle_devices(trainer)
     except ValueError as error:
         raise UserError(f"trainer: {error}") from None
 

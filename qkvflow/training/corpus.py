@@ -11,7 +11,7 @@ from levanter.tokenizers import MarinTokenizer
 from levanter.trainer import TrainerConfig
 
 from qkvflow.data import TokenCounts, check_enough_tokens
-from qkvflow.data.controlled import check_some_control
+from qkvflow.data.control.records import check_some_control
 from qkvflow.data.statistics import token_counts, unigram_entropy
 from qkvflow.runs.config import TrainConfig
 from qkvflow.runs.prepare import PreparedRun

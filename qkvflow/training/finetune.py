@@ -8,7 +8,7 @@ from qkvflow.data import load_tokenizer, resolve_tokenizer, same_tokenizer
 from qkvflow.errors import UserError
 from qkvflow.runs.base import Base, BaseRecord, OfficialBase
 from qkvflow.runs.config import FinetuneConfig
-from qkvflow.runs.directory import RunDirectory, run_id
+from qkvflow.runs.directory import RunDirectory, folder_of, run_id
 from qkvflow.runs.load import RunBase, find_run, is_adapter
 from qkvflow.runs.modes import FinetuneMode
 from qkvflow.training.start import adapted_shape
@@ -61,7 +61,7 @@ def settle(config: FinetuneConfig) -> tuple[FinetuneConfig, Base, FinetuneMode]:
 
 def finetune_directory(config: FinetuneConfig) -> RunDirectory:
     """Where the run of this configuration lies, or will lie."""
-    return RunDirectory(Path(config.run_dir).expanduser() / run_id(config.trainer.id, config.config_path))
+    return RunDirectory(folder_of(config.run_dir) / run_id(config.trainer.id, config.config_path))
 
 
 def _open(config: FinetuneConfig, directory: RunDirectory) -> Base:

@@ -1,16 +1,17 @@
 """Steps whose loss or update is not finite: noticed in the step itself, then fatal, or skipped and counted."""
 
 import math
+from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 from haliax.jax_utils import is_jax_array_like
 from levanter.schedule import BatchSchedule
-from levanter.trainer import Trainer
 from levanter.trainer_state import TrainerState
 
 from qkvflow.errors import UserError
+from qkvflow.inside.levanter import StepTrainer
 
 _REMEDIES = (
     "Usual remedies: a smaller `optimizer.learning_rate`, more `optimizer.warmup`, `optimizer.max_grad_norm: 1.0`, or "
@@ -19,7 +20,7 @@ _REMEDIES = (
 )
 
 
-class FiniteTrainer(Trainer):
+class FiniteTrainer(StepTrainer):
     """Levanter's trainer, whose steps say NaN for their loss if they leave the parameters or optimizer not finite.
 
     Differs from Levanter, which looks at the loss alone: a gradient that is not finite beside a finite loss
@@ -31,8 +32,7 @@ class FiniteTrainer(Trainer):
 
     skips: bool = False
 
-    def _train_step(self, state: TrainerState, batch, batch_kwargs, _no_hooks=False):
-        result = super()._train_step(state, batch, batch_kwargs, _no_hooks=_no_hooks)
+    def see(self, state: TrainerState, result: Any) -> Any:
         stays = _stays_finite(_learned(state), _learned(result.new_state))
         is_good = stays & jnp.isfinite(result.loss)
         result.loss = jnp.where(jnp.isfinite(result.loss) & ~stays, jnp.nan, result.loss)

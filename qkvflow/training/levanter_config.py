@@ -1,13 +1,14 @@
 """Levanter's trainer as a run configures it: its own directory, a checked checkpoint, its own eye on the loss."""
 
 import dataclasses
-from pathlib import Path
+import warnings
 from typing import Any
 
 import jax
 from levanter.trainer import TrainerConfig
 
-from qkvflow.cli.quiet import tell
+from qkvflow.errors import Notice
+from qkvflow.files import local_path
 from qkvflow.runs.checkpoints import Phase, sound_checkpoint
 from qkvflow.runs.config import TrainConfig
 from qkvflow.runs.prepare import PreparedRun
@@ -33,9 +34,9 @@ def levanter_trainer(run: PreparedRun[TrainConfig], phase: Phase) -> TrainerConf
         changes |= {"load_checkpoint": True, "load_checkpoint_path": str(checkpoint)}
     elif trainer.initialize_from is not None and "://" not in trainer.initialize_from:
         with phase(f"Checking {trainer.initialize_from}"):
-            source, damaged = sound_checkpoint(Path(trainer.initialize_from).expanduser())
+            source, damaged = sound_checkpoint(local_path(trainer.initialize_from))
         for checkpoint in damaged:
-            tell(f"warning: {checkpoint}. Taking {source.name}, the newest good one, instead")
+            warnings.warn(Notice(f"{checkpoint}. Taking {source.name}, the newest good one, instead"), stacklevel=2)
         changes["initialize_from"] = str(source)
     if config.max_skipped_steps:  # the loop itself looks at the loss
         changes |= {"crash_on_nan": False, "crash_on_inf": False}

@@ -1,5 +1,6 @@
 """The loop over training steps: logging, validation, checkpoints, stopping. The step itself is Levanter's."""
 
+import bisect
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -19,6 +20,24 @@ from qkvflow.training.stopping import StopRequest
 from qkvflow.training.validation import Validation
 
 _NAN = "not a number (NaN)"
+
+
+@dataclass(frozen=True)
+class Stages:
+    """The stages of a training; one, unless the depth of the model grows.
+
+    first_steps: the step (counted from 0) with which each begins.
+    depth_steps: of the solver in each; None where there is no such number.
+    flops_per_example: of a training step, forward and backward; None where it is not known.
+    """
+
+    first_steps: tuple[int, ...]
+    depth_steps: tuple[int | None, ...]
+    flops_per_example: tuple[float | None, ...]
+
+    def at(self, step: int) -> int:
+        """The stage that the step (counted from 0) belongs to."""
+        return bisect.bisect_right(self.first_steps, step) - 1
 
 
 @dataclass(frozen=True)
@@ -49,7 +68,7 @@ def train(
     directory: RunDirectory,
     progress: Progress,
     tokens_per_example: int,
-    flops_per_example: float | None,
+    stages: Stages,
     unigram: float | None,
     max_skipped_steps: int = 0,
     sequences_per_epoch: int | None = None,
@@ -65,7 +84,10 @@ def train(
     config = trainer.config
     total, done = config.num_train_steps, int(state.step)
     log_loss = log_step_info(total)
-    log_speed = log_performance_stats(tokens_per_example, config.batch_schedule, flops_per_example)
+    log_speed = [
+        log_performance_stats(tokens_per_example, config.batch_schedule, flops) for flops in stages.flops_per_example
+    ]
+    trainer.stage = stages.at(done)
     checkpointer = create_checkpointer(config.checkpointer)
     bad_steps = BadSteps(max_skipped_steps)
     _add_hooks(trainer)
@@ -89,6 +111,19 @@ def train(
             data = data_position(config.batch_schedule, done, sequences_per_epoch)
             raise stopped_at(done, what or _NAN, data, saved[-1] if saved else None, max_skipped_steps) from None
 
+    def grow(info: StepInfo) -> None:
+        """Enters the next stage, and logs by how much the finer grid alone changes the validation loss."""
+        before, after = trainer.stage, stages.at(done)
+        text = f"step {done}  depth {stages.depth_steps[before]} -> {stages.depth_steps[after]} steps"
+        if validation.is_possible:
+            progress.busy("validating both depths")
+            old, new = (validation.loss(info, stage) for stage in (before, after))
+            metrics = {"loss_before": old, "loss_after": new, "loss_jump": new - old}
+            levanter.tracker.log({f"depth/{name}": value for name, value in metrics.items()}, step=info.step)
+            text += f"  validation loss {old:.3f} -> {new:.3f}"
+        trainer.stage = after
+        progress.say(text + "  (compiling)")
+
     validation_loss = None
     with StopRequest() as stop:
         with progress.phase("Compiling the training step"):
@@ -99,7 +134,7 @@ def train(
             while True:
                 done = info.next_step
                 log_loss(info)
-                log_speed(info)
+                log_speed[trainer.stage](info)
                 tokens = tokens_per_example * config.batch_schedule.batch_size_at_step(info.step)
                 # The first step of a process is mostly compilation; its speed says nothing.
                 progress.step(done, info.loss, None if is_first else tokens / info.step_duration)
@@ -120,6 +155,8 @@ def train(
                     checkpointer.on_step(tree=info.state.saveable_state, step=info.step, force=is_last)
                 if is_last or is_stopped:
                     break
+                if stages.at(done) != trainer.stage:
+                    grow(info)
                 info = next_step()
         finally:
             progress.close()

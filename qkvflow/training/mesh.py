@@ -12,6 +12,7 @@ from levanter.trainer import TrainerConfig
 
 from qkvflow.axes import EMBED, FEATURES, HEADS, KV_HEAD
 from qkvflow.errors import UserError
+from qkvflow.named import named_leaves
 
 
 def complete_mesh(trainer: TrainerConfig, model: eqx.Module) -> TrainerConfig:
@@ -79,9 +80,8 @@ def check_mesh(trainer: TrainerConfig, model: eqx.Module, Pos: Axis) -> None:
 
 def _arrays(model: eqx.Module) -> Iterator[tuple[str, NamedArray]]:
     """Paths and arrays."""
-    for path, leaf in jax.tree_util.tree_leaves_with_path(model, is_leaf=lambda x: isinstance(x, NamedArray)):
-        if isinstance(leaf, NamedArray):
-            yield jax.tree_util.keystr(path, simple=True, separator="."), leaf
+    for path, leaf in named_leaves(model):
+        yield jax.tree_util.keystr(path, simple=True, separator="."), leaf
 
 
 def _tuple(over: str | tuple[str, ...] | list[str]) -> tuple[str, ...]:

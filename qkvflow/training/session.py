@@ -14,18 +14,17 @@ from levanter.trainer import Trainer
 from levanter.trainer_state import TrainerState
 from levanter.utils.jax_utils import parameter_count
 
-from qkvflow.cli.quiet import Quiet, quiet_libraries
+from qkvflow.config import encode
 from qkvflow.models import NeuralOdeConfig
-from qkvflow.progress import Progress, describe_loss
+from qkvflow.progress import Console, Progress, describe_loss
 from qkvflow.runs.config import TrainConfig
-from qkvflow.runs.config_file import encode
 from qkvflow.runs.load import unreadable_checkpoint
 from qkvflow.runs.prepare import C, PreparedRun, prepare_run
 from qkvflow.tracking import start_trackers
 from qkvflow.training.checks import check_config, check_devices, tree_bytes
 from qkvflow.training.corpus import Corpus, open_corpus
 from qkvflow.training.levanter_config import configure_jax, levanter_trainer
-from qkvflow.training.loop import Outcome, train
+from qkvflow.training.loop import Outcome, Stages, train
 from qkvflow.training.mesh import check_mesh, complete_mesh
 from qkvflow.training.share import TrainedShare
 from qkvflow.training.start import Start
@@ -34,39 +33,46 @@ from qkvflow.training.validation import Validation
 from qkvflow.weights import PerLayerConfig
 
 
-def train_run(config: C, start_of: Callable[[PreparedRun[C]], Start]) -> Path:
-    """Trains in the run directory that `config` names, and says on standard output what can be done next.
+@dataclasses.dataclass(frozen=True)
+class Trained:
+    """
+    path: the run directory.
+    text: what to tell on standard output: how training ended and what can be done next. Empty but for the first of
+        several processes.
+    exit_status: 0, or that of the signal that stopped the training; a checkpoint is written first.
+    """
+
+    path: Path
+    text: str
+    exit_status: int
+
+
+def train_run(config: C, start_of: Callable[[PreparedRun[C]], Start], console: Console) -> Trained:
+    """Trains in the run directory that `config` names.
 
     Args:
         start_of: for the opened run directory: where its model comes from. May prepare files in the directory.
+        console: where progress is shown.
 
-    Returns:
-        the run directory.
-
-    Errors: `UserError` before any work if a setting cannot work. `SystemExit` with the signal's status if
-    SIGTERM or Ctrl-C stopped the training; a checkpoint is written first.
+    Raises:
+        UserError: before any work if a setting cannot work.
     """
     check_config(config)
-    with quiet_libraries() as quiet:
-        configure_jax(config.trainer)
-        if config.trainer.jax_compilation_cache_dir is not None:
-            jax.config.update("jax_compilation_cache_dir", config.trainer.jax_compilation_cache_dir)
-        config.trainer.distributed.initialize()
-        is_first = jax.process_index() == 0
-        progress = Progress(quiet.terminal if is_first else open(os.devnull, "w"))  # noqa: SIM115
-        with prepare_run(config, progress.phase) as run:
-            outcome, unigram = _train_in(run, start_of(run), quiet, progress)
-    if jax.process_index() == 0:
-        _say_goodbye(run, outcome, unigram)
-    if outcome.exit_status:
-        raise SystemExit(outcome.exit_status)
-    return run.directory.path
+    configure_jax(config.trainer)
+    if config.trainer.jax_compilation_cache_dir is not None:
+        jax.config.update("jax_compilation_cache_dir", config.trainer.jax_compilation_cache_dir)
+    config.trainer.distributed.initialize()
+    is_first = jax.process_index() == 0
+    progress = Progress(console.terminal if is_first else open(os.devnull, "w"))  # noqa: SIM115
+    with prepare_run(config, progress.phase) as run:
+        outcome, unigram = _train_in(run, start_of(run), console, progress)
+    return Trained(run.directory.path, _last_words(run, outcome, unigram) if is_first else "", outcome.exit_status)
 
 
-def _train_in(run: PreparedRun[C], start: Start, quiet: Quiet, progress: Progress) -> tuple[Outcome, float | None]:
+def _train_in(run: PreparedRun[C], start: Start, console: Console, progress: Progress) -> tuple[Outcome, float | None]:
     config, directory = run.config, run.directory
     index = jax.process_index()
-    quiet.log_to(directory.log if index == 0 else directory.log.with_suffix(f".{index}.log"))
+    console.log_to(directory.log if index == 0 else directory.log.with_suffix(f".{index}.log"))
     levanter_config = levanter_trainer(run, progress.phase)
     check_devices(levanter_config)
     optimizer = config.build_optimizer()  # early, because it may be refused
@@ -104,7 +110,6 @@ def _train_in(run: PreparedRun[C], start: Start, quiet: Quiet, progress: Progres
                 if run.last_step < 0:
                     _log_beginning(state, share, validation, progress, corpus.unigram)
             length = config.Pos.size
-            flops = config.model.flops_per_token(vocab.size, length)
             outcome = train(
                 trainer,
                 state,
@@ -114,7 +119,7 @@ def _train_in(run: PreparedRun[C], start: Start, quiet: Quiet, progress: Progres
                 directory=directory,
                 progress=progress,
                 tokens_per_example=length,
-                flops_per_example=None if flops is None else 3 * flops * length,
+                stages=_stages(config, vocab.size),
                 unigram=corpus.unigram,
                 max_skipped_steps=config.max_skipped_steps,
                 sequences_per_epoch=corpus.train_sequences,
@@ -146,6 +151,19 @@ def _initial_state(
         raise unreadable_checkpoint(Path(source), error) from error
 
 
+def _stages(config: TrainConfig, vocab_size: int) -> Stages:
+    """The stages of a training: one, unless the depth of the model grows."""
+    model, length = config.model, config.Pos.size
+    is_ours = isinstance(model, NeuralOdeConfig)
+    models = model.stages if is_ours else (model,)
+    flops = [m.flops_per_token(vocab_size, length) for m in models]
+    return Stages(
+        model.depth.first_steps(config.trainer.num_train_steps) if is_ours else (0,),
+        tuple(m.depth.reading_steps if is_ours else None for m in models),
+        tuple(None if f is None else 3 * f * length for f in flops),
+    )
+
+
 def _log_beginning(
     state: TrainerState, share: TrainedShare, validation: Validation, progress: Progress, unigram: float | None
 ) -> None:
@@ -169,7 +187,7 @@ def _headline(run: PreparedRun[TrainConfig], parameters: int, corpus: Corpus) ->
     )
 
 
-def _say_goodbye(run: PreparedRun[TrainConfig], outcome: Outcome, unigram: float | None) -> None:
+def _last_words(run: PreparedRun[TrainConfig], outcome: Outcome, unigram: float | None) -> str:
     path = run.directory.path
     lines = []
     if outcome.exit_status:
@@ -195,7 +213,7 @@ def _say_goodbye(run: PreparedRun[TrainConfig], outcome: Outcome, unigram: float
         lines.append(f"To read it at other depths: python -m qkvflow.eval_lm --run {path} --steps 3,6,12,24")
     if not outcome.exit_status:
         lines.append(f"To use it in Python:        config, model, tokenizer = qkvflow.runs.load_run({str(path)!r})")
-    print("\n".join(lines), flush=True)
+    return "\n".join(lines) + "\n"
 
 
 def _sample_command(run: PreparedRun[TrainConfig]) -> str:

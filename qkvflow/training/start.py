@@ -8,7 +8,7 @@ from typing import Any
 import equinox as eqx
 import haliax as hax
 import jax
-from haliax import Axis, NamedArray
+from haliax import Axis
 from haliax.partitioning import ResourceMapping
 from levanter.models.lm_model import LmHeadModel
 from levanter.trainer_state import make_floating_point_trainable_filter
@@ -16,6 +16,7 @@ from levanter.utils.tree_utils import inference_mode
 from levanter.utils.types import FilterTree
 
 from qkvflow.models import lora
+from qkvflow.named import is_named
 from qkvflow.runs.base import Base
 from qkvflow.runs.directory import RunDirectory
 from qkvflow.runs.load import load_base, with_local_tokenizer
@@ -126,9 +127,9 @@ def _freeze(model: LmHeadModel, trainable: FilterTree) -> LmHeadModel:
     """
     if trainable is True:
         return model
-    trained, frozen = eqx.partition(model, make_floating_point_trainable_filter(trainable), is_leaf=_is_named)
+    trained, frozen = eqx.partition(model, make_floating_point_trainable_filter(trainable), is_leaf=is_named)
     frozen = jax.tree.map(lambda x: jax.lax.stop_gradient(x) if eqx.is_inexact_array(x) else x, frozen)
-    return eqx.combine(trained, frozen, is_leaf=_is_named)
+    return eqx.combine(trained, frozen, is_leaf=is_named)
 
 
 def _draw(build_model: Callable[[], LmHeadModel], mapping: ResourceMapping) -> LmHeadModel:
@@ -145,7 +146,3 @@ def _draw(build_model: Callable[[], LmHeadModel], mapping: ResourceMapping) -> L
     shape = eqx.filter_eval_shape(build_model)
     static = eqx.filter(shape, lambda leaf: not isinstance(leaf, jax.ShapeDtypeStruct))
     return eqx.combine(jax.jit(arrays, compiler_options=options)(), static)
-
-
-def _is_named(x: object) -> bool:
-    return isinstance(x, NamedArray)

@@ -18,10 +18,11 @@ from levanter.utils.types import FilterTree
 from optax import GradientTransformation
 
 from qkvflow.axes import CONTROL
-from qkvflow.data.control_dataset import ControlledExample
+from qkvflow.data.control.sequences import ControlledExample
 from qkvflow.errors import UserError
 from qkvflow.models import NeuralOdeLMHeadModel
-from qkvflow.models.metrics import depth_metrics
+from qkvflow.models.metrics import penalised
+from qkvflow.named import is_named
 from qkvflow.runs.config import TrainConfig
 from qkvflow.training.finite import FiniteTrainer
 
@@ -42,16 +43,22 @@ def make_trainer(
     def loss(model: LmHeadModel, example: LmExample, *, key=None):
         if in_step is not None:
             model = in_step(model, key)
-        if isinstance(model, NeuralOdeLMHeadModel) and model.config.depth.is_adaptive:
-            value, statistics = model.next_token_loss_and_statistics(
-                example, key=key, logsumexp_weight=config.z_loss_weight
-            )
-            return value, depth_metrics(statistics)
-        return model.compute_next_token_loss(example, key=key, logsumexp_weight=config.z_loss_weight)
+        if not isinstance(model, NeuralOdeLMHeadModel):
+            return model.compute_next_token_loss(example, key=key, logsumexp_weight=config.z_loss_weight)
+        model = at_stage(model, finite.stage)
+        value, solution = model.next_token_loss(example, key=key, logsumexp_weight=config.z_loss_weight)
+        return penalised(model, value, solution, grows=len(config.model.stages) > 1)
 
     finite = FiniteTrainer(trainer, optimizer, loss, add_default_hooks=False)
     finite.skips = config.max_skipped_steps > 0
     return finite
+
+
+def at_stage(model: LmHeadModel, stage: int) -> LmHeadModel:
+    """The model as a stage of its training reads it: on that stage's number of steps, if its depth grows."""
+    if not isinstance(model, NeuralOdeLMHeadModel) or len(model.config.stages) == 1:
+        return model
+    return model.with_depth(model.config.stages[stage].depth)
 
 
 def vocabulary(config: TrainConfig, tokens: int, trainer: TrainerConfig) -> Axis:
@@ -110,7 +117,7 @@ def batch_shape(config: TrainConfig, trainer: FiniteTrainer) -> LmExample:
         struct = jax.ShapeDtypeStruct((Batch.size, *array.shape), array.dtype)
         return NamedArray(struct, tuple(a.name for a in axes)) if axes else struct  # pyright: ignore
 
-    shape = jax.tree.map(stacked, eqx.filter_eval_shape(example), is_leaf=_is_named)
+    shape = jax.tree.map(stacked, eqx.filter_eval_shape(example), is_leaf=is_named)
     return _sharded(shape, trainer, trainer.compute_axis_mapping)
 
 
@@ -148,12 +155,8 @@ def _sharded(tree, trainer: FiniteTrainer, mapping: ResourceMapping):
         struct = jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=NamedSharding(mesh, spec))
         return NamedArray(struct, leaf.axis_names) if isinstance(leaf, NamedArray) else struct  # pyright: ignore
 
-    return jax.tree.map(place, tree, is_leaf=_is_named)
+    return jax.tree.map(place, tree, is_leaf=is_named)
 
 
 def _is_shape(leaf: object) -> bool:
     return isinstance(leaf, jax.ShapeDtypeStruct)
-
-
-def _is_named(leaf: object) -> bool:
-    return isinstance(leaf, NamedArray)

@@ -10,8 +10,10 @@ import abc
 import equinox as eqx
 import haliax as hax
 import jax
+import jax.numpy as jnp
 from haliax import NamedArray
 
+from qkvflow.named import map_named
 from qkvflow.time import Time, as_time, time_axis
 
 
@@ -21,6 +23,10 @@ class TimeDependent(eqx.Module):
     @abc.abstractmethod
     def at(self, t: Time):
         """The ordinary module at time t. If t has an axis, every array leaf carries it in front."""
+
+    @abc.abstractmethod
+    def rate(self, t: Time):
+        """d/dt of every array of `at(t)`, in closed form."""
 
     @property
     def flops(self) -> float:
@@ -43,17 +49,33 @@ def at(module, t: Time):
     axes of `haliax.nn.Stacked`: leaves that do not depend on time are repeated along it.
     """
     t = as_time(t)
-    axis = time_axis(t)
-    module = evaluate(module, t)
+    return _along(time_axis(t), evaluate(module, t))
+
+
+def rate(module, t: Time):
+    """dW/dt at layer-time t: the ordinary module of `at`, with the derivative in place of each floating point array.
+
+    In closed form, fp32; zero for arrays that do not depend on time.
+
+    Raises:
+        UserError: for per-layer weights, which are no functions of time.
+    """
+    t = as_time(t)
+
+    def derivative(m):
+        if _is_time_dependent(m):
+            return m.rate(t)
+        return jax.tree.map(lambda x: jnp.zeros_like(x) if eqx.is_inexact_array(x) else x, m)
+
+    return _along(time_axis(t), jax.tree.map(derivative, module, is_leaf=_is_time_dependent))
+
+
+def _along(axis, module):
+    """With `axis` on every array, repeated where it has none."""
     if axis is None:
         return module
 
-    def repeat(leaf):
-        if isinstance(leaf, NamedArray) and axis.name not in {a.name for a in leaf.axes}:
-            return hax.broadcast_axis(leaf, axis)
-        return leaf
-
-    return jax.tree.map(repeat, module, is_leaf=lambda x: isinstance(x, NamedArray))
+    return map_named(lambda a: a if axis.name in {x.name for x in a.axes} else hax.broadcast_axis(a, axis), module)
 
 
 def evaluation_flops(module) -> float:

@@ -1,6 +1,7 @@
 """YAML `weights:` the choices for W(t), each of which builds a time-dependent block from an ordinary one."""
 
 import abc
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -8,6 +9,8 @@ import draccus
 import jax
 
 from qkvflow.errors import UserError
+from qkvflow.weights.bases import BASES, FunctionBasis
+from qkvflow.weights.galerkin import expand
 from qkvflow.weights.generated import generate
 from qkvflow.weights.modulated import GATES, modulate
 from qkvflow.weights.per_layer import PerLayer
@@ -106,6 +109,47 @@ class ModulatedConfig(WeightsConfig):
     @property
     def evaluate(self) -> str:
         return "in_scan"
+
+
+@WeightsConfig.register_subclass("basis")
+@dataclass(frozen=True)
+class BasisConfig(WeightsConfig):
+    """Each weight is a combination of K = `dim` fixed functions of time: no time network, K layers of parameters.
+
+    basis: chebyshev, cosine (smooth everywhere), spline (cubic), linear (hat functions), piecewise (K equal intervals).
+    init: `matched`, the scale of the ordinary layer at all times.
+    smoothness_weight: training adds this times the integral of ||dW/dt||^2 to the loss (`qkvflow.weights.roughness`).
+    """
+
+    basis: str = "chebyshev"
+    dim: int = 4
+    init: str = "matched"
+    smoothness_weight: float = 0.0
+
+    def __post_init__(self):
+        if self.basis not in BASES:
+            raise UserError(f"basis: {self.basis!r} is not known. Choices: {', '.join(BASES)}.")
+        if self.dim < 1:
+            raise UserError(f"dim must be at least 1, got {self.dim}: it is the number of functions of time.")
+        if self.init != "matched":
+            raise UserError(f"init: {self.init!r} is not known. Choices: matched.")
+        if not 0.0 <= self.smoothness_weight < math.inf:
+            raise UserError(f"smoothness_weight must be at least 0 and finite, got {self.smoothness_weight}.")
+        if self.smoothness_weight and self.basis == "piecewise":
+            raise UserError(
+                "smoothness_weight needs weights with a derivative in time, and piecewise weights jump: use another"
+                " basis, or leave it out."
+            )
+
+    def build(self, init_block: Callable, times: tuple[float, ...], *, key):
+        k_block, k_expand = jax.random.split(key)
+        # A grid of left end points begins at 0: there a time between two pieces belongs to the right one.
+        basis = FunctionBasis(self.basis, self.dim, right_closed=times[0] > 0.0)
+        return expand(init_block(key=k_block), basis, key=k_expand)
+
+    @property
+    def evaluate(self) -> str:
+        return "batched"
 
 
 @WeightsConfig.register_subclass("constant")

@@ -21,7 +21,7 @@ import numpy as np
 from haliax import Axis, NamedArray
 
 from qkvflow.axes import SINUSOID, TIME_EMBED, TIME_HIDDEN
-from qkvflow.time import Time, frozen, grid, sinusoidal_features
+from qkvflow.time import Time, frozen, grid, sinusoidal_features, sinusoidal_rates
 from qkvflow.weights.base import TimeDependent, array_fields, replace_units
 from qkvflow.weights.division import named_as, named_for_division
 from qkvflow.weights.product import project
@@ -57,8 +57,25 @@ class TimeNetwork(eqx.Module):
 
     def __call__(self, t: Time) -> NamedArray:
         features = sinusoidal_features(t, self.sinusoidal_dim)
-        lin1, lin2 = (jax.tree.map(lambda p: p.astype(features.dtype), lin) for lin in (self.lin1, self.lin2))
+        lin1, lin2 = self._in(features.dtype)
         return lin2(hnn.silu(lin1(features)))
+
+    def rate(self, t: Time) -> NamedArray:
+        """de/dt = lin2.weight (silu'(z) lin1.weight dphi/dt), z = lin1(phi(t))."""
+        features, moving = (f(t, self.sinusoidal_dim) for f in (sinusoidal_features, sinusoidal_rates))
+        lin1, lin2 = self._in(features.dtype)
+        moved = silu_rate(lin1(features)) * hax.dot(moving, lin1.weight, axis=SINUSOID)
+        return hax.dot(moved, lin2.weight, axis=TIME_HIDDEN)
+
+    def _in(self, dtype) -> tuple[hnn.Linear, hnn.Linear]:
+        lin1, lin2 = (jax.tree.map(lambda p: p.astype(dtype), lin) for lin in (self.lin1, self.lin2))
+        return lin1, lin2
+
+
+def silu_rate(z: NamedArray) -> NamedArray:
+    """d silu(z) / dz = s (1 + z (1 - s)), s = sigmoid(z)."""
+    s = hnn.sigmoid(z)
+    return s * (1 + z * (1 - s))
 
 
 class Leaf(eqx.Module):
@@ -75,6 +92,10 @@ class Leaf(eqx.Module):
             w = w + self.base
         return w + jnp.asarray(self.constant, w.dtype) if self.constant else w
 
+    def rate(self, moved: NamedArray) -> NamedArray:
+        """dw/dt from de/dt."""
+        return named_as(project(moved, self.projection), self.ordinary)
+
 
 class Generated(TimeDependent):
     """An ordinary module whose arrays are functions of time, produced from one time network."""
@@ -86,6 +107,11 @@ class Generated(TimeDependent):
     def at(self, t: Time):
         e = self.net(t if self.frozen_time is None else frozen(t, self.frozen_time))
         return jax.tree.map(lambda leaf: leaf(e), self.leaves, is_leaf=_is_generated_leaf)
+
+    def rate(self, t: Time):
+        moved = self.net.rate(t if self.frozen_time is None else frozen(t, self.frozen_time))
+        moved = moved if self.frozen_time is None else hax.zeros_like(moved)
+        return jax.tree.map(lambda leaf: leaf.rate(moved), self.leaves, is_leaf=_is_generated_leaf)
 
     @property
     def flops(self) -> float:

@@ -19,6 +19,8 @@ README says (its code has one linear map); and W(t) starts at the scale of the o
 1/2, W is drawn twice as large for each of its gates.
 """
 
+import functools
+import operator
 from collections.abc import Callable
 
 import equinox as eqx
@@ -28,14 +30,20 @@ import jax
 from haliax import Axis, NamedArray
 
 from qkvflow.axes import SINUSOID, TIME_HIDDEN
-from qkvflow.time import Time, sinusoidal_features
+from qkvflow.named import is_named, map_named
+from qkvflow.time import Time, frozen, sinusoidal_features, sinusoidal_rates
 from qkvflow.weights.base import TimeDependent, array_fields, replace_units
 from qkvflow.weights.division import named_as, named_for_division
+from qkvflow.weights.generated import silu_rate
 from qkvflow.weights.scales import GATE_LOGITS, normal_linear
 
 GATES: dict[str, Callable[[NamedArray], NamedArray]] = {
     "sigmoid": hnn.sigmoid,
     "film": lambda s: 1 + hax.tanh(s),
+}
+_GATE_RATES: dict[str, Callable[[NamedArray], NamedArray]] = {
+    "sigmoid": lambda s: hnn.sigmoid(s) * (1 - hnn.sigmoid(s)),
+    "film": lambda s: 1 - hax.square(hax.tanh(s)),
 }
 _START = {"sigmoid": 0.5, "film": 1.0}  # the gate of a logit of 0
 
@@ -66,9 +74,20 @@ class GateNetwork(eqx.Module):
 
     def __call__(self, t: Time) -> dict[str, NamedArray]:
         features = sinusoidal_features(t, self.sinusoidal_dim)
-        lin1, lin2 = jax.tree.map(lambda p: p.astype(features.dtype), (self.lin1, self.lin2), is_leaf=_is_named)
+        lin1, lin2 = map_named(lambda p: p.astype(features.dtype), (self.lin1, self.lin2))
         hidden = hnn.silu(lin1(features))
         return {name: GATES[self.gate](linear(hidden)) for name, linear in lin2.items()}
+
+    def rate(self, t: Time) -> dict[str, NamedArray]:
+        """dg/dt of each gate: g'(s) lin2.weight (silu'(z) lin1.weight dphi/dt), z = lin1(phi), s = lin2(silu(z))."""
+        features, moving = (f(t, self.sinusoidal_dim) for f in (sinusoidal_features, sinusoidal_rates))
+        lin1, lin2 = map_named(lambda p: p.astype(features.dtype), (self.lin1, self.lin2))
+        before = lin1(features)
+        hidden, moved = hnn.silu(before), silu_rate(before) * hax.dot(moving, lin1.weight, axis=SINUSOID)
+        return {
+            name: _GATE_RATES[self.gate](linear(hidden)) * hax.dot(moved, linear.weight, axis=TIME_HIDDEN)
+            for name, linear in lin2.items()
+        }
 
 
 class Modulated(TimeDependent):
@@ -83,6 +102,22 @@ class Modulated(TimeDependent):
         gates = self.net(t if self.frozen_time is None else self.frozen_time)
         gates = {name: named_as(gate, axes[name]) for name, gate in gates.items()}
         return _replace_arrays(self.base, lambda name, array: _scale(array, [gates[g] for g in gates_of[name]]))
+
+    def rate(self, t: Time):
+        """The product rule: sum over the gates of each array, with one of them replaced by its rate."""
+        axes, gates_of = gate_layout(self.base)
+        t = t if self.frozen_time is None else frozen(t, self.frozen_time)
+        still, moved = self.net(t), self.net.rate(t)
+        if self.frozen_time is not None:
+            moved = {name: hax.zeros_like(gate) for name, gate in moved.items()}
+        still, moved = ({name: named_as(g, axes[name]) for name, g in gates.items()} for gates in (still, moved))
+
+        def product_rule(name: str, array: NamedArray) -> NamedArray:
+            own = gates_of[name]
+            terms = [_scale(array, [moved[g] if g == one else still[g] for g in own]) for one in own]
+            return functools.reduce(operator.add, terms)
+
+        return _replace_arrays(self.base, product_rule)
 
 
 def modulate(
@@ -127,12 +162,8 @@ def _scale(array: NamedArray, gates: list[NamedArray]) -> NamedArray:
 def _replace_arrays(unit, fn: Callable[[str, NamedArray], NamedArray]):
     names = array_fields(unit)
     new = [fn(name, getattr(unit, name)) for name in names]
-    return eqx.tree_at(lambda m: [getattr(m, name) for name in names], unit, new, is_leaf=_is_named)
+    return eqx.tree_at(lambda m: [getattr(m, name) for name in names], unit, new, is_leaf=is_named)
 
 
 def _tuple(axes) -> tuple[Axis, ...]:
     return (axes,) if isinstance(axes, Axis) else tuple(axes)
-
-
-def _is_named(x) -> bool:
-    return isinstance(x, NamedArray)

@@ -9,11 +9,12 @@ import haliax as hax
 import jax
 import jax.numpy as jnp
 import numpy as np
-from haliax import Axis, NamedArray
+from haliax import Axis
 from haliax.nn.scan import Stacked
 
 from qkvflow.axes import LAYERS
 from qkvflow.errors import UserError
+from qkvflow.named import map_named
 from qkvflow.time import Grid, GridPoint, Time, as_time
 from qkvflow.weights.base import TimeDependent
 
@@ -29,7 +30,9 @@ class PerLayer(TimeDependent):
     @staticmethod
     def stack(stacked, times: tuple[float, ...]) -> "PerLayer":
         """From a module whose arrays carry the axis `layers`, as `at` returns it."""
-        return PerLayer(Stacked(stacked, Axis(LAYERS, len(times)), hax.ScanCheckpointPolicy._mk(True)), times)
+        return PerLayer(
+            Stacked(stacked, Axis(LAYERS, len(times)), hax.ScanCheckpointPolicy.from_bool_or_str(True)), times
+        )
 
     @staticmethod
     def init(init_block, times: tuple[float, ...], *, key) -> "PerLayer":
@@ -48,12 +51,18 @@ class PerLayer(TimeDependent):
         rows = self._rows(t.values)
         stacked = self.blocks.stacked
         if isinstance(t, GridPoint):
-            return _map_arrays(lambda a: a[LAYERS, jnp.asarray(rows)[t.index]], stacked)
+            return map_named(lambda a: a[LAYERS, jnp.asarray(rows)[t.index]], stacked)
         if t.axis is None:
-            return _map_arrays(lambda a: a[LAYERS, int(rows[0])], stacked)
+            return map_named(lambda a: a[LAYERS, int(rows[0])], stacked)
         if rows.tolist() == list(range(self.blocks.Block.size)) and t.axis == self.blocks.Block:
             return stacked
-        return _map_arrays(lambda a: hax.take(a.rename({LAYERS: "_from"}), "_from", hax.named(rows, t.axis)), stacked)
+        return map_named(lambda a: hax.take(a.rename({LAYERS: "_from"}), "_from", hax.named(rows, t.axis)), stacked)
+
+    def rate(self, t: Time):
+        raise UserError(
+            "per_layer weights are no functions of time: they stand at their own times only, and have no rate of change"
+            " there. Use weights that are functions of time (generated, modulated, basis, constant)."
+        )
 
     @property
     def flops(self) -> float:
@@ -71,11 +80,3 @@ class PerLayer(TimeDependent):
                 " depth; to change depth train weights that are functions of time (generated, modulated, constant)."
             )
         return rows
-
-
-def _map_arrays(fn, module):
-    return jax.tree.map(
-        lambda x: fn(x) if isinstance(x, NamedArray) else x,
-        module,
-        is_leaf=lambda x: isinstance(x, NamedArray),
-    )

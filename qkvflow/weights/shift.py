@@ -23,3 +23,6 @@ class TimeShift(TimeDependent):
 
     def at(self, t: Time) -> NamedArray:
         return self.net(t).astype(self.net.lin2.weight.dtype)
+
+    def rate(self, t: Time) -> NamedArray:
+        return self.net.rate(t).astype(self.net.lin2.weight.dtype)

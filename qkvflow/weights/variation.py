@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from haliax import NamedArray
 
 from qkvflow.axes import LAYERS
+from qkvflow.named import named_leaves
 from qkvflow.time import grid
 from qkvflow.weights.base import TimeDependent
 
@@ -24,10 +25,9 @@ def variation(module, times: tuple[float, ...]) -> dict[str, float]:
         if not is_part(part):
             continue
         # One part at a time: only its weights at all times are in memory at once.
-        for inner, array in jax.tree_util.tree_leaves_with_path(part.at(grid(times)), is_leaf=_is_named):
-            if _is_named(array):
-                name = ".".join(key.name for key in (*path, *inner))
-                found[name] = float(_relative_spread(array))
+        for inner, array in named_leaves(part.at(grid(times))):
+            name = ".".join(key.name for key in (*path, *inner))
+            found[name] = float(_relative_spread(array))
     return found
 
 
@@ -41,7 +41,3 @@ def _relative_spread(array: NamedArray):
     spread = hax.mean(hax.sum(hax.square(change - mean_change), first.axes)).array
     norm = hax.sum(hax.square(first + mean_change)).array
     return jnp.where(spread == 0, 0.0, jnp.sqrt(spread / norm))
-
-
-def _is_named(x) -> bool:
-    return isinstance(x, NamedArray)

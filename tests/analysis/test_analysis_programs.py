@@ -9,7 +9,8 @@ import pytest
 from qkvflow.analysis import lyapunov, report, spectral
 from qkvflow.analysis.figures import save, token_map
 from qkvflow.analysis.page import render
-from qkvflow.cli import decode, parse
+from qkvflow.cli import parse
+from qkvflow.config import decode
 from qkvflow.errors import UserError
 from qkvflow.runs.config import TrainConfig
 from qkvflow.train_lm import main as train

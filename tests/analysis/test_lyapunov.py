@@ -20,7 +20,7 @@ from qkvflow.analysis import lyapunov
 from qkvflow.analysis.corpus import mean_interval
 from qkvflow.analysis.reading import read
 from qkvflow.analysis.tangent import Tangent
-from qkvflow.blocks import SsmBlockConfig
+from qkvflow.blocks import Inputs, SsmBlockConfig
 from qkvflow.depth import DepthConfig
 from qkvflow.errors import UserError
 from qkvflow.models import ControlConfig
@@ -54,7 +54,7 @@ def dense_tangent(model, x0):
     @jax.jit
     @jax.jacrev
     def jacobian(x):
-        return model.transformer.flow(hax.named(x, x0.axes), AttentionMask.causal()).array
+        return model.transformer.flow(hax.named(x, x0.axes), Inputs.of()).array
 
     return np.asarray(jacobian(x0.array), np.float64).reshape(x0.array.size, -1)
 
@@ -257,9 +257,9 @@ def test_refusals():
     heun = build(small_config(depth=DepthConfig(solver="heun", steps=2)))
     with pytest.raises(UserError, match="Euler"):
         lyapunov.token_exponents(heun, tokens, official_times=True)
-    with pytest.raises(UserError, match="give it a flow"):
+    with pytest.raises(UserError, match="whose flow is Euler"):
         lyapunov.token_exponents(build(OTHERS["Levanter gpt2"]), tokens, official_times=True)
-    with pytest.raises(UserError, match="no other depth"):
+    with pytest.raises(UserError, match="An ordinary stack has one depth"):
         read(build(OTHERS["Levanter gpt2"]), steps=3)
     batched = random_tokens(batch=1, length=3)
     np.testing.assert_array_equal(lyapunov.token_exponents(model, batched), lyapunov.token_exponents(model, tokens))

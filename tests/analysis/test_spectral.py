@@ -5,7 +5,6 @@ import jax
 import numpy as np
 import pytest
 from levanter.adaptor.lora import LoraConfig, loraize, merge_lora_modules
-from levanter.layers.attention import AttentionMask
 from levanter.models.gpt2 import Gpt2Config
 from levanter.models.llama import LlamaConfig
 from support.golden import golden
@@ -14,7 +13,7 @@ from support.models import build, llama, random_tokens, small_config
 from qkvflow.analysis import spectral
 from qkvflow.analysis.matrices import FAMILIES, products
 from qkvflow.analysis.spectrum import Summary
-from qkvflow.blocks import SsmBlockConfig
+from qkvflow.blocks import Inputs, SsmBlockConfig
 from qkvflow.depth import DepthConfig
 from qkvflow.errors import UserError
 from qkvflow.models import ControlConfig
@@ -128,8 +127,8 @@ def test_any_grid_of_times():
     model = build(small_config())
     fine = spectral.qk_eigenvalues(model, np.linspace(0, 1, 7))
     assert fine.shape == (7, 2, 8)
-    # t = 1/3, 2/3, 1: the times of training are among them. fp32 features of equal times are equal, but e.P of 7 and of 3
-    # times may round differently, and rounding moves all eigenvalues of a matrix by its norm times the unit of rounding.
+    # t = 1/3, 2/3, 1: the times of training are among them. fp32 features of equal times are equal, but e.P of 7 and
+    # of 3 times may round differently, which moves all eigenvalues of a matrix by its norm times the unit of rounding.
     trained = spectral.qk_eigenvalues(model)
     np.testing.assert_allclose(fine[2::2], trained, rtol=0, atol=1e-6 * np.abs(trained).max())
     assert np.abs(fine[1] - fine[2]).max() > 1e-4
@@ -174,7 +173,7 @@ def test_jacobian_eigenvalues():
 
     def field(x):
         block = at(flow.weights, 2 / 3)
-        return block(hax.named(x, ("position", "embed")), AttentionMask.causal()).array[4]
+        return block(hax.named(x, ("position", "embed")), Inputs.of()).array[4]
 
     dense = np.linalg.eigvals(np.asarray(jax.jacrev(field)(states[0])[:, 4], np.float64))
     np.testing.assert_allclose(np.sort(np.abs(ours[1])), np.sort(np.abs(dense)), rtol=1e-4, atol=1e-5)
@@ -182,7 +181,7 @@ def test_jacobian_eigenvalues():
 
 def test_refusals():
     flow, ordinary = build(small_config()), build(MODELS["Levanter gpt2"])
-    with pytest.raises(UserError, match=r"no weights at t = 0\.25"):
+    with pytest.raises(UserError, match=r"no value at t = 0\.25"):
         spectral.qk_eigenvalues(ordinary, [0.25])
     assert spectral.qk_eigenvalues(ordinary, [2 / 3]).shape[0] == 1
     with pytest.raises(UserError, match="no value at t"):

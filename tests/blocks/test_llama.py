@@ -11,12 +11,11 @@ from levanter.utils.activation import ActivationFunctionEnum
 from levanter.utils.tree_utils import inference_mode
 from support.models import VOCAB, build, heavy, llama, random_tokens, small_config
 
-from qkvflow.blocks import LlamaBlockConfig
-from qkvflow.cli.decode import decode
+from qkvflow.blocks import Inputs, LlamaBlockConfig
+from qkvflow.config import decode, encode
 from qkvflow.depth import DepthConfig
 from qkvflow.errors import UserError
 from qkvflow.models import NeuralOdeConfig
-from qkvflow.runs.config_file import encode
 from qkvflow.weights import GeneratedConfig
 
 FORMS = ("parallel", "sequential", "official")
@@ -69,7 +68,7 @@ def test_block_by_hand(form):
     attn = attention(n1)
     mlp_input = {"parallel": v, "sequential": v + attn, "official": n1}[form]
     expected = attn + mlp(norm(block.post_attention_layernorm, mlp_input))
-    ours = eqx.filter_jit(lambda b: b(x, AttentionMask.causal()).array)(block)
+    ours = eqx.filter_jit(lambda b: b(x, Inputs.of()).array)(block)
     np.testing.assert_allclose(ours, expected, rtol=1e-4, atol=2e-6)  # rounding of fp32
 
 
@@ -109,11 +108,11 @@ def test_prelude_and_coda_are_ordinary_llama_layers(form, tokens):
             block = hax.tree_util.tree_map(
                 lambda a, i=i: a["layers", i] if isinstance(a, hax.NamedArray) else a, stacked
             )
-            x = x + block.self_attn(block.input_layernorm(x), AttentionMask.causal())
+            x = x + block.self_attn.extend(block.input_layernorm(x), Inputs.of(), None)[0]
             x = x + block.mlp(block.post_attention_layernorm(x))
         return x
 
-    ours = eqx.filter_jit(lambda m: m.transformer.prelude(x, AttentionMask.causal()))(model)
+    ours = eqx.filter_jit(lambda m: m.transformer.prelude(x, Inputs.of()))(model)
     np.testing.assert_allclose(ours.array, by_hand(ordinary, x).array, rtol=1e-4, atol=1e-5)
 
 

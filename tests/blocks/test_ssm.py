@@ -12,7 +12,7 @@ from haliax import Axis
 from levanter.layers.attention import AttentionMask
 from support.models import VOCAB, build, heavy, random_tokens, small_config
 
-from qkvflow.blocks import SsmBlockConfig, SsmMixer, Window, state_space
+from qkvflow.blocks import Inputs, SsmBlockConfig, SsmMixer, Window, state_space
 from qkvflow.blocks.chunked import CHUNK, chunked
 from qkvflow.depth import DepthConfig
 from qkvflow.errors import UserError
@@ -71,7 +71,7 @@ def test_one_step_after_another_is_the_whole(selective):
     whole = m(x, None)
     for k in range(9):
         window = Window(hax.full(Batch, k, jnp.int32), hax.ones(Batch, jnp.int32))
-        y, state = m.extend(x["position", k : k + 1], window, state)
+        y, state = m.extend(x["position", k : k + 1], Inputs(window=window), state)
         np.testing.assert_allclose(y.array, whole["position", k : k + 1].rearrange(y.axes).array, atol=1e-5)
 
 

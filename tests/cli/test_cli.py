@@ -15,10 +15,10 @@ import jmp
 import pytest
 import yaml
 
-from qkvflow.cli import Text, decode, parse
+from qkvflow.cli import parse
+from qkvflow.config import Text, decode, encode
 from qkvflow.errors import UserError
 from qkvflow.runs.config import RunTrainerConfig, TrainConfig
-from qkvflow.runs.config_file import encode
 
 GPT2 = {"type": "gpt2", "hidden_dim": 32, "num_heads": 2, "num_layers": 2, "max_seq_len": 16}
 
@@ -75,7 +75,7 @@ def test_flags_override_the_file_at_any_depth(tmp_path):
         text="a: b: c",
         config_path=path,
     )
-    assert raw["inner"] == {"size": 5, "names": ["a"], "rate": "1e-3"}
+    assert raw["inner"] == {"size": 5, "names": ["a"], "rate": 1e-3}
 
 
 @pytest.mark.parametrize("value", ["[a, b]", "['a', 'b']"])
@@ -136,7 +136,7 @@ def test_wrong_keys_of_a_training_configuration(flags, words):
         (["--config_path", "a.yaml", "--config_path", "b.yaml"], ["twice"]),
         (["--needed", "1", "--needed.x", "1"], ["`needed`", "no keys below"]),
         (["--inner..x", "1"], ["not a key"]),
-        (["--inner", "{a: "], ["--inner", "not a valid YAML value"]),
+        (["--needed", "1", "--inner", "{a: "], ["--inner", "not valid YAML"]),
     ],
 )
 def test_malformed_command_lines(argv, words):

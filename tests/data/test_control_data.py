@@ -25,7 +25,7 @@ from support.models import small_config
 
 from qkvflow.data import BuiltinSource, DataConfig, FilesSource
 from qkvflow.data import cache as cache_module
-from qkvflow.data.control_dataset import ControlledExample
+from qkvflow.data.control.sequences import ControlledExample
 from qkvflow.depth import DepthConfig
 from qkvflow.errors import UserError
 from qkvflow.models import ControlConfig

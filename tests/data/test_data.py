@@ -187,7 +187,7 @@ def test_default_is_the_builtin_text_in_bytes():
     assert type(data).__mro__[1] is LmDataConfig
     counts = check_enough_tokens(data, 128)
     assert list(counts.train) == list(counts.validation) == ["builtin"]
-    text = list(builtin.text_of("validation"))
+    text = list(builtin.topics_of("validation"))
     assert tokens(data, "validation", "builtin") == [i for t in text for i in [*t.encode(), EOS]]
 
 

@@ -7,12 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from haliax import Axis
-from levanter.layers.attention import AttentionMask
 from scipy.linalg import expm
 from support.depth import ORDER, plan, times_of
 from support.quickstart import train
 
-from qkvflow.depth import integrate
+from qkvflow.blocks import Inputs
 from qkvflow.runs import load_run
 from qkvflow.time import Grid, GridPoint
 from qkvflow.weights import evaluate
@@ -45,7 +44,7 @@ def test_linear_field(solver):
             return hax.dot(matrix, x, axis="embed").rename({"out": "embed"})
 
         def error(n):
-            return float(np.abs(integrate(field, times_of, None, x, plan(solver, n)).array - expm(A) @ x0).max())
+            return float(np.abs(plan(solver, n).solve(field, times_of, None, x).end.array - expm(A) @ x0).max())
 
         check(solver, order(solver, error, steps))
 
@@ -83,7 +82,7 @@ def test_trained_flow(tmp_path):
 
             @eqx.filter_jit
             def end(weights, x, plan, field=field, inside=inside):
-                return integrate(field, inside, weights, x, plan, args=AttentionMask.causal()).array
+                return plan.solve(field, inside, weights, x, args=Inputs.of()).end.array
 
             reference = end(weights, x0, plan("dopri8", 100))
 

@@ -7,11 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from levanter.layers.attention import AttentionMask
+from levanter.utils.tree_utils import inference_mode
 from support.depth import ORDER, Embed, plan, rotation, slope, times_of
 from support.models import VOCAB, build, heavy, random_tokens, small_config
 
-from qkvflow.depth import SOLVERS, DepthConfig, integrate, solver_by_name, tableau
+from qkvflow.blocks import Inputs
+from qkvflow.depth import SOLVERS, DepthConfig, solver_by_name, tableau
 from qkvflow.errors import UserError
 
 
@@ -22,7 +23,7 @@ def test_order_of_convergence():
     """
     with jax.enable_x64(True):
         field, x0 = rotation(1.0)
-        reference = integrate(field, times_of, None, x0, plan("dopri8", 400)).array
+        reference = plan("dopri8", 400).solve(field, times_of, None, x0).end.array
         for solver, order in ORDER.items():
             steps = {1: (128, 256, 512), 5: (24, 32, 48), 8: None}.get(order, (32, 48, 64))
             if steps is not None:
@@ -32,7 +33,7 @@ def test_order_of_convergence():
 def test_order_of_dopri8_is_at_least_8():
     with jax.enable_x64(True):
         field, x0 = rotation(2.0)
-        reference = integrate(field, times_of, None, x0, plan("dopri8", 400)).array
+        reference = plan("dopri8", 400).solve(field, times_of, None, x0).end.array
         assert slope(field, x0, reference, "dopri8", (12, 16, 24)) > 7.8
 
 
@@ -53,7 +54,7 @@ def test_fixed_grid_equals_diffrax(solver):
     def field(t, x, args, key):
         return hax.named(vector_field(t.array, x.array, None), "embed")
 
-    ours = integrate(field, times_of, None, hax.named(x0, Embed), plan(solver, 8, endpoint="left"))
+    ours = plan(solver, 8, endpoint="left").solve(field, times_of, None, hax.named(x0, Embed)).end
     np.testing.assert_allclose(ours.array, reference, rtol=2e-6, atol=2e-6)
 
 
@@ -63,7 +64,7 @@ def test_batched_and_in_scan_see_the_same_times(solver):
         return x * hax.sin(9 * t)
 
     x0 = hax.ones(Embed)
-    a, b = (integrate(field, times_of, None, x0, plan(solver, 5, evaluate=e)) for e in ("batched", "in_scan"))
+    a, b = (plan(solver, 5, evaluate=e).solve(field, times_of, None, x0).end for e in ("batched", "in_scan"))
     np.testing.assert_array_equal(a.array, b.array)
 
 
@@ -76,7 +77,7 @@ def test_end_points(endpoint, expected):
 
 def test_times_of_methods_with_stages():
     assert plan("rk4", 2).times == (0.0, 0.25, 0.5, 0.75, 1.0)
-    assert plan("rk4", 2).time_rows == ((0, 1, 2), (2, 3, 4))
+    assert plan("rk4", 2).grid.time_rows == ((0, 1, 2), (2, 3, 4))
     assert plan("rk4", 3).evaluations == 12
     # dopri5 has 7 stages; the last serves the next step (FSAL) and the error estimate, which a fixed grid has not.
     assert tableau(solver_by_name("dopri5")).stages == 6
@@ -108,7 +109,7 @@ def _gradients(config, tokens):
     model = build(config)
 
     def loss(model, x):
-        y = model.transformer(x, AttentionMask.causal())
+        y = model.transformer(x, Inputs.of())
         return hax.sum(hax.sin(3 * y)).array
 
     x = model.embeddings(tokens)
@@ -143,7 +144,7 @@ def test_gradients_against_finite_differences():
 
         @jax.jit
         def loss(params, x):
-            return hax.sum(hax.sin(eqx.combine(params, static).transformer(x, AttentionMask.causal()))).array
+            return hax.sum(hax.sin(eqx.combine(params, static).transformer(x, Inputs.of()))).array
 
         grads = jax.jit(jax.grad(loss, argnums=(0, 1)))(params, x)
         rng = np.random.default_rng(0)
@@ -161,12 +162,12 @@ def test_trajectory_ends_at_x1_and_has_every_step(tokens):
     assert [a.name for a in states.axes] == ["layers", "batch", "position", "embed"]
     x = model.embeddings(tokens)
     np.testing.assert_allclose(
-        model.transformer.flow(x, AttentionMask.causal()).array,
+        model.transformer.flow(x, Inputs.of()).array,
         states["layers", 4].array,
         rtol=1e-5,
         atol=1e-6,
     )
-    coda = model.transformer.coda(states["layers", 4], AttentionMask.causal())
+    coda = model.transformer.coda(states["layers", 4], Inputs.of())
     np.testing.assert_allclose(model.transformer.norm(coda).array, model.activations(tokens).array, atol=1e-5)
 
 
@@ -190,3 +191,25 @@ def test_bad_options_are_refused(kwargs, message):
 def test_implicit_solvers_are_refused():
     with pytest.raises(UserError, match="not an explicit Runge-Kutta"):
         tableau(diffrax.Kvaerno3())
+
+
+@pytest.mark.parametrize("changes", [{}, {"solver": "heun"}, {"adjoint": "direct"}, {"time_sampling": "jitter"}])
+def test_kinetic_energy(changes, tokens):
+    """The sum over steps of the mean square of the motion, over the length of the step; with its gradient."""
+    model = build(small_config(depth=DepthConfig(steps=3, kinetic_weight=1.0, **changes)))
+    flow, x = model.transformer.flow, model.embeddings(tokens)
+    key = jax.random.PRNGKey(3)
+    kinetic = eqx.filter_jit(lambda flow, x: flow.solve(x, Inputs.of(), key=key).kinetic)
+    found = float(kinetic(flow, x))
+    if "time_sampling" in changes:
+        assert found > 0  # times are drawn inside; the fixed grid is the law
+    else:
+        states = flow.solve(x, Inputs.of(), key=key, trajectory=True).states.array
+        moves = np.diff(np.concatenate([np.asarray(x.array)[None], np.asarray(states)]), axis=0)
+        assert found == pytest.approx(float(np.sum(np.mean(moves**2, axis=(1, 2, 3)) * 3)), rel=1e-5)
+    slope = jax.grad(lambda s: kinetic(flow, x * s))(1.0)
+    h = 1e-2
+    assert float(slope) == pytest.approx(
+        (float(kinetic(flow, x * (1 + h))) - float(kinetic(flow, x * (1 - h)))) / (2 * h), rel=1e-2
+    )
+    assert inference_mode(flow, True).solve(x, Inputs.of(), key=key).kinetic is None

@@ -6,16 +6,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from levanter.layers.attention import AttentionMask
 from levanter.models.lm_model import LmExample
 from support.models import VOCAB, WEIGHTS, build, change, random_tokens, small_config
 
-from qkvflow.blocks import Gpt2BlockConfig
-from qkvflow.depth import DepthConfig, solve
+from qkvflow.blocks import Gpt2BlockConfig, Inputs
+from qkvflow.depth import DepthConfig
 from qkvflow.errors import UserError
 from qkvflow.models import ControlConfig
+from qkvflow.models.metrics import depth_metrics
 
-MASK = AttentionMask.causal()
+INPUTS = Inputs.of()
 
 
 def smooth_config(**depth):
@@ -39,7 +39,7 @@ def gradients(model, tokens):
 
     @jax.jit
     def compute(params, x):
-        return jax.grad(lambda p, x: hax.sum(hax.sin(eqx.combine(p, static)(x, MASK))).array, (0, 1))(params, x)
+        return jax.grad(lambda p, x: hax.sum(hax.sin(eqx.combine(p, static)(x, INPUTS))).array, (0, 1))(params, x)
 
     return jax.tree.leaves(compute(params, x))
 
@@ -56,8 +56,8 @@ def test_adaptive_steps_find_the_solution(solver, tokens):
     fine = build(smooth_config(solver="rk4", steps=32))
     adaptive = build(smooth_config(solver=solver, rtol=1e-5, atol=1e-5, max_steps=64))
     x = start(tokens)
-    reference = eqx.filter_jit(fine.transformer.flow)(x, MASK)
-    found = eqx.filter_jit(adaptive.transformer.flow)(x, MASK)
+    reference = eqx.filter_jit(fine.transformer.flow)(x, INPUTS)
+    found = eqx.filter_jit(adaptive.transformer.flow)(x, INPUTS)
     assert float(jnp.abs(reference.array - x.array).max()) > 0.3  # the flow moves its state
     np.testing.assert_allclose(found.array, reference.array, atol=3e-4)  # some tens of steps, each to 1e-5
 
@@ -112,7 +112,7 @@ def test_statistics_count_what_is_evaluated(solver):
 
     plan = DepthConfig(solver=solver, steps=50, rtol=1e-4, max_steps=1000).plan("in_scan")
     x = hax.zeros(hax.Axis("embed", 2))
-    _, statistics = solve(field, lambda params, t: hax.named(t, ()), None, x, plan)
+    statistics = plan.solve(field, lambda params, t: hax.named(t, ()), None, x).statistics
     jax.effects_barrier()
     assert int(statistics.rejected) > 0
     assert bool(statistics.successful)
@@ -123,11 +123,11 @@ def test_hitting_max_steps_is_an_error_and_nan_inside_jit(tokens):
     model = build(smooth_config(solver="tsit5", rtol=1e-6, max_steps=2))
     x = model.embeddings(tokens)
     with pytest.raises(UserError, match="max_steps"):
-        model.transformer.flow(x, MASK)
+        model.transformer.flow(x, INPUTS)
     with pytest.raises(UserError, match="max_steps"):
         model(tokens)
     assert bool(jnp.isnan(eqx.filter_jit(model)(tokens).array).any())
-    statistics = eqx.filter_jit(lambda m, x: m.transformer.flow.solve_statistics(x, MASK))(model, x)
+    statistics = eqx.filter_jit(lambda m, x: m.transformer.flow.solve(x, INPUTS).statistics)(model, x)
     assert not bool(statistics.successful)
     assert int(statistics.steps) == 2
 
@@ -135,13 +135,13 @@ def test_hitting_max_steps_is_an_error_and_nan_inside_jit(tokens):
 def test_statistics_of_a_training_step(tokens):
     model = build(smooth_config(solver="tsit5", rtol=1e-3))
     example = LmExample.causal(tokens["batch", 0])
-    loss, statistics = eqx.filter_jit(lambda m: m.next_token_loss_and_statistics(example))(model)
+    loss, solution = eqx.filter_jit(lambda m: m.next_token_loss(example))(model)
     assert float(loss.array) == pytest.approx(float(model.compute_next_token_loss(example).scalar()), rel=1e-6)
-    assert int(statistics.evaluations) >= 12
-    fixed = build(small_config())
-    assert fixed.next_token_loss_and_statistics(example)[1] is None
-    with pytest.raises(UserError, match="fixed grid"):
-        fixed.transformer.flow.solve_statistics(fixed.embeddings(tokens), MASK)
+    assert int(solution.statistics.evaluations) >= 12
+    assert set(depth_metrics(solution)) == {"depth_evaluations", "depth_rejected_steps"}
+    fixed = build(small_config()).next_token_loss(example)[1]
+    assert fixed.statistics is None
+    assert depth_metrics(fixed) == {}
 
 
 def test_adaptive_steps_are_not_causal():
@@ -174,13 +174,14 @@ def test_trajectory_is_read_on_the_grid(tokens):
 
     def states(**depth):
         flow = build(smooth_config(**depth)).transformer.flow
-        return eqx.filter_jit(lambda flow: flow(x, MASK, trajectory=True))(flow)
+        return eqx.filter_jit(lambda flow: flow.solve(x, INPUTS, trajectory=True))(flow)
 
-    x1, adaptive = states(solver="tsit5", steps=4, rtol=1e-6)
+    solution = states(solver="tsit5", steps=4, rtol=1e-6)
+    x1, adaptive = solution.end, solution.states
     assert adaptive.axes[0].name == "layers"
     np.testing.assert_array_equal(x1.array, adaptive.array[-1])
     # diffrax interpolates between the ends of its steps, at a lower order than that of the steps
-    np.testing.assert_allclose(adaptive.array, states(solver="rk4", steps=32)[1].array[7::8], atol=1e-3)
+    np.testing.assert_allclose(adaptive.array, states(solver="rk4", steps=32).states.array[7::8], atol=1e-3)
 
 
 def test_dropout_is_drawn_once_per_solve(tokens):
@@ -201,7 +202,7 @@ def test_discretise_needs_a_number_of_steps(tokens):
     discrete = model.discretise(6)
     assert discrete.config.plan.evaluations == 36
     x = start(tokens)
-    a, b = (eqx.filter_jit(m.transformer.flow)(x, MASK).array for m in (discrete, model))
+    a, b = (eqx.filter_jit(m.transformer.flow)(x, INPUTS).array for m in (discrete, model))
     np.testing.assert_allclose(a, b, atol=1e-3)
     assert model.config.flops_per_token(VOCAB.size, 12) is None
 

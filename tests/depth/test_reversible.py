@@ -7,13 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from haliax import Axis
-from levanter.layers.attention import AttentionMask
 from levanter.utils.tree_utils import inference_mode
 from support.depth import ORDER, rotation, slope, times_of
 from support.models import VOCAB, build, heavy, random_tokens, small_config
 
-from qkvflow.blocks import Gpt2BlockConfig
-from qkvflow.depth import SOLVERS, DepthConfig, integrate
+from qkvflow.blocks import Gpt2BlockConfig, Inputs
+from qkvflow.depth import SOLVERS, DepthConfig
 from qkvflow.depth.steps import forward
 from qkvflow.models import NeuralOdeConfig
 from qkvflow.weights import ConstantConfig
@@ -34,7 +33,7 @@ def gradients(config, tokens, key=None, dtype=jnp.float32):
     @jax.jit
     def compute(params, x):
         return jax.value_and_grad(
-            lambda p, x: hax.sum(hax.sin(eqx.combine(p, static)(x, AttentionMask.causal(), key=key))).array, (0, 1)
+            lambda p, x: hax.sum(hax.sin(eqx.combine(p, static)(x, Inputs.of(), key=key))).array, (0, 1)
         )(params, x)
 
     value, grads = compute(params, x)
@@ -104,7 +103,7 @@ def test_gradients_against_finite_differences():
 
         @jax.jit
         def loss(params, x):
-            return hax.sum(hax.sin(eqx.combine(params, static)(x, AttentionMask.causal()))).array
+            return hax.sum(hax.sin(eqx.combine(params, static)(x, Inputs.of()))).array
 
         grads = jax.jit(jax.grad(loss, argnums=(0, 1)))(params, x)
         rng = np.random.default_rng(0)
@@ -125,7 +124,7 @@ def test_order_is_that_of_the_solver(solver):
     order = ORDER[solver]
     with jax.enable_x64(True):
         field, x0 = rotation(1.0)
-        reference = integrate(field, times_of, None, x0, DepthConfig(solver="dopri8", steps=400).plan("in_scan")).array
+        reference = DepthConfig(solver="dopri8", steps=400).plan("in_scan").solve(field, times_of, None, x0).end.array
         steps = {1: (256, 512, 1024), 3: (64, 128, 256), 5: (72, 96, 128)}.get(order, (32, 48, 64))
         found = slope(field, x0, reference, solver, steps, adjoint="reversible", coupling=0.5)
         assert found == pytest.approx(order, abs=0.2), found
@@ -168,7 +167,7 @@ def test_walking_back_finds_the_start():
     @jax.jit
     def there_and_back(x):
         def psi(x, backward):
-            return field(x, AttentionMask.causal()) * (-h if backward else h)
+            return field(x, Inputs.of()) * (-h if backward else h)
 
         pair, _ = jax.lax.scan(lambda pair, _: (forward(psi, pair, coupling), None), (x, x), None, length=64)
 
@@ -182,7 +181,7 @@ def test_walking_back_finds_the_start():
     (y, _), start = there_and_back(x)
     scale = float(jnp.abs(y.array).max())  # rounding is relative to the states on the way
     assert float(jnp.abs(y.array - x.array).max()) > 0.1  # it went somewhere
-    np.testing.assert_allclose(y.array, model.transformer.flow(x, AttentionMask.causal()).array, atol=1e-4)
+    np.testing.assert_allclose(y.array, model.transformer.flow(x, Inputs.of()).array, atol=1e-4)
     for found in start:
         assert float(jnp.abs(found.array - x.array).max()) < 1e-4 * max(1.0, scale)
 
@@ -201,5 +200,5 @@ def test_trajectory_ends_at_x1(tokens):
     model = inference_mode(build(small_config(depth=reversible(steps=5))), True)
     states = model.trajectory(tokens)
     assert states.resolve_axis("layers") == Axis("layers", 5)
-    x = model.transformer.flow(model.embeddings(tokens), AttentionMask.causal())
+    x = model.transformer.flow(model.embeddings(tokens), Inputs.of())
     np.testing.assert_allclose(states["layers", 4].array, x.array, atol=1e-6)

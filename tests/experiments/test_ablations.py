@@ -14,7 +14,8 @@ from experiments.ablations.plan import settings, variants
 from experiments.ablations.summary import evaluations, lines, read
 from experiments.statistics import holm, paired_test
 from experiments.systems import merged
-from qkvflow.cli import decode, parse
+from qkvflow.cli import parse
+from qkvflow.config import decode
 from qkvflow.errors import UserError
 from qkvflow.runs.config import TrainConfig
 

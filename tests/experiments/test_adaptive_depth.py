@@ -12,7 +12,7 @@ from experiments.adaptive_depth.__main__ import AdaptiveDepthConfig, main
 from experiments.adaptive_depth.plan import SMOKE, Scale, planned_jobs, settings
 from experiments.adaptive_depth.report import draw, table
 from experiments.texts import Text, builtin
-from qkvflow.cli import decode
+from qkvflow.config import decode
 from qkvflow.data.sources import BUILTIN_TEXTS
 from qkvflow.errors import UserError
 from qkvflow.runs.config import FinetuneConfig, TrainConfig

@@ -30,7 +30,8 @@ from experiments.study import arguments
 from experiments.systems import merged, system
 from experiments.text_config import Builtin, HuggingFace
 from experiments.texts import PARTS, Text, files
-from qkvflow.cli import decode, parse
+from qkvflow.cli import parse
+from qkvflow.config import decode
 from qkvflow.errors import UserError
 from qkvflow.runs.config import TrainConfig
 from qkvflow.training import session

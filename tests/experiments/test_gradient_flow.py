@@ -29,8 +29,9 @@ from experiments.gradient_flow.norms import clipped, component_norms, counts
 from experiments.gradient_flow.plan import Job, planned_jobs
 from experiments.gradient_flow.verdict import verdict
 from experiments.systems import merged
-from qkvflow.cli import decode, parse
-from qkvflow.cli.arguments import read_yaml
+from qkvflow.blocks import Inputs
+from qkvflow.cli import parse
+from qkvflow.config import decode, read_yaml
 from qkvflow.depth import DepthConfig
 from qkvflow.errors import UserError
 from qkvflow.models.config import ControlConfig
@@ -188,7 +189,7 @@ def test_refined_layers_are_applied_m_times(m):
             lambda a, k=k: a["layers", k] if is_named(a) else a, model.transformer.flow.blocks.stacked, is_leaf=is_named
         )
         for _ in range(m):
-            x = x + block(x, example().attn_mask) / m
+            x = x + block(x, Inputs.of(example().attn_mask)) / m
     logits = hax.dot(model.transformer.norm(x), model.get_lm_head(), axis="embed").rearrange((..., "vocab")).array
     expected = logits - logits.mean(-1, keepdims=True)
     np.testing.assert_allclose(centred_logits(refine(model, m), tokens), expected, atol=2e-5)

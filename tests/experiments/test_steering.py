@@ -16,7 +16,7 @@ from experiments.steering.ngrams import Judge, K, NgramModel, pieces_of
 from experiments.steering.plan import ARMS, planned_jobs
 from experiments.steering.records import cut, training_records
 from experiments.texts import Text, builtin
-from qkvflow.cli import decode
+from qkvflow.config import decode
 from qkvflow.data.sources import BUILTIN_TEXTS
 from qkvflow.errors import UserError
 from qkvflow.runs.config import TrainConfig

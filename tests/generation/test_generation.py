@@ -16,7 +16,7 @@ from levanter.utils.tree_utils import inference_mode
 from support.models import VOCAB, build, heavy, llama, random_tokens, small_config
 
 import qkvflow
-from qkvflow.blocks import SsmBlockConfig, Window
+from qkvflow.blocks import Inputs, SsmBlockConfig, Window
 from qkvflow.depth import DepthConfig
 from qkvflow.errors import UserError
 from qkvflow.models import ControlConfig
@@ -78,7 +78,7 @@ def logits_by_windows(model, tokens, windows, control=None):
     def extend(cached, new, start, memory, control):
         New = new.resolve_axis("position")
         window = Window(hax.full(Batch, start, jnp.int32), hax.full(Batch, New.size, jnp.int32))
-        x, memory = cached.extend(new, window, memory, control)
+        x, memory = cached.extend(new, Inputs(control=control, window=window), memory)
         return cached.logits(x), memory
 
     memory, logits, start = cached.memory(Batch, 12), [], 0

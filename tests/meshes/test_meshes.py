@@ -10,7 +10,8 @@ from levanter.utils.mesh import MeshConfig
 from support.models import VOCAB, llama, small_config
 
 from qkvflow import describe as program
-from qkvflow.cli import decode, parse
+from qkvflow.cli import parse
+from qkvflow.config import decode
 from qkvflow.errors import UserError
 from qkvflow.meshes.collectives import Collective, collectives
 from qkvflow.meshes.hlo import Program

@@ -11,7 +11,8 @@ import pytest
 from levanter.models.lm_model import LmExample
 from support.models import VOCAB, build, random_tokens, small_config
 
-from qkvflow.data.control_dataset import ControlledExample
+from qkvflow.blocks import Inputs
+from qkvflow.data.control.sequences import ControlledExample
 from qkvflow.depth import DepthConfig
 from qkvflow.errors import UserError
 from qkvflow.models import ControlConfig
@@ -81,18 +82,17 @@ def test_causality(model, run, with_control):
 
 def test_the_field_follows_its_formula(model, tokens):
     """alpha B(x + s(t) + C u), by hand, at one time."""
-    from levanter.layers.attention import AttentionMask
 
     from qkvflow.weights import at
 
-    x, u, mask = model.embeddings(tokens), control_of(tokens), AttentionMask.causal()
+    x, u = model.embeddings(tokens), control_of(tokens)
     field = at(model.transformer.flow.weights, 0.5)
     net = model.transformer.flow.weights.shift.net
     hidden = 0.5 * net.lin1.weight.array[0] + net.lin1.bias.array
     shift = jax.nn.silu(hidden) @ net.lin2.weight.array + net.lin2.bias.array
     moved = x.array + shift + (u.array @ field.control.weight.array)[:, None, :]
-    expected = field.block(hax.named(moved, x.axes), mask).array * field.alpha.array
-    np.testing.assert_allclose(field(x, mask, control=u).array, expected, atol=1e-5)
+    expected = field.block(hax.named(moved, x.axes), Inputs.of()).array * field.alpha.array
+    np.testing.assert_allclose(field(x, Inputs.of(control=u)).array, expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("weights", ["constant", "generated", "per_layer"])

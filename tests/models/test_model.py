@@ -12,7 +12,7 @@ from levanter.models.lm_model import LmConfig, LmExample, LmHeadModel
 from levanter.utils.tree_utils import inference_mode
 from support.models import VOCAB, build, random_tokens, small_config
 
-from qkvflow.blocks import Gpt2BlockConfig
+from qkvflow.blocks import Gpt2BlockConfig, Inputs
 from qkvflow.depth import DepthConfig
 from qkvflow.errors import UserError
 from qkvflow.models import NeuralOdeConfig, NeuralOdeLMHeadModel
@@ -73,7 +73,6 @@ def test_every_dropout_option_acts(tokens, name):
 
 def test_one_dropout_mask_per_step_shared_by_its_stages():
     """With a field that drops out its input, Heun's two stages must see the same mask."""
-    from qkvflow.depth import integrate
 
     Embed = hax.Axis("embed", 64)
     drop = hax.nn.Dropout(0.5)
@@ -85,9 +84,8 @@ def test_one_dropout_mask_per_step_shared_by_its_stages():
         return mask
 
     plan = DepthConfig(solver="heun", steps=2, adjoint="direct").plan("in_scan")
-    integrate(
-        field, lambda params, t: t, None, hax.zeros(Embed), plan, key=jax.random.PRNGKey(0)
-    ).array.block_until_ready()
+    solution = plan.solve(field, lambda params, t: t, None, hax.zeros(Embed), key=jax.random.PRNGKey(0))
+    solution.end.array.block_until_ready()
     jax.effects_barrier()
     assert len(seen) == 4
     np.testing.assert_array_equal(seen[0], seen[1])
@@ -132,7 +130,7 @@ def test_prelude_and_coda_are_ordinary_layers(tokens):
     assert model.transformer.prelude.blocks.Block.size == 2
     assert model.transformer.coda.blocks.Block.size == 1
     x = random_tokens()
-    states = model.transformer.prelude(model.embeddings(x), AttentionMask.causal())
+    states = model.transformer.prelude(model.embeddings(x), Inputs.of())
     by_hand = model.embeddings(x)
     for i in range(2):
         block = jax.tree.map(
@@ -140,7 +138,7 @@ def test_prelude_and_coda_are_ordinary_layers(tokens):
             model.transformer.prelude.blocks.stacked,
             is_leaf=lambda a: isinstance(a, hax.NamedArray),
         )
-        attn = block.attn(block.attn_ln(by_hand), AttentionMask.causal())
+        attn = block.attn.extend(block.attn_ln(by_hand), Inputs.of(), None)[0]
         by_hand = by_hand + attn
         by_hand = by_hand + block.mlp(block.mlp_ln(by_hand))
     np.testing.assert_allclose(states.array, by_hand.array, rtol=1e-4, atol=1e-5)

@@ -26,7 +26,7 @@ from qkvflow.progress import Progress
 from qkvflow.runs import TrainConfig, load_run, prepare_run
 from qkvflow.runs.checkpoints import checkpoint_steps, clean_up
 from qkvflow.runs.config import RunTrainerConfig
-from qkvflow.runs.config_file import differences, read_config, write_config
+from qkvflow.config import differences, read_config, write_config
 from qkvflow.runs.directory import run_id
 from qkvflow.runs.disk import disk_errors_are_told
 from qkvflow.tracking import JsonlTracker, read_metrics, start_trackers
@@ -185,8 +185,8 @@ def test_a_disk_that_becomes_full_is_told(tmp_path):
 
 def test_a_run_directory_belongs_to_one_process(tmp_path):
     code = (
-        "import sys; from pathlib import Path; from qkvflow.runs.lock import hold_lock\n"
-        "with hold_lock(Path(sys.argv[1])): print('held', flush=True); sys.stdin.read()"
+        "import sys; from pathlib import Path; from qkvflow.locks import locked\n"
+        "with locked(Path(sys.argv[1]), wait=False): print('held', flush=True); sys.stdin.read()"
     )
     with prepare_run(_config(tmp_path)):
         second = prepare_run(_config(tmp_path))
@@ -238,7 +238,7 @@ def test_reading_a_run_that_is_not_there_says_what_is(tmp_path):
 
 
 def test_differences_ignore_order_and_defaults(tmp_path):
-    assert differences(_config(tmp_path), _config(tmp_path)) == {}
+    assert differences(_config(tmp_path), _config(tmp_path), ()) == {}
 
 
 def test_an_interval_of_nothing_is_written_and_read_back(tmp_path):

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 from haliax import Axis
 
-from qkvflow.depth import DepthConfig, Plan, integrate
+from qkvflow.depth import DepthConfig, FixedPlan
 from qkvflow.time import Grid
 
 ORDER = {
@@ -22,7 +22,7 @@ ORDER = {
 Embed = Axis("embed", 4)
 
 
-def plan(solver="euler", steps=4, evaluate="in_scan", **kwargs) -> Plan:
+def plan(solver="euler", steps=4, evaluate="in_scan", **kwargs) -> FixedPlan:
     return DepthConfig(solver=solver, steps=steps, evaluate=evaluate, **kwargs).plan("in_scan")
 
 
@@ -43,5 +43,5 @@ def rotation(scale):
 
 def slope(field, x0, reference, solver, steps, **kwargs):
     plans = [plan(solver, n, **kwargs) for n in steps]
-    errors = [float(jnp.abs(integrate(field, times_of, None, x0, p).array - reference).max()) for p in plans]
+    errors = [float(jnp.abs(p.solve(field, times_of, None, x0).end.array - reference).max()) for p in plans]
     return np.polyfit(np.log(1 / np.asarray(steps)), np.log(errors), 1)[0]

@@ -1,5 +1,7 @@
 """Small models of every kind, and tokens for them."""
 
+import functools
+
 import haliax as hax
 import jax
 import jax.numpy as jnp
@@ -40,6 +42,7 @@ def llama(form="parallel", **kwargs) -> LlamaBlockConfig:
     return LlamaBlockConfig(**{"num_heads": 2, "num_kv_heads": 1, "intermediate_dim": 24, "form": form} | kwargs)
 
 
+@functools.cache  # models are immutable, and drawing one takes longer than most laws
 def build(config, seed=0):
     """A model with noise on every parameter, so that zeros of the initialisation hide nothing."""
     model = config.build(VOCAB, key=jax.random.PRNGKey(seed))

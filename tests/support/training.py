@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 import yaml
 
-from qkvflow.cli import decode, run_program
+from qkvflow.cli import run_program
+from qkvflow.config import decode
 from qkvflow.runs import TrainConfig, load_run
 from qkvflow.tracking import read_metrics
 from qkvflow.train_lm import main

@@ -10,7 +10,7 @@ import pytest
 CONFIG = """
 import jax
 import qkvflow
-from qkvflow.cli import decode
+from qkvflow.config import decode
 from qkvflow.runs.config import TrainConfig
 
 assert jax.device_count() == 8

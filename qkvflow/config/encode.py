@@ -1,54 +1,21 @@
-"""A run's `config.yaml`: configuration objects as plain YAML, and the keys in which two of them differ."""
+"""Configuration objects as plain data and as YAML files, and the keys in which two of them differ."""
 
 import dataclasses
 import enum
-import os
 from collections.abc import Collection, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
 import draccus
-import yaml
 
-from qkvflow.cli.arguments import read_yaml
-from qkvflow.cli.decode import choice_name, decode
+from qkvflow.config.decode import choice_name, decode
+from qkvflow.config.yaml_file import read_written
+from qkvflow.config.yaml_text import dump
 from qkvflow.errors import UserError
+from qkvflow.files import write_text
 
 T = TypeVar("T")
-
-# Keys (with everything below them) that cannot change a run's numbers, apart from rounding: where it
-# computes, how often it looks at itself, and where it writes. They may differ when a run is continued.
-FREE_KEYS = (
-    "accept_changes",
-    "config_path",
-    "run_dir",
-    "data.auto_build_caches",
-    "data.cache_dir",
-    "data.cache_options",
-    "merge",
-    "trainer.checkpointer",
-    "trainer.crash_on_inf",
-    "trainer.crash_on_nan",
-    "trainer.distributed",
-    "trainer.jax_compilation_cache_dir",
-    "trainer.load_checkpoint",
-    "trainer.log_dir",
-    "trainer.log_jaxprs",
-    "trainer.log_xla_hlo",
-    "trainer.max_eval_batches",
-    "trainer.mesh",
-    "trainer.per_device_eval_parallelism",
-    "trainer.per_device_parallelism",
-    "trainer.profiler",
-    "trainer.require_accelerator",
-    "trainer.shutdown_at_exit",
-    "trainer.steps_per_eval",
-    "trainer.tracker",
-    "trainer.use_explicit_mesh_axes",
-    "trainer.wandb",
-    "trainer.watch",
-)
 
 
 def encode(value: Any) -> Any:
@@ -79,29 +46,25 @@ def encode(value: Any) -> Any:
 
 
 def write_config(path: Path, config: Any) -> None:
-    """Writes `config` as YAML, by renaming, so that a reader never sees half a file."""
-    text = yaml.safe_dump(encode(config), sort_keys=False, allow_unicode=True)
-    fresh = path.with_suffix(".tmp")
-    fresh.write_text(text, encoding="utf-8")
-    os.replace(fresh, path)
+    """Writes `config` as YAML."""
+    write_text(path, dump(encode(config)))
 
 
 def read_config(path: Path, config_class: type[T]) -> T:
     """Reads what `write_config` wrote. Keys that only a program's own subclass of the class has are left out.
 
-    Errors: `UserError` if the file cannot be read or does not fit the class.
+    Raises:
+        UserError: the file cannot be read or does not fit the class.
     """
     known = {field.name for field in dataclasses.fields(config_class)}  # pyright: ignore
-    raw = {key: value for key, value in read_yaml(path).items() if key in known}
+    raw = {key: value for key, value in read_written(path).items() if key in known}
     try:
         return decode(config_class, raw)
     except UserError as error:
         raise UserError(f"{path} was written by another version or changed by hand: {error}") from None
 
 
-def differences(
-    stored: Any, given: Any, free_keys: Collection[str] = FREE_KEYS
-) -> dict[str, tuple[Any, Any]]:
+def differences(stored: Any, given: Any, free_keys: Collection[str]) -> dict[str, tuple[Any, Any]]:
     """The dotted keys that differ, each with its (stored, given) value, but for those in or below `free_keys`."""
     old, new = _flatten(encode(stored)), _flatten(encode(given))
     keys = sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key))

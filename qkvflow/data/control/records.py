@@ -16,7 +16,7 @@ from levanter.store.cache import TreeCache
 from levanter.tokenizers import MarinTokenizer
 
 from qkvflow.axes import CONTROL
-from qkvflow.data.control_field import ControlField
+from qkvflow.data.control.field import ControlField
 from qkvflow.data.readers import is_plain_text, read_records
 from qkvflow.data.sources import BuiltinSource, FilesSource
 from qkvflow.errors import UserError

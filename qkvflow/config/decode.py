@@ -18,8 +18,12 @@ from typing import Any, TypeVar
 import draccus
 from draccus.utils import is_choice_type
 
-from qkvflow.cli.scalars import LISTS, SCALARS, describe, is_mapping, show
-from qkvflow.errors import UserError
+from qkvflow.config.levanter_ranges import LEVANTER
+from qkvflow.config.scalars import LISTS, SCALARS, TEXTS, Typed, describe, is_mapping, show
+from qkvflow.config.yaml_text import plain, written
+from qkvflow.errors import UserError, shortened
+from qkvflow.inside.draccus import registered
+from qkvflow.ranges import field_out_of_range
 
 T = TypeVar("T")
 _MISSING = dataclasses.MISSING
@@ -30,19 +34,22 @@ def decode(cls: type[T], raw: Any, path: str = "") -> T:
 
     Args:
         cls: a dataclass, a choice class (`type: NAME` picks the subclass), or any annotation of their fields.
-        raw: dictionaries, lists and scalars.
+        raw: dictionaries, lists and scalars, and values of the command line (`Typed`).
         path: dotted key of `raw`, for messages.
 
-    Errors: `UserError` that names the dotted key, what was found and what is possible.
+    Raises:
+        UserError: names the dotted key, what was found and what is possible.
     """
+    if isinstance(raw, Typed):
+        return _decode_typed(cls, raw, path)
     origin = typing.get_origin(cls) or cls
     if cls is Any or isinstance(cls, TypeVar):
-        return raw
+        return plain(raw)
     if origin in (typing.Union, types.UnionType):
         return _decode_union(cls, raw, path)
     if origin is typing.Literal:
         options = typing.get_args(cls)
-        return raw if raw in options else _refuse_choice(path, raw, [str(o) for o in options])
+        return raw if isinstance(raw, Hashable) and raw in options else _refuse_choice(path, raw, [*map(str, options)])
     if isinstance(origin, type) and is_choice_type(origin):
         return _decode_choice(origin, raw, path)
     if origin in SCALARS:
@@ -51,7 +58,7 @@ def decode(cls: type[T], raw: Any, path: str = "") -> T:
         try:
             if raw is None:
                 raise ValueError("it is empty")
-            return draccus.decode(origin, raw)
+            return draccus.decode(origin, plain(raw))
         except Exception as error:
             raise UserError(f"`{path}` must be {describe(cls)}, but is {show(raw)} ({_first_line(error)})") from None
     if dataclasses.is_dataclass(origin):
@@ -68,32 +75,34 @@ def decode(cls: type[T], raw: Any, path: str = "") -> T:
 
 def choice_name(cls: type) -> str | None:
     """The name that stands for a class in the key `type`; None if it is no choice of anything."""
-    registry = getattr(cls, "_choice_registry", {})
-    return next((name for name, choice in registry.items() if choice is cls), None)
+    return next((name for name, choice in registered(cls).items() if choice is cls), None)
 
 
 def _decode_dataclass(cls: type, raw: Any, path: str, note: str = "") -> Any:
     if not isinstance(raw, Mapping):
         raise UserError(f"`{path}` must be a mapping of keys to values, but is {show(raw)}")
-    if "type" in raw and raw["type"] == choice_name(cls):  # said again, where only this choice is possible
+    if "type" in raw and _text(raw["type"]) == choice_name(cls):  # said again, where only this choice is possible
         raw = {key: value for key, value in raw.items() if key != "type"}
     hints = typing.get_type_hints(cls)
     fields = {field.name: field for field in dataclasses.fields(cls) if field.init}
     for key in raw:
         if key not in fields:
-            _refuse_key(path, str(key), list(fields), note)
+            _refuse_key(path, written(key), list(fields), note, _types_with(cls, key))
     values = {}
     for name, field in fields.items():
         if name in raw:
             # Some of Levanter's fields have None as default without saying so in their type.
-            is_default_none = raw[name] is None and field.default is None
+            is_default_none = _is_null(raw[name]) and field.default is None
             values[name] = None if is_default_none else decode(hints[name], raw[name], _join(path, name))
         elif field.default is _MISSING and field.default_factory is _MISSING:
             hint = "" if path or raw else " (give a file with --config_path FILE)"
             raise UserError(f"the key `{_join(path, name)}` is missing{note}; it must be given{hint}")
+    outside = field_out_of_range(cls, values, LEVANTER, path)
+    if outside is not None:
+        raise UserError(outside)
     try:
         return cls(**values)
-    except (TypeError, ValueError, AssertionError) as error:
+    except (TypeError, ValueError, AssertionError, ArithmeticError) as error:
         where = f"`{path}`{note}: " if path else ""
         raise UserError(f"{where}{_first_line(error) if not isinstance(error, UserError) else error}") from error
 
@@ -101,13 +110,13 @@ def _decode_dataclass(cls: type, raw: Any, path: str, note: str = "") -> Any:
 def _decode_choice(cls: Any, raw: Any, path: str) -> Any:
     if not isinstance(raw, Mapping):
         raise UserError(f"`{path}` must be a mapping with a key `type`, but is {show(raw)}")
-    name = raw.get("type", cls.default_choice_name())
+    name = _text(raw.get("type", cls.default_choice_name()))
     if name is None:
         raise UserError(f"the key `{_join(path, 'type')}` is missing; choices: {_choices(cls)}")
     if not isinstance(name, str):
         _refuse_choice(_join(path, "type"), name, sorted(cls.get_known_choices()))
     # Asking the registry first spares the import of every module where choices could be registered.
-    subclass = cls._choice_registry.get(name)
+    subclass = registered(cls).get(name)
     if subclass is None:
         try:
             subclass = cls.get_choice_class(name)
@@ -124,8 +133,8 @@ def _decode_union(cls: Any, raw: Any, path: str) -> Any:
     fitting = [option for option in options if _fits(option, raw)]
     if len(options) == 1:
         fitting = options
-    # The value's own type first; but `1e-3`, which YAML reads as text, is a number where a number may stand.
-    fitting.sort(key=lambda option: (option is str, option is not type(raw)))
+    # The value's own type first; but a quoted number is a number where one may stand.
+    fitting.sort(key=lambda option: (option in TEXTS, not _is_of(raw, option)))
     failure = None
     for option in fitting:
         try:
@@ -135,6 +144,43 @@ def _decode_union(cls: Any, raw: Any, path: str) -> Any:
     if failure is not None and len(fitting) == 1:
         raise failure
     raise UserError(f"`{path}` must be {describe(cls)}, but is {show(raw)}")
+
+
+def _decode_typed(cls: Any, raw: Typed, path: str) -> Any:
+    """A value of the command line: as typed where text may stand, unless it is something else that may stand there."""
+    is_union = typing.get_origin(cls) in (typing.Union, types.UnionType)
+    options = typing.get_args(cls) if is_union else (cls,)
+    texts = [option for option in options if option in TEXTS]
+    if not texts:
+        return decode(cls, raw.value, path)
+    try:
+        value = raw.value
+    except UserError:
+        value = raw.as_text
+    if value is None and type(None) in options:
+        return None
+    others = tuple(option for option in options if option not in TEXTS and option is not type(None))
+    if not isinstance(value, str) and any(_fits(option, value) for option in others):
+        try:
+            return decode(typing.Union[others], value, path)  # noqa: UP007 (of a tuple)
+        except UserError:
+            if isinstance(value, dict | list):
+                raise
+    return decode(texts[0], raw.as_text, path)
+
+
+def _text(raw: Any) -> Any:
+    """A name: what was typed for it, if it was typed."""
+    return raw.as_text if isinstance(raw, Typed) else raw
+
+
+def _is_null(raw: Any) -> bool:
+    return raw is None or (isinstance(raw, Typed) and raw.text == "null")
+
+
+def _is_of(raw: Any, option: Any) -> bool:
+    origin = typing.get_origin(option) or option
+    return isinstance(origin, type) and isinstance(raw, origin) and (origin is bool) == isinstance(raw, bool)
 
 
 def _fits(option: Any, raw: Any) -> bool:
@@ -155,8 +201,13 @@ def _decode_container(cls: Any, origin: Any, raw: Any, path: str) -> Any:
     if is_mapping(origin):
         if not isinstance(raw, Mapping):
             raise UserError(f"`{path}` must be a mapping of keys to values, but is {show(raw)}")
-        value_type = args[1] if len(args) == 2 else Any
-        return {str(key): decode(value_type, value, _join(path, str(key))) for key, value in raw.items()}
+        key_type, value_type = args if len(args) == 2 else (str, Any)
+        return {
+            written(key) if key_type in (str, Any) else decode(key_type, key, path): decode(
+                value_type, value, _join(path, written(key))
+            )
+            for key, value in raw.items()
+        }
     if origin in LISTS:
         if not isinstance(raw, list | tuple):
             raise UserError(f"`{path}` must be a list, but is {show(raw)}")
@@ -179,19 +230,31 @@ def _choices(cls: Any) -> str:
     return ", ".join(sorted(cls.get_known_choices()))
 
 
-def _refuse_key(path: str, key: str, valid: list[str], note: str) -> typing.NoReturn:
+def _types_with(cls: type, key: Any) -> list[str]:
+    """The other choices in place of a class that have a key of this name."""
+    choices = {name: c for name, c in registered(cls).items() if c is not cls and dataclasses.is_dataclass(c)}
+    return sorted(name for name, c in choices.items() if key in {field.name for field in dataclasses.fields(c)})
+
+
+def _refuse_key(path: str, key: str, valid: list[str], note: str, types_with: list[str]) -> typing.NoReturn:
+    key = shortened(key)
     near = difflib.get_close_matches(key, valid, n=1)
     hint = f", did you mean `{_join(path, near[0])}`?" if near else "."
+    if path and types_with and note:
+        hint += (
+            f" It is a key of type {', '.join(types_with)}: with another type alone, a section keeps the other keys of"
+            f" its file. Give it whole: --{path} '{{type: {note.removeprefix(' (type ').removesuffix(')')}}}'."
+        )
     where = f"`{path}`{note}" if path else "the top level"
     raise UserError(f"unknown key `{_join(path, key)}`{hint} Keys of {where}: {', '.join(valid)}")
 
 
 def _refuse_choice(path: str, value: Any, choices: list[str]) -> typing.NoReturn:
-    near = difflib.get_close_matches(str(value), choices, n=1)
+    near = difflib.get_close_matches(shortened(str(value)), choices, n=1)
     hint = f", did you mean `{near[0]}`?" if near else "."
-    raise UserError(f"`{path}`: unknown choice {value!r}{hint} Choices: {', '.join(choices)}")
+    raise UserError(f"`{path}`: unknown choice {show(value)}{hint} Choices: {', '.join(choices)}")
 
 
 def _first_line(error: BaseException) -> str:
     text = str(error).strip()
-    return text.splitlines()[0] if text else type(error).__name__
+    return shortened(text.splitlines()[0], 500) if text else type(error).__name__

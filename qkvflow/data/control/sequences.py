@@ -15,7 +15,7 @@ from levanter.models.lm_model import LmExample
 from levanter.store.cache import TreeCache
 
 from qkvflow.axes import CONTROL
-from qkvflow.data.controlled import control_table
+from qkvflow.data.control.records import control_table
 
 Pair = tuple[GrugLmExample, np.ndarray]
 

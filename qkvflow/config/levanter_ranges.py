@@ -1,0 +1,49 @@
+"""Ranges of the fields of Levanter's classes, which it does not check itself: what is outside cannot train anything."""
+
+from levanter.callbacks.watch import WatchConfig
+from levanter.models.lm_model import LmConfig
+from levanter.optim import OptimizerConfig
+from levanter.store.cache import CacheOptions
+from levanter.trainer import TrainerConfig
+
+from qkvflow.ranges import Range, Table
+
+_COUNT = Range(at_least=1)
+_NOT_NEGATIVE = Range(at_least=0)
+_POSITIVE = Range(above=0)
+_SHARE = Range(at_least=0, at_most=1)
+_PROPER_SHARE = Range(at_least=0, below=1)
+# Any model of Levanter's that has such a field; most of them spell the same thing alike.
+_MODEL = {
+    **dict.fromkeys(("max_seq_len", "hidden_dim", "num_layers", "num_heads", "num_kv_heads", "head_dim"), _COUNT),
+    **dict.fromkeys(("intermediate_dim", "mlp_scale", "flash_attention_block_size"), _COUNT),
+    **dict.fromkeys(("embed_pdrop", "resid_pdrop", "attn_pdrop"), _PROPER_SHARE),
+    "layer_norm_epsilon": _POSITIVE,
+    "initializer_range": _NOT_NEGATIVE,
+}
+
+LEVANTER: Table = {
+    LmConfig: _MODEL,
+    TrainerConfig: {
+        # JAX takes the last 32 bits of a seed, so that others would be the same.
+        "seed": Range(at_least=0, below=2**32),
+        "num_train_steps": _COUNT,
+        "steps_per_eval": _COUNT,
+        "max_eval_batches": _COUNT,
+    },
+    WatchConfig: {"interval": _NOT_NEGATIVE},
+    OptimizerConfig: {
+        "learning_rate": _NOT_NEGATIVE,
+        "weight_decay": _NOT_NEGATIVE,
+        "min_lr_ratio": _SHARE,
+        "warmup": _NOT_NEGATIVE,
+        "rewarmup": _NOT_NEGATIVE,
+        "cooldown": _NOT_NEGATIVE,
+        "decay": _NOT_NEGATIVE,
+        "max_grad_norm": _NOT_NEGATIVE,
+        "beta1": _PROPER_SHARE,
+        "beta2": _PROPER_SHARE,
+        "epsilon": _POSITIVE,
+    },
+    CacheOptions: {"batch_size": _COUNT},
+}

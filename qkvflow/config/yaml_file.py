@@ -1,0 +1,59 @@
+"""YAML files with a configuration, and names of files that a user may have meant."""
+
+import difflib
+import os
+from pathlib import Path
+from typing import Any
+
+from qkvflow.config.yaml_text import load, plain
+from qkvflow.errors import UserError, shortened
+
+_LONGEST_FILE = 4 << 20  # bytes: no person writes a longer one, and the parser would take minutes
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """The mapping in a YAML file, read by a safe loader (a file can never run code), as plain data.
+
+    Raises:
+        UserError: there is no such file, or it holds no mapping in valid YAML.
+    """
+    return plain(read_written(path))
+
+
+def read_written(path: Path) -> dict[str, Any]:
+    """`read_yaml`, with numbers that remember how they were written: what `decode` is best given."""
+    name = shortened(str(path))
+    try:
+        with path.open("rb") as file:
+            content = file.read(_LONGEST_FILE + 1)
+        if len(content) > _LONGEST_FILE:
+            raise UserError(f"cannot read the configuration file {name}: it has more than {_LONGEST_FILE >> 20} MiB")
+        raw = load(content.decode("utf-8"), f"the file {name}")
+    except FileNotFoundError:
+        raise UserError(f"there is no configuration file {name}{_near_names(path)}") from None
+    except IsADirectoryError:
+        files = sorted(str(p) for p in path.glob("*.yaml"))
+        listing = f"; it holds {', '.join(files)}" if files else ""
+        raise UserError(f"{name} is a directory, but a configuration is a YAML file{listing}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise UserError(f"cannot read the configuration file {name}: {reason}") from None
+    if raw is None:
+        return {}
+    if not isinstance(raw, dict):
+        raise UserError(f"{name} must hold `key: value` lines at its top level, but holds a {type(raw).__name__}")
+    return raw
+
+
+def _near_names(path: Path) -> str:
+    """What the user may have meant: files of the nearest existing folder, and of `configs/`."""
+    folder = path.parent
+    while not folder.is_dir() and folder != folder.parent:
+        folder = folder.parent
+    candidates = {str(p) for root in {folder, Path("configs")} if root.is_dir() for p in root.glob("*.yaml")}
+    candidates |= {str(p) for p in Path("configs").glob("*/*.yaml")} if Path("configs").is_dir() else set()
+    near = difflib.get_close_matches(str(path), sorted(candidates), n=3, cutoff=0.5)
+    shown = near or sorted(candidates)[:8]
+    if not shown:
+        return f" (looked in {os.getcwd()})"
+    return f" (looked in {os.getcwd()}); {'near names' if near else 'there is'}: {', '.join(shown)}"

@@ -1,0 +1,128 @@
+"""YAML `depth.steps` where it is no single number: a range to draw from, or a number that grows as training goes on."""
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from qkvflow.errors import UserError
+
+
+@dataclass(frozen=True)
+class StepRange:
+    """A number of steps drawn for each training batch from `choices` numbers between `min` and `max`, in equal ratios.
+
+    Each is compiled once. Evaluation and everything else that is not training takes `max` steps.
+    """
+
+    min: int
+    max: int
+    choices: int = 3
+
+    def __post_init__(self):
+        if not 1 <= self.min < self.max:
+            raise UserError(f"steps: min ({self.min}) must be at least 1 and below max ({self.max}).")
+        if self.choices < 2:
+            raise UserError(
+                f"choices must be at least 2, got {self.choices}. For one number of steps write it as steps."
+            )
+
+    @property
+    def values(self) -> tuple[int, ...]:
+        """The numbers of steps, ascending, without repetition."""
+        ratio = self.max / self.min
+        return tuple(sorted({round(self.min * ratio ** (i / (self.choices - 1))) for i in range(self.choices)}))
+
+    @property
+    def reading(self) -> int:
+        """The number outside training."""
+        return self.max
+
+
+@dataclass(frozen=True)
+class StepGrowth:
+    """`{grow: {0.0: 3, 0.25: 6, 0.6: 12}}`: from these fractions of training on, this many steps.
+
+    Parameters and the optimizer's state go on as they are: only the grid on which W(t) is read becomes finer. Each
+    stage is compiled once. Everything that is not training takes the last number.
+    """
+
+    grow: Mapping[str, int]
+
+    def __post_init__(self):
+        try:
+            stages = _Stages((float(fraction), steps) for fraction, steps in self.grow.items())
+        except ValueError:
+            raise UserError(
+                f"grow: its keys must be fractions of training in [0, 1), got {', '.join(map(str, self.grow))}."
+            ) from None
+        fractions = [fraction for fraction, _ in stages.pairs]
+        if not fractions or fractions[0] != 0.0:
+            first = f"got {fractions[0]:g}" if fractions else "it is empty"
+            raise UserError(f"grow: the first fraction must be 0.0, the beginning of training; {first}.")
+        if any(not b > a for a, b in itertools.pairwise(fractions)):
+            raise UserError(f"grow: the fractions must increase, got {', '.join(f'{f:g}' for f in fractions)}.")
+        if not fractions[-1] < 1.0:
+            raise UserError(
+                f"grow: a stage that begins at {fractions[-1]:g} of training is never trained: fractions must be below"
+                " 1."
+            )
+        steps = [steps for _, steps in stages.pairs]
+        if min(steps) < 1:
+            raise UserError(f"grow: numbers of steps must be at least 1, got {min(steps)}.")
+        object.__setattr__(self, "grow", stages)
+
+    @property
+    def values(self) -> tuple[int, ...]:
+        """The number of steps of each stage."""
+        return tuple(steps for _, steps in self.grow.pairs)
+
+    @property
+    def reading(self) -> int:
+        """The number outside training: that of the last stage."""
+        return self.values[-1]
+
+    def first_steps(self, num_train_steps: int) -> tuple[int, ...]:
+        """The training step, counted from 0, with which each stage begins.
+
+        Raises:
+            UserError: if training is so short that a stage has no step.
+        """
+        # 0.6 * 10 is 6.000000000000001 or 5.999999999999999 for some numbers: rounded first
+        first = tuple(math.ceil(round(fraction * num_train_steps, 6)) for fraction, _ in self.grow.pairs)
+        for i, (a, b) in enumerate(zip(first, (*first[1:], num_train_steps), strict=True)):
+            if a >= b:
+                raise UserError(
+                    f"grow: stage {i + 1} of {len(first)} has no training step: it would begin with step {a} of"
+                    f" {num_train_steps} and end before step {b}. Train longer, or leave out a stage."
+                )
+        return first
+
+
+class _Stages(Mapping[str, int]):
+    """A mapping that can be hashed, in the order in which it was written."""
+
+    def __init__(self, pairs):
+        self.pairs: tuple[tuple[float, int], ...] = tuple(pairs)
+
+    def __getitem__(self, key: str) -> int:
+        return dict(self._items)[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(dict(self._items))
+
+    def __len__(self) -> int:
+        return len(self.pairs)
+
+    def __hash__(self) -> int:
+        return hash(self.pairs)
+
+    def __eq__(self, other) -> bool:
+        return isinstance(other, _Stages) and self.pairs == other.pairs
+
+    def __repr__(self) -> str:
+        return "{" + ", ".join(f"{key}: {steps}" for key, steps in self._items) + "}"
+
+    @property
+    def _items(self) -> list[tuple[str, int]]:
+        return [(repr(fraction), steps) for fraction, steps in self.pairs]

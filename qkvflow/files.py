@@ -1,0 +1,62 @@
+"""Files: paths that a user names, and small files that are whole or absent whatever happens while they are written."""
+
+import contextlib
+import os
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+
+from qkvflow.errors import UserError, shortened
+
+_LONGEST_NAME, _LONGEST_PATH = 255, 4096  # bytes, on nearly every file system
+
+
+def local_path(name: str | os.PathLike) -> Path:
+    """The path that a user names; `~` is their home, all else stands for itself.
+
+    Raises:
+        UserError: `~name` of nobody, or what cannot be a path.
+    """
+    shown = shortened(str(name))
+    if "\0" in str(name):
+        raise UserError(f"{shown!r} cannot be a path: it holds a zero byte")
+    try:
+        path = Path(name).expanduser()
+        sizes = [len(os.fsencode(part)) for part in (path, *path.parts)]
+    except RuntimeError:
+        raise UserError(f"{shown}: there is no home of that user; write the whole path") from None
+    except UnicodeEncodeError:
+        raise UserError(f"{shown!r} cannot be a path: it holds half of a character") from None
+    if sizes[0] >= _LONGEST_PATH or max(sizes[1:], default=0) > _LONGEST_NAME:
+        raise UserError(f"{shown} is too long for a path: a name has at most {_LONGEST_NAME} bytes")
+    return path
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes a file in UTF-8, in place of one that may be there; a reader sees the old one or the new one."""
+    with replacing(path) as fresh:
+        fresh.write_text(text, encoding="utf-8")
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A name beside `path` for a `with` block to write a file to, which then gets the name `path`."""
+    fresh = path.with_name(fresh_name(path.name))
+    try:
+        yield fresh
+        with fresh.open("rb") as file:
+            os.fsync(file.fileno())  # else a power cut could leave an empty file of the new name
+        os.replace(fresh, path)
+    except BaseException:
+        fresh.unlink(missing_ok=True)
+        raise
+
+
+def fresh_name(name: str) -> str:
+    """A name that no other process has for a file that is not yet whole."""
+    return f".{name}.{secrets.token_hex(4)}.tmp"
+
+
+def is_fresh(name: str) -> bool:
+    """Whether a file of this name is one of `fresh_name`, which a killed process left."""
+    return name.startswith(".") and name.endswith(".tmp")

@@ -1,0 +1,109 @@
+"""Of Levanter: its checkpointer's manager and paths, its training step, and what its trainer settles about devices."""
+
+import functools
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import haliax as hax
+import levanter.checkpoint
+from fsspec.core import url_to_fs
+from jax.experimental.array_serialization.serialization import GlobalAsyncCheckpointManager
+from levanter.checkpoint import Checkpointer, save_checkpoint
+from levanter.trainer import Trainer, TrainerConfig
+from levanter.trainer_state import TrainerState
+
+__all__ = ["Checkpointer", "StepTrainer", "checkpoint_of", "save_checkpoint", "set_manager", "settle_devices", "step"]
+
+
+def set_manager(checkpointer: Checkpointer, manager: GlobalAsyncCheckpointManager) -> None:
+    """Lets `manager` write the arrays of checkpoints.
+
+    Reason: the checkpointer makes its own, and asks for none.
+    """
+    checkpointer._manager = manager
+
+
+def checkpoint_of(specs: Sequence[Mapping[str, Any]]) -> Path:
+    """The folder of the checkpoint that arrays with these TensorStore specs are written to.
+
+    Reason: a manager is told where arrays go, but not that they are a checkpoint.
+    """
+    return Path(specs[0]["kvstore"]["base"]["path"])
+
+
+def settle_devices(trainer: TrainerConfig) -> None:
+    """Fills in what follows from the mesh: parallelism per device, and batch sizes that are given as -1 (in place).
+
+    Reason: `trainer.initialize()` does it too, but also starts Levanter's log on the terminal and its tracker.
+
+    Raises:
+        ValueError: batch size and devices do not fit.
+    """
+    trainer._validate_and_set_defaults()
+
+
+class StepTrainer(Trainer):
+    """Levanter's trainer, of whose step a subclass sees the result, inside the compiled program; with stages, each of
+    which has a compiled step of its own.
+
+    Reason: Levanter has no place for work on the whole new state (its hooks see gradients only), and compiles one step.
+
+    stage: of a model whose depth grows; the loss reads it while a step is traced.
+    """
+
+    stage: int = 0
+
+    @property
+    def _jit_train_step_fn(self):
+        return self._jitted(no_hooks=False)
+
+    @property
+    def _jit_train_step_fn_no_hook(self):
+        return self._jitted(no_hooks=True)
+
+    def _jitted(self, *, no_hooks: bool):
+        compiled = self.__dict__.setdefault("_steps_by_stage", {})
+        if (self.stage, no_hooks) not in compiled:
+            # A function of its own: Haliax finds compiled programs again by their function.
+            step = functools.partial(self._train_step, _no_hooks=no_hooks)
+            mapping = self.parameter_axis_mapping
+            compiled[self.stage, no_hooks] = hax.named_jit(
+                step, axis_resources=mapping, out_axis_resources=mapping, donate_args=(True,)
+            )
+        return compiled[self.stage, no_hooks]
+
+    def see(self, state: TrainerState, result: Any) -> Any:
+        """The result of the step from `state`, or another in its place."""
+        return result
+
+    def _train_step(self, state: TrainerState, batch: Any, batch_kwargs: Any, _no_hooks: bool = False) -> Any:
+        return self.see(state, super()._train_step(state, batch, batch_kwargs, _no_hooks=_no_hooks))
+
+
+def step(trainer: Trainer, state: TrainerState, batch: Any) -> Any:
+    """One step without hooks, to be traced.
+
+    Reason: what Levanter offers, `train_step`, is compiled already and wants arrays; shapes can only be given to this.
+    """
+    return trainer._train_step(state, (batch,), {}, _no_hooks=True)
+
+
+def _file_system(path: Any, fs: Any = None) -> tuple[Any, str]:
+    return (fs, path) if fs is not None else url_to_fs(str(path))
+
+
+def _checkpoints_in(folder: str) -> list[str]:
+    """`folder` and what is in it, those that are checkpoints, in the order of their names."""
+    fs, plain = url_to_fs(str(folder))
+    names = [os.path.basename(entry["name"]) for entry in fs.ls(plain, detail=True)] if fs.isdir(plain) else []
+    places = [str(folder), *(os.path.join(folder, name) for name in names)]
+    return sorted(place for place in places if fs.exists(os.path.join(url_to_fs(place)[1], "metadata.json")))
+
+
+# Reason: Levanter expands paths of checkpoints as globs. For a run in the folder `runs[1]` it would find, and delete,
+# checkpoints of the run in `runs1`; and in a folder with `*` in its name nothing could be saved. So whoever saves or
+# looks for checkpoints takes `Checkpointer` and `save_checkpoint` from here.
+levanter.checkpoint._get_fs_and_plain_path = _file_system
+levanter.checkpoint._discover_checkpoint_paths_single = _checkpoints_in

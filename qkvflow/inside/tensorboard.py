@@ -1,0 +1,25 @@
+"""Of tensorboardX: what its writing thread calls."""
+
+from collections.abc import Callable
+from typing import Any
+
+
+def on_os_errors(writer: Any, tell: Callable[[OSError], None]) -> None:
+    """Lets a `SummaryWriter` tell errors of its disk instead of raising them.
+
+    Reason: they are raised in the thread that empties its queue, which ends there; the next metric waits for ever for
+    room in the queue.
+    """
+
+    def telling(function: Callable) -> Callable:
+        def call(*args: Any) -> Any:
+            try:
+                return function(*args)
+            except OSError as error:
+                return tell(error)
+
+        return call
+
+    events = writer.file_writer.event_writer._ev_writer
+    for name in ("write_event", "flush", "close"):
+        setattr(events, name, telling(getattr(events, name)))

@@ -1,0 +1,146 @@
+"""What `qkvflow.inside` relies on in other libraries. A test that fails says which place another version has moved."""
+
+import json
+import threading
+
+import equinox as eqx
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import levanter.checkpoint
+import optax
+import pytest
+import tensorboardX
+import tiktoken
+from draccus import ChoiceRegistry
+from jax.experimental.array_serialization.serialization import GlobalAsyncCheckpointManager
+from levanter.models.lm_model import LmConfig
+from levanter.tracker import NoopTracker, current_tracker
+from levanter.trainer import Trainer, TrainerConfig
+
+from qkvflow.inside import draccus, tensorboard
+from qkvflow.inside import levanter as inside
+from qkvflow.inside.tiktoken import definition
+
+HERE = "see qkvflow/inside"
+
+
+@pytest.fixture
+def mesh():
+    with TrainerConfig(require_accelerator=False).use_device_mesh():
+        yield
+
+
+class Noting(GlobalAsyncCheckpointManager):
+    folders: tuple = ()
+
+    def serialize(self, arrays, tensorstore_specs, **kwargs):
+        self.folders += (inside.checkpoint_of(tensorstore_specs),)
+        super().serialize(arrays, tensorstore_specs, **kwargs)
+
+
+def test_a_checkpointer_writes_by_the_manager_that_it_is_given(mesh, tmp_path):
+    checkpointer, manager = inside.Checkpointer(str(tmp_path), None, []), Noting()
+    inside.set_manager(checkpointer, manager)
+    checkpointer.save_checkpoint({"x": jnp.ones(3)}, 4, "step-4")
+    checkpointer.wait_until_finished()
+    assert manager.folders, f"Levanter's Checkpointer has another place than `_manager`: {HERE}/levanter.py"
+    assert manager.folders == (tmp_path / "step-4",), f"Levanter's TensorStore specs look different: {HERE}/levanter.py"
+    assert json.loads((tmp_path / "step-4" / "metadata.json").read_text())["step"] == 4
+
+
+@pytest.mark.parametrize("name", ["runs[1]", "runs*", "run?1", "{runs1,x}"])
+def test_paths_of_checkpoints_are_literal(mesh, tmp_path, name):
+    for folder, step in (("runs1", 9), (name, 4)):
+        inside.save_checkpoint({"x": jnp.ones(3)}, step, str(tmp_path / folder / f"step-{step}"))
+    found = levanter.checkpoint.discover_checkpoint_candidates(str(tmp_path / name))
+    assert [c.path for c in found] == [str(tmp_path / name / "step-4")], (
+        f"Levanter expands globs again: {HERE}/levanter.py"
+    )
+    temporary = inside.Checkpointer(str(tmp_path / name), None, [])._temporary_checkpoints
+    assert [record.step for record in temporary] == [4], f"Levanter looks for checkpoints elsewhere: {HERE}/levanter.py"
+    path = levanter.checkpoint.latest_checkpoint_path(str(tmp_path / name))
+    loaded = levanter.checkpoint.load_checkpoint({"x": jnp.zeros(3)}, path)
+    assert (loaded["x"] == 1).all()
+
+
+def test_what_follows_from_the_devices_is_filled_in():
+    config = TrainerConfig(require_accelerator=False, train_batch_size=6)
+    inside.settle_devices(config)
+    found = (config.per_device_parallelism, config.per_device_eval_parallelism)
+    assert found == (6, 6), (
+        f"Levanter settles batch sizes elsewhere than in `_validate_and_set_defaults`: {HERE}/levanter.py"
+    )
+    with pytest.raises(ValueError, match="divisible"):
+        inside.settle_devices(TrainerConfig(require_accelerator=False, train_batch_size=6, per_device_parallelism=4))
+
+
+class Weight(eqx.Module):
+    x: jax.Array
+
+
+class Seen(inside.StepTrainer):
+    def see(self, state, result):
+        result.loss = result.loss + 100.0
+        return result
+
+
+def test_a_step_is_seen_and_can_be_traced():
+    config = TrainerConfig(id="a", require_accelerator=False, train_batch_size=2, log_jaxprs=False, log_xla_hlo=False)
+
+    def loss(model, batch, *, key=None):
+        return jnp.sum(model.x * batch.array)
+
+    with current_tracker(NoopTracker()), Seen(config, optax.sgd(1.0), loss, add_default_hooks=False) as trainer:
+        assert isinstance(trainer, Trainer)
+        batch = hax.named(jnp.ones(2), "batch")
+        state = trainer.initial_state(jax.random.PRNGKey(0), model=Weight(jnp.ones(2)))
+        traced = eqx.filter_eval_shape(lambda s: inside.step(trainer, s, batch).new_state.model.x, state)
+        assert traced.shape == (2,)
+        info = trainer.train_step(state, batch)
+        assert float(info.loss) == 102.0, (
+            f"Levanter's trainer makes its step elsewhere than in `_train_step`: {HERE}/levanter.py"
+        )
+
+
+class Base(ChoiceRegistry):
+    pass
+
+
+@Base.register_subclass("one")
+class One(Base):
+    pass
+
+
+def test_registered_choices_are_found_without_any_import():
+    known = {"one": One}
+    assert draccus.registered(Base) == known == Base.get_known_choices(), (
+        f"draccus keeps choices elsewhere: {HERE}/draccus.py"
+    )
+    assert draccus.registered(One) == known
+    assert draccus.registered(int) == {}
+    assert "gpt2" in draccus.registered(LmConfig) or draccus.registered(LmConfig) == {}
+
+
+def test_an_error_of_the_disk_is_told_in_the_writing_thread(tmp_path):
+    told, asked = [], threading.Event()
+    writer = tensorboardX.SummaryWriter(str(tmp_path), max_queue=1, flush_secs=1)
+
+    def fail(*args):
+        asked.set()
+        raise OSError("full")
+
+    events = writer.file_writer.event_writer._ev_writer
+    events.write_event = fail
+    tensorboard.on_os_errors(writer, told.append)
+    writer.add_scalar("a", 1.0)
+    assert asked.wait(20), f"tensorboardX writes by something else than `_ev_writer.write_event`: {HERE}/tensorboard.py"
+    writer.close()
+    assert [str(error) for error in told][:1] == ["full"]
+
+
+def test_an_encoding_is_told_by_its_parts():
+    ranks = {bytes([byte]): byte for byte in range(256)} | {b"ab": 256}
+    encoding = tiktoken.Encoding("mine", pat_str=r"\w+|\W+", mergeable_ranks=ranks, special_tokens={"<end>": 257})
+    parts = definition(encoding)
+    assert parts == (ranks, {"<end>": 257}, r"\w+|\W+"), f"tiktoken keeps the parts elsewhere: {HERE}/tiktoken.py"

@@ -1,0 +1,50 @@
+"""Files that are whole or absent, and paths of users."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from qkvflow.errors import UserError
+from qkvflow.files import is_fresh, local_path, replacing, write_text
+
+
+def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
+    path = tmp_path / "a.json"
+    write_text(path, "old")
+
+    def fail():
+        with replacing(path) as fresh:
+            fresh.write_text("half")
+            assert is_fresh(fresh.name)
+            assert path.read_text() == "old"
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fail()
+    assert [entry.name for entry in tmp_path.iterdir()] == ["a.json"]
+    assert path.read_text() == "old"
+    write_text(path, "néw")
+    assert path.read_bytes() == "néw".encode()
+
+
+def test_paths_stand_for_themselves():
+    for name in ("runs[1]/a*", "{a,b}", "what?", "a b", "$HOME"):
+        assert local_path(name) == Path(name)
+    assert local_path("~/x") == Path(os.path.expanduser("~/x"))
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("~nobodyknows/x", "no home"),
+        ("a/" + "x" * 300, "too long"),
+        ("x/" * 3000, "too long"),
+        ("a\0b", "zero byte"),
+        ("\ud800", "half of"),
+    ],
+)
+def test_paths_that_no_file_can_have_are_refused(name, words):
+    with pytest.raises(UserError, match=words) as error:
+        local_path(name)
+    assert len(str(error.value)) < 300
