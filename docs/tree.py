@@ -19,12 +19,12 @@ _OTHERS = {
 _HEAD = """# The code
 
 The equation is the architecture: `weights` say what W(t) is, `blocks` what B is, `depth` how to travel from t = 0 to
-1. These three rooms never import each other; they meet in `models`. Floors, each of which imports only from those before it:
+1. These three rooms never import each other; they meet in `models`. Floors, each importing only from those before it:
 `axes`, `time` < `weights`, `blocks`, `depth` < `models` < `runs` < programs < `experiments` (tests/test_floors.py).
 
 | to add | look at |
 |---|---|
-| a block B(x; W) | `qkvflow/blocks/config.py`, then `gpt2.py` as an example |
+| a block B(x; W) | `qkvflow/blocks/config.py`, then `gpt2.py` |
 | weights W(t) | `qkvflow/weights/config.py`, then `galerkin.py` |
 | a solver | `qkvflow/depth/solvers.py` |
 | an input of blocks | `qkvflow/blocks/inputs.py` |

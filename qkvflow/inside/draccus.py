@@ -10,3 +10,13 @@ def registered(cls: type) -> Mapping[str, type]:
     Levanter that takes seconds and prints warnings of libraries that are not there.
     """
     return getattr(cls, "_choice_registry", {})
+
+
+def replace_choice(old: type, new: type) -> None:
+    """Lets the name of a registered choice stand for another class, a subclass with further keys.
+
+    Reason: draccus refuses to register a name twice.
+    """
+    registry = old._choice_registry
+    name = next(name for name, choice in registry.items() if choice is old)
+    registry[name] = new

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from haliax import Axis
 from levanter.callbacks.watch import WatchConfig
 from levanter.models.lm_model import LmConfig
-from levanter.optim import AdamConfig, OptimizerConfig
+from levanter.optim import OptimizerConfig
 from levanter.tracker import TrackerConfig
 from levanter.trainer import TrainerConfig
 from optax import GradientTransformation
@@ -13,6 +13,7 @@ from optax import GradientTransformation
 from qkvflow.data import DataConfig
 from qkvflow.errors import UserError
 from qkvflow.models import decay
+from qkvflow.runs.adam import ScaledAdamConfig
 from qkvflow.runs.base import OfficialConfig
 from qkvflow.runs.modes import FinetuneMode
 
@@ -92,7 +93,7 @@ class TrainConfig:
     model: LmConfig
     data: DataConfig = field(default_factory=DataConfig)
     trainer: RunTrainerConfig = field(default_factory=RunTrainerConfig)
-    optimizer: OptimizerConfig = field(default_factory=AdamConfig)
+    optimizer: OptimizerConfig = field(default_factory=ScaledAdamConfig)
     weight_decay_on: str = "matrices"
     run_dir: str = "runs"
     train_seq_len: int | None = None

@@ -144,3 +144,19 @@ def test_an_encoding_is_told_by_its_parts():
     encoding = tiktoken.Encoding("mine", pat_str=r"\w+|\W+", mergeable_ranks=ranks, special_tokens={"<end>": 257})
     parts = definition(encoding)
     assert parts == (ranks, {"<end>": 257}, r"\w+|\W+"), f"tiktoken keeps the parts elsewhere: {HERE}/tiktoken.py"
+
+
+def test_the_name_of_a_choice_can_stand_for_a_subclass():
+    class Choice(ChoiceRegistry):
+        pass
+
+    @Choice.register_subclass("plain")
+    class Plain(Choice):
+        pass
+
+    class Richer(Plain):
+        pass
+
+    draccus.replace_choice(Plain, Richer)
+    assert Choice.get_choice_class("plain") is Richer, f"draccus keeps choices elsewhere: {HERE}/draccus.py"
+    assert Choice.get_choice_name(Richer) == "plain", f"draccus looks names up elsewhere: {HERE}/draccus.py"
