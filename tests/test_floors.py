@@ -11,13 +11,23 @@ PACKAGE = Path(__file__).parent.parent / "qkvflow"
 ROOMS = {"weights", "blocks", "depth"}
 PROGRAMS = {"train_lm", "finetune_lm", "eval_lm", "describe", "sample_lm", "serve_lm", "analysis"}
 # Each part may import from qkvflow only what is listed here.
-GROUND = {"errors", "units", "files", "locks", "ranges", "named", "inside"}  # what knows nothing of models
+GROUND = {
+    "errors",
+    "units",
+    "files",
+    "locks",
+    "ranges",
+    "named",
+    "inside",
+    "interrupts",
+}  # what knows nothing of models
 MAY_IMPORT = {
     "errors": set(),
     "units": set(),
     "ranges": set(),
     "named": set(),
     "inside": set(),
+    "interrupts": set(),
     "locks": set(),
     "files": {"errors"},
     "axes": set(),
@@ -37,7 +47,7 @@ MAY_IMPORT = {
     "serving": {*GROUND, "generation"},
     "meshes": {*GROUND, "config", "runs", "training"},
     "cli": {*GROUND, "config"},  # above all that works: nothing but programs speaks to a terminal
-    "__init__": {"models", "generation"},
+    "__init__": {"interrupts", "models", "generation"},
 }
 
 

@@ -59,8 +59,9 @@ class Gate:
             message = f"Pages of {origin[:80]!r} may not use this server. Allow them with --allowed_origins."
             raise RequestError(403, message, code="origin_not_allowed")
         if access.api_key is not None and path not in OPEN_PATHS:
-            given = headers.get("authorization", "").removeprefix("Bearer ")
-            if not secrets.compare_digest(given.encode(), access.api_key.encode()):
+            scheme, _, given = headers.get("authorization", "").partition(" ")
+            known = secrets.compare_digest(given.strip().encode(), access.api_key.encode())
+            if scheme.lower() != "bearer" or not known:
                 raise RequestError(
                     401, "Incorrect API key: send it as `Authorization: Bearer KEY`.", code="invalid_api_key"
                 )

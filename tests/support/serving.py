@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 
+import equinox as eqx
 import haliax as hax
 import jax
 import openai
@@ -32,9 +33,14 @@ TEMPLATE = (
 def tiny_model():
     """With control; of ASCII, since bytes drawn at random are seldom text."""
     config = dataclasses.replace(small_config(control=ControlConfig(dim=2)), max_seq_len=LENGTH)
-    model = config.build(hax.Axis("vocab", 128), key=jax.random.PRNGKey(0))
-    # Ten times the usual scale: a text that varies.
-    return jax.tree.map(lambda a: 10 * a if is_float(a) else a, model)
+
+    @eqx.filter_jit  # one compiled function instead of hundreds
+    def build(key):
+        # Ten times the usual scale: a text that varies.
+        model = config.build(hax.Axis("vocab", 128), key=key)
+        return jax.tree.map(lambda a: 10 * a if is_float(a) else a, model)
+
+    return build(jax.random.PRNGKey(0))
 
 
 def tiny_writer(model, folder, template: str | None = TEMPLATE) -> Writer:
