@@ -22,8 +22,8 @@ from qkvflow.models import ControlConfig
 pytestmark = pytest.mark.slow  # compiles steps of many sizes; tests/serving has the same law for a server
 LENGTH = 48
 HYBRID = {"block": SsmBlockConfig(num_heads=2, state_size=16), "control": ControlConfig(dim=2)}
-# Widths are multiples of 64, or kernels of few rows may differ in their last bits (`qkvflow.generation.rows`). The head's
-# 257 columns are none: it is filled up.
+# Widths are multiples of 64, or kernels of few rows may differ in their last bits (`qkvflow.generation.rows`): the head
+# is filled up where its columns, here 257, are none.
 MODELS = {
     "byte vocabulary": ({}, 256, 257),
     "llama": ({"block": llama()}, 256, 64),
