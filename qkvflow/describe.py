@@ -2,12 +2,13 @@
 
 python -m qkvflow.describe --config_path A.yaml [B.yaml ...] [--vocab_size N] [--model.depth.steps 24 ...]
 python -m qkvflow.describe --run DIR [DIR ...] [--checkpoint_step N]
-python -m qkvflow.describe --mesh 8x8 --config_path A.yaml [--json FILE]
+python -m qkvflow.describe --mesh 8x8 --config_path A.yaml [--run DIR] [--json FILE]
 
 Runs also show how much each weight varies with layer-time: sqrt(mean_t |W(t) - mean W|^2) / |mean W|.
 `--mesh` also compiles the training step for that many virtual devices (data x model) and says what each of them needs.
 """
 
+import contextlib
 import dataclasses
 import json
 import sys
@@ -17,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import equinox as eqx
+import yaml
 from haliax import Axis
 from levanter.models.lm_model import LmHeadModel
 
@@ -31,8 +33,12 @@ from qkvflow.models import NeuralOdeConfig, cost
 from qkvflow.models.levanter_twin import enter, enter_config
 from qkvflow.progress import Progress
 from qkvflow.runs import load_run
-from qkvflow.runs.config import TrainConfig
+from qkvflow.runs.config import FinetuneConfig, TrainConfig
+from qkvflow.runs.directory import RunDirectory
 from qkvflow.training.checks import model_shape, tree_bytes
+from qkvflow.training.finetune import finetune_start
+from qkvflow.training.share import TrainedShare
+from qkvflow.training.start import Start, start_of
 from qkvflow.units import in_bytes, scaled
 from qkvflow.weights import variation
 
@@ -51,7 +57,7 @@ class DescribeConfig:
     checkpoint_step: N of the runs' checkpoints `step-N`; the newest if not given.
     vocab_size: of the models of configurations; by default that of their tokenizer.
     overrides: `--key.subkey value` for every configuration, as words.
-    mesh: of configurations: the devices to compile the training step for, see `qkvflow.meshes.shape`.
+    mesh: the devices to compile the training step for, see `qkvflow.meshes.shape`.
     json: a file that everything is also written to.
     """
 
@@ -73,34 +79,44 @@ def main(config: DescribeConfig) -> None:
         raise UserError("nothing to describe: give --config_path FILE [FILE ...] or --run DIR [DIR ...]")
     if config.run and config.overrides:
         raise UserError(f"{config.overrides[0]} changes configurations; a run is described as it is. Leave it out")
-    if config.run and config.mesh is not None:
-        raise UserError(
-            "--mesh compiles the step of a configuration: give --config_path DIR/config.yaml for that of a run"
-        )
     shape = None if config.mesh is None else MeshShape.read(config.mesh)
     columns: dict[str, Sections] = {}
     reports: dict[str, MeshReport] = {}
     with quiet_libraries() as quiet:
         progress = Progress(quiet.terminal)
-        for path in config.files:
-            train, _ = parse(TrainConfig, ["--config_path", path, *config.overrides])
-            vocab = config.vocab_size or vocabulary_size(train)
-            name = path.removesuffix(".yaml").removeprefix("configs/")
-            columns[name] = describe(train, vocab)
+
+        def add(name: str, train: TrainConfig, vocab: int, start: Start | None, run: Path | None = None) -> None:
+            columns[name] = describe(train, vocab, start)
             if shape is not None:
-                size = None if config.vocab_size else train.vocab_size
+                size = None if config.vocab_size and run is None else train.vocab_size
                 with progress.phase(f"Compiling {name} for {shape.devices} devices"):
-                    reports[name] = describe_mesh(dataclasses.replace(train, vocab_size=size), vocab, shape)
+                    reports[name] = describe_mesh(dataclasses.replace(train, vocab_size=size), vocab, shape, run)
                 columns[name] |= reports[name].sections()
+
+        for path in config.files:
+            train, start = _read(path, config.overrides)
+            vocab = config.vocab_size or vocabulary_size(train)
+            add(path.removesuffix(".yaml").removeprefix("configs/"), train, vocab, start)
         for path in config.run:
             run = load_run(path, config.checkpoint_step)
-            sections = describe(run.config, run.model.Vocab.size)
-            columns[f"{run.path} step {run.step}"] = sections | {"change of W(t) over t": change_over_time(run.model)}
+            train, start = start_of(RunDirectory(run.path))
+            name = f"{run.path} step {run.step}"
+            add(name, train, run.model.Vocab.size, start, run.path)
+            columns[name] |= {"change of W(t) over t": change_over_time(run.model)}
     print(table(columns), flush=True)
     for name, report in reports.items():
         print("\n".join([f"\n{name}:", *report.notes()]) if report.notes() else "", flush=True)
     if config.json is not None:
         _write(Path(config.json), columns, reports)
+
+
+def _read(path: str, overrides: list[str]) -> tuple[TrainConfig, Start | None]:
+    """A configuration to train from scratch, or to fine-tune: that has a `mode`."""
+    words = ["--config_path", path, *overrides]
+    with contextlib.suppress(OSError, ValueError, yaml.YAMLError):  # `parse` tells them
+        if "mode" in (yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}):
+            return finetune_start(parse(FinetuneConfig, words)[0])
+    return parse(TrainConfig, words)[0], None
 
 
 def _write(path: Path, columns: dict[str, Sections], reports: dict[str, MeshReport]) -> None:
@@ -113,16 +129,20 @@ def _write(path: Path, columns: dict[str, Sections], reports: dict[str, MeshRepo
         raise UserError(f"cannot write --json {path}: {error.strerror}") from None
 
 
-def describe(config: TrainConfig, vocab_size: int) -> Sections:
+def describe(config: TrainConfig, vocab_size: int, start: Start | None = None) -> Sections:
     """What the model of a configuration costs, from shapes: section -> row -> value. None where it is not known.
 
     FLOPs are those of `qkvflow.models.cost`; memory is in bytes, at the precision of the trainer's parameters.
+
+    Args:
+        start: where the model comes from, if it is not drawn at random: LoRA trains little of it.
     """
     model_config, trainer = config.model, config.trainer
-    length = config.Pos.size
-    shape = model_shape(model_config, Axis("vocab", vocab_size))
-    stored = eqx.filter_eval_shape(trainer.mp.cast_to_param, shape)
-    optimizer = config.build_optimizer()
+    length, Vocab = config.Pos.size, Axis("vocab", vocab_size)
+    shape = model_shape(model_config, Vocab)
+    stored = eqx.filter_eval_shape(trainer.mp.cast_to_param, shape if start is None else start.shape(Vocab))
+    trainable = True if start is None else start.trainable(stored)
+    share = TrainedShare.of(stored, trainable, config.build_optimizer())
     config_of_ours, ours = enter_config(model_config), enter(shape)
     flops = cost.flops(config_of_ours, ours, vocab_size, length)
     cache = cost.kv_cache_width(config_of_ours)
@@ -151,8 +171,8 @@ def describe(config: TrainConfig, vocab_size: int) -> Sections:
         },
         "memory for training": {
             "parameters": in_bytes(tree_bytes(stored)),
-            "gradients": in_bytes(tree_bytes(stored)),
-            "optimizer": in_bytes(tree_bytes(eqx.filter_eval_shape(optimizer.init, stored))),
+            "gradients": in_bytes(share.trained_bytes),
+            "optimizer": in_bytes(share.optimizer_bytes),
         },
         "KV cache per token": {"bf16": cache and in_bytes(2 * cache), "fp32": cache and in_bytes(4 * cache)},
     }

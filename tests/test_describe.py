@@ -1,5 +1,6 @@
 """The program `describe`: its sums, its table, its command line; and how much weights vary over time."""
 
+import json
 from pathlib import Path
 
 import equinox as eqx
@@ -7,13 +8,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import yaml
+from levanter.trainer_state import trainables_only
 from support.models import build, llama, small_config
 
 from qkvflow import describe as program
 from qkvflow.cli import parse
 from qkvflow.config import decode
 from qkvflow.errors import UserError
-from qkvflow.runs.config import TrainConfig
+from qkvflow.finetune_lm import main as finetune
+from qkvflow.models import lora
+from qkvflow.runs import load_run
+from qkvflow.runs.config import FinetuneConfig, TrainConfig
 from qkvflow.train_lm import main as train
 from qkvflow.weights import at, variation
 
@@ -148,3 +154,45 @@ def test_a_trained_run(tmp_path, capsys):
     rows = {line[2:].split("  ")[0]: line.split() for line in lines}
     assert float(rows["self_attn.q_proj.weight"][-1]) > 0
     assert float(rows["input_layernorm.weight"][-1]) >= 0
+
+
+@pytest.mark.slow
+@pytest.mark.program
+def test_the_step_of_runs_and_of_lora_on_a_mesh(tmp_path, capsys):
+    """A run as it trains: of LoRA, only what is trained has a gradient and an optimizer's state."""
+    raw = {
+        "model": {
+            "type": "neuralode",
+            "max_seq_len": 32,
+            "hidden_dim": 16,
+            "block": {"type": "gpt2", "num_heads": 2},
+            "weights": {"type": "generated", "time_embed_dim": 4, "sinusoidal_dim": 4},
+            "depth": {"steps": 2},
+        },
+        "data": {"cache_dir": str(tmp_path / "cache")},
+        "run_dir": str(tmp_path / "runs"),
+        "trainer": {"id": "base", "train_batch_size": 2, "num_train_steps": 2, "max_eval_batches": 1},
+    }
+    base = train(decode(TrainConfig, raw))
+    tuned = {key: raw[key] for key in ("data", "run_dir")} | {"run": str(base), "mode": {"type": "lora", "r": 2}}
+    tuned |= {"trainer": raw["trainer"] | {"id": "lora"}}
+    file = tmp_path / "lora.yaml"
+    file.write_text(yaml.safe_dump(tuned))
+    run = finetune(decode(FinetuneConfig, tuned))
+    found = tmp_path / "found.json"
+    program.main(program.DescribeConfig(files=[str(file)], run=[str(base), str(run)], mesh="2", json=str(found)))
+    text = capsys.readouterr().out
+    config, whole, adapted = (column["mesh"] for column in json.loads(found.read_text()).values())
+    for key in ("all_parameters", "all_optimizer", "arguments", "temporary", "flops"):
+        assert config[key] == adapted[key], key
+    assert 1.9 < whole["all_optimizer"] / whole["all_parameters"] < 2.1  # Adam has two numbers for each
+    trained = sum(leaf.size for leaf in jax.tree.leaves(trained_part(run))) * 4
+    assert adapted["all_optimizer"] == pytest.approx(2 * trained, abs=100)  # and counters
+    assert adapted["all_optimizer"] < 0.3 * adapted["all_parameters"]
+    assert "change of W(t) over t" in text
+
+
+def trained_part(run):
+    """What LoRA trained, as arrays."""
+    model = load_run(run, merge=False).model
+    return trainables_only(model, lora.trainable(model, embeddings=False))

@@ -3,10 +3,10 @@
 import functools
 import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import haliax as hax
+import jax
 import levanter.checkpoint
 from fsspec.core import url_to_fs
 from jax.experimental.array_serialization.serialization import GlobalAsyncCheckpointManager
@@ -14,7 +14,16 @@ from levanter.checkpoint import Checkpointer, save_checkpoint
 from levanter.trainer import Trainer, TrainerConfig
 from levanter.trainer_state import TrainerState
 
-__all__ = ["Checkpointer", "StepTrainer", "checkpoint_of", "save_checkpoint", "set_manager", "settle_devices", "step"]
+__all__ = [
+    "Checkpointer",
+    "StepTrainer",
+    "StoppableCheckpointer",
+    "checkpoint_of",
+    "save_checkpoint",
+    "set_manager",
+    "settle_devices",
+    "step",
+]
 
 
 def set_manager(checkpointer: Checkpointer, manager: GlobalAsyncCheckpointManager) -> None:
@@ -25,12 +34,40 @@ def set_manager(checkpointer: Checkpointer, manager: GlobalAsyncCheckpointManage
     checkpointer._manager = manager
 
 
-def checkpoint_of(specs: Sequence[Mapping[str, Any]]) -> Path:
-    """The folder of the checkpoint that arrays with these TensorStore specs are written to.
+class StoppableCheckpointer(Checkpointer):
+    """Levanter's, which can save what the next start continues from; how it removes checkpoints is for a subclass.
+
+    Reason: what Levanter saves on request stays for ever, so a run that is stopped often would fill its disk. And it
+    removes a checkpoint's files in any order: killed in between, it leaves one that looks complete.
+    """
+
+    def remove(self, checkpoint: str) -> None:
+        """Removes the folder of a checkpoint."""
+        super()._do_rm_checkpoint(checkpoint)
+
+    def save_to_continue(self, tree: Any, step: int) -> None:
+        """Saves a temporary checkpoint: it replaces those before it, and the next due one replaces it."""
+        name = f"step-{step}"
+
+        def replace() -> None:
+            if jax.process_index() == 0:
+                self._record_temporary_checkpoint(os.path.join(self.base_path, name))
+                self._prune_temporary_checkpoints(self.keep_last_temporary_checkpoints)
+
+        self.save_checkpoint(tree, step, name, replace, is_temporary=True)
+
+    def _do_rm_checkpoint(self, cp_path: str) -> None:
+        self.remove(cp_path)
+
+
+def checkpoint_of(specs: Sequence[Mapping[str, Any]]) -> str:
+    """The folder, or the URL, of the checkpoint that arrays with these TensorStore specs are written to.
 
     Reason: a manager is told where arrays go, but not that they are a checkpoint.
     """
-    return Path(specs[0]["kvstore"]["base"]["path"])
+    base = specs[0]["kvstore"]["base"]
+    scheme = {"gcs": "gs", "s3": "s3"}.get(base["driver"])
+    return base["path"] if scheme is None else f"{scheme}://{base['bucket']}/{base['path']}"
 
 
 def settle_devices(trainer: TrainerConfig) -> None:

@@ -9,14 +9,18 @@ import qkvflow as qkvflow  # registers the models
 from qkvflow.cli import run_program
 from qkvflow.config import read_config
 from qkvflow.meshes.ahead import compile_ahead
-from qkvflow.runs.config import TrainConfig
+from qkvflow.runs.config import FinetuneConfig
+from qkvflow.runs.load import find_run
+from qkvflow.training.finetune import finetune_start
 from qkvflow.training.levanter_config import configure_jax
+from qkvflow.training.start import start_of
 
 
 @dataclass
 class ChildConfig:
     """
     given: file of the configuration, as `write_config` writes it.
+    run: the run that it is of, if it is of one.
     tokens: size of the tokenizer's vocabulary.
     found: where the report goes.
     """
@@ -24,13 +28,18 @@ class ChildConfig:
     given: str
     tokens: int
     found: str
+    run: str | None = None
 
 
 def main(config: ChildConfig) -> None:
     """Writes the report of the step on all devices of this process."""
-    train = read_config(Path(config.given), TrainConfig)
+    train, start = read_config(Path(config.given), FinetuneConfig), None
+    if config.run is not None:
+        start = start_of(find_run(config.run))[1]
+    elif train.mode is not None:
+        train, start = finetune_start(train)
     configure_jax(train.trainer)
-    report = compile_ahead(train, config.tokens)
+    report = compile_ahead(train, config.tokens, start=start)
     Path(config.found).write_text(json.dumps(dataclasses.asdict(report)))
 
 

@@ -19,18 +19,20 @@ from qkvflow.named import is_named
 from qkvflow.runs.config import TrainConfig
 from qkvflow.training.checks import check_config, check_devices, model_shape, tree_bytes
 from qkvflow.training.mesh import check_mesh, complete_mesh
+from qkvflow.training.start import Start
 from qkvflow.training.step import batch_shape, lower_step, make_trainer, state_shape, vocabulary
 
 # Memory is settled before machine code is made; good code would only cost time.
 _QUICK = {"xla_backend_optimization_level": 0}
 
 
-def compile_ahead(config: TrainConfig, tokens: int, large: int = LARGE) -> MeshReport:
+def compile_ahead(config: TrainConfig, tokens: int, large: int = LARGE, start: Start | None = None) -> MeshReport:
     """The report for `config` on all devices of this process; nothing is allocated.
 
     Args:
         tokens: size of the tokenizer's vocabulary; what the model has follows as in training.
         large: bytes above which an undivided array is told.
+        start: where the model comes from, if it is not drawn at random: what a fine-tune trains of it.
 
     Errors: `UserError` for everything that training would refuse, before anything is compiled.
     """
@@ -41,15 +43,16 @@ def compile_ahead(config: TrainConfig, tokens: int, large: int = LARGE) -> MeshR
     Vocab = vocabulary(config, tokens, trainer_config)
     optimizer = config.build_optimizer()
     with trainer_config.use_device_mesh():
-        model = model_shape(config.model, Vocab)
+        model = model_shape(config.model, Vocab) if start is None else start.shape(Vocab)
+    trainable = True if start is None else start.trainable(model)
     trainer_config = complete_mesh(trainer_config, model)
     check_mesh(trainer_config, model, config.Pos)
     began = time.monotonic()
     with (
         levanter.tracker.current_tracker(NoopTracker()),
-        make_trainer(config, trainer_config, optimizer) as trainer,
+        make_trainer(config, trainer_config, optimizer, start and start.in_step) as trainer,
     ):
-        state = state_shape(trainer, model)
+        state = state_shape(trainer, model, trainable)
         lowered = lower_step(trainer, state, batch_shape(config, trainer))
         compiled = lowered.compile(_QUICK if jax.default_backend() == "cpu" else None)
     seconds = time.monotonic() - began

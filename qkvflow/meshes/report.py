@@ -132,10 +132,9 @@ class MeshReport:
         return found
 
     def _fit(self, size: int) -> str:
-        free = 1 - self.memory / (size * GIB)
         if self.fits[size]:
-            return f"yes, {free:.0%} free"
-        return "tight" if free >= 0 else f"no, {in_bytes(self.memory - size * GIB)} too much"
+            return f"yes, {1 - self.memory / (size * GIB):.0%} free"
+        return f"no, {in_bytes(self.memory - TIGHT * size * GIB)} above {TIGHT:.0%}"
 
 
 def as_dict(report: MeshReport) -> dict:

@@ -23,8 +23,11 @@ _COUNT = "--xla_force_host_platform_device_count"
 _GATHERED = b"Involuntary full rematerialization"
 
 
-def describe_mesh(config: TrainConfig, tokens: int, shape: MeshShape) -> MeshReport:
+def describe_mesh(config: TrainConfig, tokens: int, shape: MeshShape, run: Path | None = None) -> MeshReport:
     """What a training step of `config` costs on a mesh of that shape; see `compile_ahead`.
+
+    Args:
+        run: the run whose configuration it is, if it is that of one.
 
     Errors: `UserError` for a configuration that cannot be trained on that mesh, and if this machine has too little
     memory to compile.
@@ -34,6 +37,7 @@ def describe_mesh(config: TrainConfig, tokens: int, shape: MeshShape) -> MeshRep
         given, found = Path(folder) / "config.yaml", Path(folder) / "report.json"
         write_config(given, dataclasses.replace(config, trainer=trainer))
         words = ["--given", str(given), "--tokens", str(tokens), "--found", str(found)]
+        words += [] if run is None else ["--run", str(run.resolve())]
         status = _run([sys.executable, "-m", "qkvflow.meshes", *words], shape.devices, output)
         output.seek(0)
         said = output.read()

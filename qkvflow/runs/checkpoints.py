@@ -1,19 +1,21 @@
 """The checkpoints of a run: which are complete, which are good, and what to do with the others."""
 
 import contextlib
+import itertools
 import json
 import os
-import shutil
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import datetime
-from pathlib import Path
 
 from qkvflow.errors import UserError
 from qkvflow.runs.checksums import damage_of
+from qkvflow.runs.places import Place
 
 Phase = Callable[[str], AbstractContextManager]
+Folder = str | os.PathLike | Place
+_METADATA = "metadata.json"
 _LONG_BYTES = 1 << 30  # reading more than this takes seconds, so a person is told
 
 
@@ -21,57 +23,63 @@ _LONG_BYTES = 1 << 30  # reading more than this takes seconds, so a person is to
 class Damaged:
     """A complete checkpoint whose files are not as they were written; `what` is wrong with it."""
 
-    path: Path
+    path: Place
     what: str
 
     def __str__(self) -> str:
         return f"the checkpoint {self.path} is damaged: {self.what}"
 
 
-def checkpoint_steps(folder: Path) -> list[int]:
+def checkpoint_steps(folder: Folder) -> list[int]:
     """The steps N whose checkpoints `step-N` are complete, in order.
 
     Levanter begins `metadata.json` after all else is on disk, so it marks a complete checkpoint.
     """
-    return sorted(step for step, path in _step_folders(folder) if (path / "metadata.json").is_file())
+    return sorted(step for step, place in _step_folders(folder) if place.has(_METADATA))
 
 
-def newest_good(folder: Path, phase: Phase | None = None) -> tuple[int | None, list[Damaged]]:
+def newest_good(
+    folder: Folder, phase: Phase | None = None, damage_of: Callable[[Place], str | None] = damage_of
+) -> tuple[int | None, list[Damaged]]:
     """The newest complete checkpoint whose files are as they were written, and the damaged ones that are newer.
 
     Newest is by step: clocks jump. Nothing is changed.
 
     Args:
         phase: names what is happening if it takes long.
+        damage_of: says what is wrong with a complete checkpoint.
     """
     damaged = []
     for step in reversed(checkpoint_steps(folder)):
-        path = folder / f"step-{step}"
-        is_long = sum(file.stat().st_size for file in path.rglob("*") if file.is_file()) > _LONG_BYTES
-        with phase(f"Checking {path.name}") if phase and is_long else contextlib.nullcontext():
-            what = damage_of(path)
+        place = Place.of(folder) / f"step-{step}"
+        is_long = sum(info.bytes for info in place.files().values()) > _LONG_BYTES
+        with phase(f"Checking {place.name}") if phase and is_long else contextlib.nullcontext():
+            what = damage_of(place)
         if what is None:
             return step, damaged
-        damaged.append(Damaged(path, what))
+        damaged.append(Damaged(place, what))
     return None, damaged
 
 
-def sound_checkpoint(path: Path) -> tuple[Path, list[Damaged]]:
+def sound_checkpoint(
+    path: Folder, damage_of: Callable[[Place], str | None] = damage_of
+) -> tuple[Place, list[Damaged]]:
     """The checkpoint that `path` means: itself, or the newest good one in it; and the damaged ones that are newer.
 
     Errors: `UserError` if it is damaged, or if all are.
     """
-    if (path / "metadata.json").is_file():
-        what = damage_of(path)
+    place = Place.of(path)
+    if place.has(_METADATA):
+        what = damage_of(place)
         if what is not None:
-            raise UserError(f"{Damaged(path, what)}. Take another one")
-        return path, []
-    step, damaged = newest_good(path)
+            raise UserError(f"{Damaged(place, what)}. Take another one")
+        return place, []
+    step, damaged = newest_good(place, damage_of=damage_of)
     if step is None and damaged:
         raise all_damaged(damaged)
     if step is None:  # not a folder of ours
-        return path, []
-    return path / f"step-{step}", damaged
+        return place, []
+    return place / f"step-{step}", damaged
 
 
 def all_damaged(damaged: list[Damaged]) -> UserError:
@@ -83,40 +91,47 @@ def all_damaged(damaged: list[Damaged]) -> UserError:
     )
 
 
-def set_aside(damaged: Damaged, place: Path) -> Path:
+def set_aside(damaged: Damaged, place: Folder) -> Place:
     """Moves a damaged checkpoint into the folder `place`, where no later checkpoint overwrites or removes it."""
-    place.mkdir(exist_ok=True)
-    number, target = 1, place / damaged.path.name
-    while target.exists():
-        number += 1
-        target = place / f"{damaged.path.name}.{number}"
-    os.rename(damaged.path, target)
+    taken = set(Place.of(place).folders())
+    name = damaged.path.name
+    numbered = itertools.chain([name], (f"{name}.{number}" for number in itertools.count(2)))
+    target = Place.of(place) / next(free for free in numbered if free not in taken)
+    damaged.path.move_to(target)
     return target
 
 
-def clean_up(folder: Path) -> None:
+def clean_up(folder: Folder) -> None:
     """Mends what being killed in the middle of a save leaves: parts of a checkpoint, or empty metadata.
 
     A checkpoint without `metadata.json` was never complete, and goes. If `metadata.json` is cut short or says
     something else than the folder's name, it is written again: Levanter reads it, nothing else depends on it.
     """
-    for step, path in _step_folders(folder):
-        metadata = path / "metadata.json"
-        if not metadata.exists():
-            shutil.rmtree(path)
-        elif not _is_sound(metadata, step):
+    for step, place in _step_folders(folder):
+        if not place.has(_METADATA):
+            place.remove()
+        elif not _is_sound(place, step):
             record = {"step": step, "timestamp": datetime.now().isoformat(), "is_temporary": False}
-            metadata.write_text(json.dumps(record))
+            place.write(_METADATA, json.dumps(record).encode())
 
 
-def _step_folders(folder: Path) -> list[tuple[int, Path]]:
-    names = [(path.name.removeprefix("step-"), path) for path in folder.glob("step-*") if path.is_dir()]
-    return [(int(number), path) for number, path in names if number.isdigit()]
+def remove_checkpoint(checkpoint: Folder) -> None:
+    """Removes a checkpoint, which stops being complete before anything of it is gone."""
+    place = Place.of(checkpoint)
+    with contextlib.suppress(FileNotFoundError):
+        place.remove(_METADATA)
+    place.remove()
 
 
-def _is_sound(metadata: Path, step: int) -> bool:
+def _step_folders(folder: Folder) -> list[tuple[int, Place]]:
+    place = Place.of(folder)
+    numbers = [(name.removeprefix("step-"), name) for name in place.folders() if name.startswith("step-")]
+    return [(int(number), place / name) for number, name in numbers if number.isdecimal() and number.isascii()]
+
+
+def _is_sound(place: Place, step: int) -> bool:
     try:
-        record = json.loads(metadata.read_text())
+        record = json.loads(place.read(_METADATA))
         datetime.fromisoformat(record["timestamp"])
         return record["step"] == step
     except (OSError, ValueError, KeyError, TypeError):

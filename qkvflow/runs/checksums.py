@@ -1,28 +1,47 @@
 """Checksums of a checkpoint: written before it counts as complete, compared before anything of it is read."""
 
 import hashlib
+import itertools
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jax.experimental.array_serialization.serialization import GlobalAsyncCheckpointManager
+import jax
 
-from qkvflow.files import write_text
+from qkvflow.inside.jax import SharedManager, name_files
 from qkvflow.inside.levanter import checkpoint_of
+from qkvflow.runs.places import Place
 
 CHECKSUMS = "checksums.json"
 _WRITTEN_LATER = {CHECKSUMS, "metadata.json"}
 _THREADS = min(8, os.cpu_count() or 1)
+_saves = itertools.count()  # all processes of a run count alike
 
 
-class ChecksumManager(GlobalAsyncCheckpointManager):
+@dataclass(frozen=True)
+class Checksum:
+    """What is known of a file.
+
+    bytes: its size.
+    sha256: of its content; None in a bucket.
+    tag: what the bucket says of its content; None on a disk.
+    """
+
+    bytes: int
+    sha256: str | None = None
+    tag: str | None = None
+
+
+class ChecksumManager(SharedManager):
     """Writes the arrays of a checkpoint, then its `checksums.json`; then Levanter marks it as complete.
 
-    Differs from Levanter, which marks it once the arrays are on disk. With several processes all have
-    written by then, and the first one makes the checksums of all files.
+    Differs from Levanter, which marks it once the arrays are on disk. Of several processes each writes files with names
+    of its own and hashes them as they appear, while they are in its memory; the first one gathers what all have found.
+    Of a bucket nothing is read again: it tells sizes and tags.
     """
 
     def serialize(
@@ -33,62 +52,129 @@ class ChecksumManager(GlobalAsyncCheckpointManager):
         on_commit_callback: Callable[[], None] | None = None,
         transaction: Any = None,
     ) -> None:
-        folder = checkpoint_of(tensorstore_specs)
+        self.wait_until_finished()
+        save, count = next(_saves), jax.process_count()
+        self._save = save
+        self._place, self._prefix = Place.of(checkpoint_of(tensorstore_specs)), f"d/{jax.process_index()}-"
+        name_files(tensorstore_specs, self._prefix)
+        self._own: dict[str, Checksum] = {}
 
         def commit() -> None:
-            write_checksums(folder)
+            for other in range(1, count):
+                self._own.update(_from_json(self.hear(_key(save, other))))
+            write_checksums(self._place, self._own)
             if on_commit_callback is not None:
                 on_commit_callback()
 
         super().serialize(arrays, tensorstore_specs, on_commit_callback=commit, transaction=transaction)
 
+    def while_writing(self) -> None:
+        self._own.update(_new_files(self._place, self._prefix, self._own))
 
-def write_checksums(checkpoint: Path) -> None:
-    """Writes `checksums.json` into a checkpoint: size and sha256 of every file that is there."""
-    files = [path for path in sorted(checkpoint.rglob("*")) if path.is_file() and path.name not in _WRITTEN_LATER]
-    with ThreadPoolExecutor(_THREADS) as pool:
-        hashes = list(pool.map(_sha256, files))
-    record = {
-        str(path.relative_to(checkpoint)): {"bytes": path.stat().st_size, "sha256": digest}
-        for path, digest in zip(files, hashes, strict=True)
-    }
-    write_text(checkpoint / CHECKSUMS, json.dumps(record, indent=1) + "\n")
+    def when_written(self) -> None:
+        if jax.process_index() > 0:
+            self.tell(_key(self._save, jax.process_index()), _as_json(self._own))
 
 
-def damage_of(checkpoint: Path) -> str | None:
+def write_checksums(place: Place, known: dict[str, Checksum]) -> None:
+    """Writes `checksums.json` into a checkpoint: of every file that is there.
+
+    Args:
+        known: of files that need not be read again.
+    """
+    others = {name: info for name, info in place.files().items() if name not in known and name not in _WRITTEN_LATER}
+    if place.is_remote:
+        found = {name: Checksum(info.bytes, tag=info.tag) for name, info in others.items()}
+    else:
+        found = _hashed(place, others)
+    place.write(CHECKSUMS, (_as_json(known | found) + "\n").encode())
+
+
+def damage_of(
+    checkpoint: str | os.PathLike | Place, compare: Callable[[Place, dict[str, Checksum]], str | None] | None = None
+) -> str | None:
     """What is wrong with the files of a complete checkpoint, for people; None if nothing is.
 
     A checkpoint without `checksums.json`, of an older version of this package, is taken as it is.
+
+    Args:
+        compare: does what `first_changed` does, by default.
     """
+    place = Place.of(checkpoint)
     try:
-        record = json.loads((checkpoint / CHECKSUMS).read_text(encoding="utf-8"))
-        expected = {str(name): (int(entry["bytes"]), str(entry["sha256"])) for name, entry in record.items()}
+        expected = _from_json(place.read(CHECKSUMS).decode())
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return f"its {CHECKSUMS} cannot be read ({error})"
-    for name, (size, _) in expected.items():  # cheap, so first
-        path = checkpoint / name
-        if not path.resolve().is_relative_to(checkpoint.resolve()):
+    there = place.files()
+    for name, checksum in expected.items():  # cheap, so first
+        if not _is_inside(place, name):
             return f"its {CHECKSUMS} names the file {name}, which is outside"
-        if not path.is_file():
+        if name not in there:
             return f"its file {name} is gone"
-        if path.stat().st_size != size:
-            return f"its file {name} has {path.stat().st_size} bytes instead of {size}"
+        if there[name].bytes != checksum.bytes:
+            return f"its file {name} has {there[name].bytes} bytes instead of {checksum.bytes}"
+        if None not in (checksum.tag, there[name].tag) and there[name].tag != checksum.tag:
+            return f"its file {name} is not as it was written ({there[name].tag} instead of {checksum.tag})"
+    name = None if place.is_remote else (compare or first_changed)(place, expected)
+    return None if name is None else f"its file {name} {_change(place, name, expected[name])}"
+
+
+def first_changed(place: Place, expected: dict[str, Checksum]) -> str | None:
+    """The first file of a checkpoint on a disk whose content is not the expected one."""
     with ThreadPoolExecutor(_THREADS) as pool:
-        for name, wrong in pool.map(lambda item: (item[0], _mismatch(checkpoint / item[0], item[1][1])), expected.items()):
-            if wrong is not None:
-                return f"its file {name} {wrong}"
-    return None
+        changes = pool.map(lambda item: _change(place, *item), expected.items())
+        return next((name for name, change in zip(expected, changes, strict=True) if change is not None), None)
 
 
-def _mismatch(path: Path, sha256: str) -> str | None:
+def _change(place: Place, name: str, expected: Checksum) -> str | None:
     try:
-        return None if _sha256(path) == sha256 else "is not as it was written (sha256 differs)"
+        is_same = expected.sha256 is None or _sha256(place.local / name) == expected.sha256
     except OSError as error:
         return f"cannot be read ({error.strerror})"
+    return None if is_same else "is not as it was written (sha256 differs)"
+
+
+def _new_files(place: Place, prefix: str, known: dict[str, Checksum]) -> dict[str, Checksum]:
+    """Of the files on a disk that begin with `prefix` and are not known yet."""
+    if place.is_remote:
+        return {}
+    folder, _, begin = prefix.rpartition("/")
+    names = (f"{folder}/{path.name}" for path in (place.local / folder).glob(f"{begin}*") if path.suffix != ".__lock")
+    return _hashed(place, (name for name in names if name not in known))
+
+
+def _hashed(place: Place, names: Iterable[str]) -> dict[str, Checksum]:
+    def checksum(name: str) -> tuple[str, Checksum]:
+        return name, Checksum((place.local / name).stat().st_size, _sha256(place.local / name))
+
+    with ThreadPoolExecutor(_THREADS) as pool:
+        return dict(pool.map(checksum, names))
 
 
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _is_inside(place: Place, name: str) -> bool:
+    if place.is_remote:
+        return not name.startswith("/") and ".." not in name.split("/")
+    return (place.local / name).resolve().is_relative_to(place.local.resolve())
+
+
+def _as_json(record: dict[str, Checksum]) -> str:
+    plain = {name: {k: v for k, v in vars(record[name]).items() if v is not None} for name in sorted(record)}
+    return json.dumps(plain, indent=1)
+
+
+def _from_json(text: str) -> dict[str, Checksum]:
+    def read(entry: dict) -> Checksum:
+        return Checksum(int(entry["bytes"]), entry.get("sha256"), entry.get("tag"))
+
+    return {str(name): read(entry) for name, entry in json.loads(text).items()}
+
+
+def _key(save: int, index: int) -> str:
+    return f"qkvflow/checksums/{save}/{index}"

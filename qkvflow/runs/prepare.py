@@ -29,7 +29,7 @@ from qkvflow.runs.checkpoints import (
 from qkvflow.runs.config import FREE_KEYS, TrainConfig
 from qkvflow.config import differences, listed, read_config, write_config
 from qkvflow.runs.directory import RunDirectory, folder_of, run_id
-from qkvflow.runs.processes import follow, tell_others
+from qkvflow.runs.processes import damage_found_with_followers, follow, tell_others
 
 C = TypeVar("C", bound=TrainConfig)
 _ATTEMPTS = 10
@@ -102,12 +102,17 @@ def prepare_run(config: C, phase: Phase | None = None) -> Iterator[PreparedRun[C
     """
     name = run_id(config.trainer.id, config.config_path)
     config = dataclasses.replace(config, trainer=dataclasses.replace(config.trainer, id=name))
+    if "://" in str(config.run_dir):
+        raise UserError(
+            f"`run_dir` is {config.run_dir}, but must be a folder: mount the bucket (gcsfuse, mountpoint-s3) and name"
+            " the folder where it is mounted"
+        )
     directory = RunDirectory(folder_of(config.run_dir) / name)
     if "::" in str(directory.path.absolute()):
         raise UserError(f"{directory.path.absolute()} holds `::`, which libraries take for two paths. Choose another place")
     if jax.process_index() > 0:  # one of several processes of a run: the first one makes all checks
         with disk.disk_errors_are_told(directory.path):
-            follow(directory.lock)
+            follow(directory.lock, directory.checkpoints)
             yield _follow(directory, config)
     else:
         with contextlib.ExitStack() as stack:
@@ -204,7 +209,7 @@ def _reopen(directory: RunDirectory, config: C, phase: Phase | None) -> Prepared
             "Nothing was changed. For a new run, add --trainer.id NAME; to continue this one with the new "
             "values, add --accept_changes true"
         )
-    good, damaged = newest_good(directory.checkpoints, phase)
+    good, damaged = newest_good(directory.checkpoints, phase, damage_found_with_followers)
     if good is None and damaged:
         raise all_damaged(damaged)
     last_step = -1 if good is None else good

@@ -10,8 +10,11 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from qkvflow.errors import UserError
+from qkvflow.runs.checksums import Checksum, damage_of, first_changed
+from qkvflow.runs.places import Place
 
 _SECONDS_TO_APPEAR = 30  # what network file systems may need to show a new file to another machine
+_OPEN, _REFUSED = -1, -2  # what the first process tells; other numbers are steps whose checkpoints all check together
 
 
 def tell_others(mark: Path | None) -> None:
@@ -24,22 +27,47 @@ def tell_others(mark: Path | None) -> None:
     """
     if jax.process_count() == 1:
         return
-    multihost_utils.broadcast_one_to_all(np.asarray(mark is not None))
+    multihost_utils.broadcast_one_to_all(np.int32(_REFUSED if mark is None else _OPEN))
     if mark is None:
         jax.distributed.shutdown()  # returns when all have come to it; else the others would be aborted
     else:
         _require_seen(mark)
 
 
-def follow(mark: Path) -> None:
-    """Another process waits for the first one.
+def follow(mark: Path, checkpoints: Path) -> None:
+    """Another process waits for the first one, and reads its share of what that one checks.
 
     Errors: `UserError` if the first one could not open the directory, or if it is not to be seen from here.
     """
-    if not multihost_utils.broadcast_one_to_all(np.asarray(False)):
+    while (told := int(multihost_utils.broadcast_one_to_all(np.int32(0)))) >= 0:
+        damage_found_together(Place.of(checkpoints) / f"step-{told}")
+    if told == _REFUSED:
         jax.distributed.shutdown()
         raise UserError("the first process of this run could not open the run directory, and says why")
     _require_seen(mark)
+
+
+def damage_found_with_followers(checkpoint: Place) -> str | None:
+    """`damage_found_together`, for the first process while the others `follow`."""
+    if jax.process_count() > 1:
+        multihost_utils.broadcast_one_to_all(np.int32(checkpoint.name.removeprefix("step-")))
+    return damage_found_together(checkpoint)
+
+
+def damage_found_together(checkpoint: Place) -> str | None:
+    """What `damage_of` finds, if each process of the run reads its share of the files; all must call it alike."""
+    index, count = jax.process_index(), jax.process_count()
+
+    def changed_in_share(place: Place, expected: dict[str, Checksum]) -> str | None:
+        by_size = sorted(expected, key=lambda name: (-expected[name].bytes, name))
+        return first_changed(place, {name: expected[name] for name in by_size[index::count]})
+
+    found = damage_of(checkpoint, changed_in_share)
+    if count == 1 or not multihost_utils.process_allgather(np.asarray(found is not None)).any():
+        return found
+    if index == 0:  # speaks for all
+        found = found or damage_of(checkpoint)
+    return found or "another process has found it damaged"
 
 
 def _require_seen(mark: Path) -> None:

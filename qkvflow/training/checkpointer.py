@@ -1,19 +1,33 @@
-"""Levanter's checkpointer with two additions: checksums, and a clock that only runs forwards."""
+"""Levanter's checkpointer with checksums, a clock that only runs forwards, and a way to save before stopping."""
 
+import logging
 import time
 from collections.abc import Callable
 from datetime import datetime, timedelta
 
 from levanter.checkpoint import CheckpointerConfig, CheckpointInterval
 
-from qkvflow.inside.levanter import Checkpointer, set_manager
+from qkvflow.inside.levanter import StoppableCheckpointer, set_manager
+from qkvflow.runs.checkpoints import remove_checkpoint
 from qkvflow.runs.checksums import ChecksumManager
 
+logger = logging.getLogger(__name__)
 _BEGINNING = datetime(2000, 1, 1)  # any: only differences of times count
 _TIMEOUT_SECONDS = 30 * 60  # as in Levanter
 
 
-def create_checkpointer(config: CheckpointerConfig, clock: Callable[[], float] = time.monotonic) -> Checkpointer:
+class RunCheckpointer(StoppableCheckpointer):
+    """Saves checkpoints of a run as they fall due, and one more when it is stopped."""
+
+    def remove(self, checkpoint: str) -> None:
+        """Removes an old checkpoint; a failure is logged, since training can go on."""
+        try:
+            remove_checkpoint(checkpoint)
+        except OSError:
+            logger.exception("the old checkpoint %s could not be removed", checkpoint)
+
+
+def create_checkpointer(config: CheckpointerConfig, clock: Callable[[], float] = time.monotonic) -> RunCheckpointer:
     """What `config.create` makes, for checkpoints in `config.base_path`.
 
     Differs from Levanter, which measures `save_interval` by the clock on the wall: set back, it would stop saving.
@@ -21,7 +35,7 @@ def create_checkpointer(config: CheckpointerConfig, clock: Callable[[], float] =
     Args:
         clock: seconds since any beginning.
     """
-    checkpointer = Checkpointer(
+    checkpointer = RunCheckpointer(
         config.base_path,
         config.save_interval,
         [CheckpointInterval(**interval) for interval in config.keep or []],

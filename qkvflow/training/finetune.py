@@ -11,7 +11,7 @@ from qkvflow.runs.config import FinetuneConfig
 from qkvflow.runs.directory import RunDirectory, folder_of, run_id
 from qkvflow.runs.load import RunBase, find_run, is_adapter
 from qkvflow.runs.modes import FinetuneMode
-from qkvflow.training.start import adapted_shape
+from qkvflow.training.start import FromBase, adapted_shape
 
 
 def settle(config: FinetuneConfig) -> tuple[FinetuneConfig, Base, FinetuneMode]:
@@ -57,6 +57,12 @@ def settle(config: FinetuneConfig) -> tuple[FinetuneConfig, Base, FinetuneMode]:
         data=dataclasses.replace(config.data, tokenizer=tokenizer),
     )
     return settled, base, mode
+
+
+def finetune_start(config: FinetuneConfig) -> tuple[FinetuneConfig, FromBase]:
+    """A configuration, settled, and where its model comes from; see `settle`."""
+    settled, base, mode = settle(config)
+    return settled, FromBase(settled.model, finetune_directory(config), base, mode)
 
 
 def finetune_directory(config: FinetuneConfig) -> RunDirectory:

@@ -12,6 +12,7 @@ from qkvflow.files import local_path
 from qkvflow.runs.checkpoints import Phase, sound_checkpoint
 from qkvflow.runs.config import TrainConfig
 from qkvflow.runs.prepare import PreparedRun
+from qkvflow.runs.processes import damage_found_together
 
 
 def configure_jax(trainer: TrainerConfig) -> None:
@@ -34,7 +35,7 @@ def levanter_trainer(run: PreparedRun[TrainConfig], phase: Phase) -> TrainerConf
         changes |= {"load_checkpoint": True, "load_checkpoint_path": str(checkpoint)}
     elif trainer.initialize_from is not None and "://" not in trainer.initialize_from:
         with phase(f"Checking {trainer.initialize_from}"):
-            source, damaged = sound_checkpoint(local_path(trainer.initialize_from))
+            source, damaged = sound_checkpoint(local_path(trainer.initialize_from), damage_found_together)
         for checkpoint in damaged:
             warnings.warn(Notice(f"{checkpoint}. Taking {source.name}, the newest good one, instead"), stacklevel=2)
         changes["initialize_from"] = str(source)

@@ -126,6 +126,9 @@ def train(
 
     validation_loss = None
     with StopRequest() as stop:
+        if stop.is_due():  # the signal came while data and model were prepared
+            progress.say("Stopped by SIGTERM before the first step. To continue, give the same command again.")
+            raise SystemExit(stop.exit_status)
         with progress.phase("Compiling the training step"):
             info = next_step()
         progress.start(done, total)
@@ -146,11 +149,9 @@ def train(
                     validation_loss = validation(info)
                     progress.validation(done, validation_loss, unigram)
                 tracker.flush()
-                is_stopped = stop.is_due(done) and not is_last
+                is_stopped = stop.is_due() and not is_last
                 if is_stopped:
-                    checkpointer.save_checkpoint(
-                        info.state.saveable_state, info.step, f"step-{info.step}", is_temporary=True
-                    )
+                    checkpointer.save_to_continue(info.state.saveable_state, info.step)
                 else:
                     checkpointer.on_step(tree=info.state.saveable_state, step=info.step, force=is_last)
                 if is_last or is_stopped:

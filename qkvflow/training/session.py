@@ -29,6 +29,7 @@ from qkvflow.training.mesh import check_mesh, complete_mesh
 from qkvflow.training.share import TrainedShare
 from qkvflow.training.start import Start
 from qkvflow.training.step import make_trainer, vocabulary
+from qkvflow.training.stopping import meet
 from qkvflow.training.validation import Validation
 from qkvflow.weights import PerLayerConfig
 
@@ -61,7 +62,7 @@ def train_run(config: C, start_of: Callable[[PreparedRun[C]], Start], console: C
     configure_jax(config.trainer)
     if config.trainer.jax_compilation_cache_dir is not None:
         jax.config.update("jax_compilation_cache_dir", config.trainer.jax_compilation_cache_dir)
-    config.trainer.distributed.initialize()
+    meet(config.trainer.distributed)
     is_first = jax.process_index() == 0
     progress = Progress(console.terminal if is_first else open(os.devnull, "w"))  # noqa: SIM115
     with prepare_run(config, progress.phase) as run:

@@ -3,6 +3,7 @@
 import abc
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import equinox as eqx
@@ -10,14 +11,16 @@ import haliax as hax
 import jax
 from haliax import Axis
 from haliax.partitioning import ResourceMapping
-from levanter.models.lm_model import LmHeadModel
+from levanter.models.lm_model import LmConfig, LmHeadModel
 from levanter.trainer_state import make_floating_point_trainable_filter
 from levanter.utils.tree_utils import inference_mode
 from levanter.utils.types import FilterTree
 
+from qkvflow.config import decode, read_config
 from qkvflow.models import lora
 from qkvflow.named import is_named
-from qkvflow.runs.base import Base
+from qkvflow.runs.base import Base, BaseRecord
+from qkvflow.runs.config import FinetuneConfig, TrainConfig
 from qkvflow.runs.directory import RunDirectory
 from qkvflow.runs.load import load_base, with_local_tokenizer
 from qkvflow.runs.modes import FinetuneMode
@@ -77,6 +80,19 @@ class FromScratch(Start):
 
 
 @dataclass(frozen=True)
+class RecordedBase(Base):
+    """The base of a run as the run itself tells it: its shapes are known even where it is gone.
+
+    directory: of the run.
+    """
+
+    directory: RunDirectory
+
+    def load(self) -> LmHeadModel:
+        return load_base(self.directory)
+
+
+@dataclass(frozen=True)
 class FromBase(Start):
     """A base, adapted by a mode of fine-tuning."""
 
@@ -108,6 +124,20 @@ class FromBase(Start):
 
     def _adapt(self, loaded: LmHeadModel, mapping: ResourceMapping, key: jax.Array) -> LmHeadModel:
         return hax.shard(inference_mode(self.mode.adapt(loaded, self.model, key=key), False), mapping)
+
+
+def start_of(directory: RunDirectory) -> tuple[TrainConfig, Start]:
+    """The configuration of a run, and where its model came from."""
+    record = BaseRecord.read(directory)
+    if record is None:
+        config = read_config(directory.config, TrainConfig)
+        return config, FromScratch(config.model, directory)
+    config = read_config(directory.config, FinetuneConfig)
+    assert config.vocab_size is not None  # `commit` has written it
+    assert config.mode is not None
+    Vocab, tokenizer = Axis("vocab", config.vocab_size), (directory.tokenizer, str(config.data.tokenizer))
+    base = RecordedBase(Path(record.path), decode(LmConfig, record.model), Vocab, tokenizer, directory)
+    return config, FromBase(config.model, directory, base, config.mode)
 
 
 def adapted_shape(base: Base, mode: FinetuneMode, model: Any) -> eqx.Module:

@@ -5,7 +5,7 @@ import math
 import pytest
 from qkvflow.runs.config_file import encode
 
-from qkvflow.cli import decode
+from qkvflow.config import decode, encode
 from qkvflow.depth import DepthConfig, StepGrowth, StepRange
 from qkvflow.errors import UserError
 

@@ -20,6 +20,7 @@ from levanter.trainer import Trainer, TrainerConfig
 
 from qkvflow.inside import draccus, tensorboard
 from qkvflow.inside import levanter as inside
+from qkvflow.inside.jax import SharedManager, name_files
 from qkvflow.inside.tiktoken import definition
 
 HERE = "see qkvflow/inside"
@@ -45,8 +46,52 @@ def test_a_checkpointer_writes_by_the_manager_that_it_is_given(mesh, tmp_path):
     checkpointer.save_checkpoint({"x": jnp.ones(3)}, 4, "step-4")
     checkpointer.wait_until_finished()
     assert manager.folders, f"Levanter's Checkpointer has another place than `_manager`: {HERE}/levanter.py"
-    assert manager.folders == (tmp_path / "step-4",), f"Levanter's TensorStore specs look different: {HERE}/levanter.py"
+    assert manager.folders == (str(tmp_path / "step-4"),), (
+        f"Levanter's TensorStore specs look different: {HERE}/levanter.py"
+    )
     assert json.loads((tmp_path / "step-4" / "metadata.json").read_text())["step"] == 4
+
+
+class Seeing(SharedManager):
+    seen: tuple = ()
+
+    def serialize(self, arrays, tensorstore_specs, **kwargs):
+        name_files(tensorstore_specs, "d/own-")
+        super().serialize(arrays, tensorstore_specs, **kwargs)
+
+    def while_writing(self):
+        self.seen += ("writing",)
+
+    def when_written(self):
+        self.seen += ("written",)
+
+
+def test_a_manager_sees_its_writes_and_names_their_files(mesh, tmp_path):
+    checkpointer, manager = inside.Checkpointer(str(tmp_path), None, []), Seeing()
+    inside.set_manager(checkpointer, manager)
+    checkpointer.save_checkpoint({"x": jnp.ones(3), "y": jnp.ones(2)}, 4, "step-4")
+    checkpointer.wait_until_finished()
+    assert "writing" in manager.seen, f"JAX's manager asks for results elsewhere: {HERE}/jax.py"
+    assert manager.seen[-1] == "written", f"JAX's manager asks for results in another order: {HERE}/jax.py"
+    assert list((tmp_path / "step-4" / "d").glob("own-*")), f"JAX names files of arrays elsewhere: {HERE}/jax.py"
+
+
+def test_what_the_next_start_continues_from_replaces_what_the_last_one_did(mesh, tmp_path):
+    removed = []
+
+    class Noted(inside.StoppableCheckpointer):
+        def remove(self, checkpoint):
+            removed.append(checkpoint)
+            super().remove(checkpoint)
+
+    checkpointer = Noted(str(tmp_path), None, [])
+    for step in (2, 5):
+        checkpointer.save_to_continue({"x": jnp.ones(3)}, step)
+        checkpointer.wait_until_finished()
+    assert [path.rsplit("/", 1)[1] for path in removed] == ["step-2"], (
+        f"Levanter's temporary checkpoints are kept elsewhere: {HERE}/levanter.py"
+    )
+    assert [path.name for path in tmp_path.iterdir()] == ["step-5"]
 
 
 @pytest.mark.parametrize("name", ["runs[1]", "runs*", "run?1", "{runs1,x}"])

@@ -1,5 +1,6 @@
 """One run on one device, on eight, and by two processes of four each: the same losses, and each other's checkpoints."""
 
+import contextlib
 import os
 import shutil
 import signal
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 import yaml
 
+from qkvflow.runs.checkpoints import checkpoint_steps
 from qkvflow.tracking import read_metrics
 
 pytestmark = pytest.mark.program
@@ -50,6 +52,7 @@ LAYOUTS = {  # name: processes, devices of each, options
     "tensor": (1, 8, ("--trainer.mesh", TENSOR)),
     "processes": (2, 4, ()),
 }
+PAIR = (2, 1, ())  # the smallest run of several processes
 
 
 def start(folder: Path, model: str, layout: str, *words: str) -> list[subprocess.Popen]:
@@ -71,7 +74,7 @@ def start(folder: Path, model: str, layout: str, *words: str) -> list[subprocess
     }
     folder.mkdir(exist_ok=True)
     (folder / f"{model}.yaml").write_text(yaml.safe_dump(config))
-    processes, devices, options = LAYOUTS[layout]
+    processes, devices, options = (LAYOUTS | {"pair": PAIR})[layout]
     flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={devices}"
     command = [
         sys.executable,
@@ -157,6 +160,53 @@ def test_sigterm_to_one_process_stops_all_after_the_same_step(base):
     last = read_metrics(metrics)[-1]["step"]
     assert (folder / "gpt2" / "checkpoints" / f"step-{last}" / "metadata.json").is_file()
     assert "Traceback" not in "".join(errors)
+
+
+@pytest.fixture(scope="module")
+def whole(base) -> np.ndarray:
+    return run(base / "whole", "gpt2", "pair")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("told", [0, 1])
+def test_sigterm_before_the_first_step_stops_all_and_costs_nothing(base, whole, told):
+    """Whichever process gets it, whatever they are at, in a new run and in one that is continued."""
+    folder = base / f"told-{told}"
+    interruptions = [  # what the first process says when the signal comes, the step that is saved by then
+        ("Building the model", -1),
+        ("Compiling the training step", 0),
+        ("Compiling the training step", 1),
+        ("Loading checkpoint", 1),
+        ("Preparing data", 1),
+    ]
+    for at, saved in interruptions:
+        processes = start(folder, "gpt2", "pair")
+        said = []
+        for line in iter(processes[0].stderr.readline, ""):
+            said.append(line)
+            if at in line:
+                break
+        assert at in said[-1], "".join(said)
+        processes[told].send_signal(signal.SIGTERM)
+        assert [p.wait(timeout=120) for p in processes] == [143, 143], at
+        assert "Traceback" not in "".join(p.stderr.read() for p in processes)
+        assert checkpoint_steps(folder / "gpt2" / "checkpoints") == [saved][saved < 0 :], at
+    finished = run(folder, "gpt2", "pair", says="continues after step 1")
+    np.testing.assert_array_equal(finished, whole)
+
+
+def test_sigterm_ends_a_process_that_waits_for_the_others(base):
+    first, second = start(base / "alone", "gpt2", "pair")
+    second.kill()
+    address = first.args[first.args.index("--trainer.distributed.coordinator_address") + 1]
+    host, port = address.split(":")
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:  # the first process listens once it waits
+        with contextlib.suppress(OSError), socket.create_connection((host, int(port)), timeout=1):
+            break
+        time.sleep(0.2)
+    first.terminate()
+    assert first.wait(timeout=20) == -signal.SIGTERM
 
 
 @pytest.mark.slow
