@@ -36,8 +36,9 @@ from pathlib import Path
 import uvicorn
 
 import qkvflow as qkvflow  # registers the models
-from qkvflow.cli import Text, run_program
+from qkvflow.cli import run_program
 from qkvflow.cli.quiet import quiet_libraries
+from qkvflow.config import Text
 from qkvflow.errors import UserError
 from qkvflow.generation.writer import open_writer
 from qkvflow.progress import Progress

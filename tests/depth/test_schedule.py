@@ -3,7 +3,6 @@
 import math
 
 import pytest
-from qkvflow.runs.config_file import encode
 
 from qkvflow.config import decode, encode
 from qkvflow.depth import DepthConfig, StepGrowth, StepRange
