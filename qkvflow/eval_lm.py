@@ -80,7 +80,8 @@ def main(config: EvalConfig) -> list[Reading]:
         if len(readings) > 1:
             _draw(readings, folder / "depth.png")
     print(_table(readings))
-    print(f"Written to {folder}")
+    run.directory.push()
+    print(f"Written to {run.directory.location / 'evaluation'}")
     return readings
 
 

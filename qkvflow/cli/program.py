@@ -14,6 +14,7 @@ from typing import Any, NoReturn, TypeVar
 from qkvflow.cli.arguments import parse
 from qkvflow.cli.quiet import notices_on
 from qkvflow.errors import UserError
+from qkvflow.files import remove_scratch
 
 T = TypeVar("T")
 
@@ -57,6 +58,7 @@ def end_process(status: int) -> NoReturn:
         # All processes of a run finish or stop together; after a failure the call might wait for ever.
         jax.distributed.shutdown()
     logging.shutdown()
+    remove_scratch()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):  # the reader of a pipe may have gone
             stream.flush()

@@ -1,6 +1,5 @@
 """Validation loss of any language model on the text of a run, by Levanter's evaluator."""
 
-from pathlib import Path
 
 import haliax as hax
 import jax
@@ -36,13 +35,13 @@ class RunEvaluator:
         self.Batch = Axis(BATCH, size)
         self.Pos = config.Pos
         self._trainer = TrainerConfig(train_batch_size=size)
-        data = config.data.resolve(Path(run.path) / "tokenizer", config.control_dim)
+        data = config.data.resolve(run.directory.tokenizer, config.control_dim)
         check_enough_tokens(data, self.Pos.size)
         with set_mesh(self._trainer.device_mesh):
             self._sets = data.tagged_eval_sets(self.Pos)
         if not self._sets:
             raise UserError(
-                f"the run {run.path} has no validation text: its data gives none (data.validation, or"
+                f"the run {run.directory} has no validation text: its data gives none (data.validation, or"
                 " data.validation_fraction)"
             )
         self._limit = None if max_batches is None else max_batches * size

@@ -14,6 +14,7 @@ from qkvflow.errors import UserError
 from qkvflow.inside.levanter import settle_devices
 from qkvflow.models import NeuralOdeConfig
 from qkvflow.runs.config import TrainConfig
+from qkvflow.runs.directory import location_of
 
 
 def check_config(config: TrainConfig) -> None:
@@ -108,7 +109,7 @@ def _check_levanter_paths(trainer: TrainerConfig) -> None:
             "`trainer.load_checkpoint_path` cannot be set: a run continues from its own newest checkpoint. "
             "To begin from another run's state, use `trainer.initialize_from`"
         )
-    if trainer.initialize_from is not None and not is_checkpoint_path(trainer.initialize_from):
+    if trainer.initialize_from is not None and not is_checkpoint_path(str(location_of(trainer.initialize_from))):
         raise UserError(
             f"`trainer.initialize_from` is {trainer.initialize_from}, where no checkpoint is; give a run's "
             "folder `checkpoints`, or one `step-N` in it"

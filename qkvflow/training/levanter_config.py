@@ -8,9 +8,9 @@ import jax
 from levanter.trainer import TrainerConfig
 
 from qkvflow.errors import Notice
-from qkvflow.files import local_path
 from qkvflow.runs.checkpoints import Phase, sound_checkpoint
 from qkvflow.runs.config import TrainConfig
+from qkvflow.runs.directory import location_of
 from qkvflow.runs.prepare import PreparedRun
 from qkvflow.runs.processes import damage_found_together
 
@@ -33,9 +33,9 @@ def levanter_trainer(run: PreparedRun[TrainConfig], phase: Phase) -> TrainerConf
         # The one that was compared with its checksums: Levanter would choose by itself.
         checkpoint = directory.checkpoints / f"step-{run.last_step}"
         changes |= {"load_checkpoint": True, "load_checkpoint_path": str(checkpoint)}
-    elif trainer.initialize_from is not None and "://" not in trainer.initialize_from:
+    elif trainer.initialize_from is not None:
         with phase(f"Checking {trainer.initialize_from}"):
-            source, damaged = sound_checkpoint(local_path(trainer.initialize_from), damage_found_together)
+            source, damaged = sound_checkpoint(location_of(trainer.initialize_from), damage_found_together)
         for checkpoint in damaged:
             warnings.warn(Notice(f"{checkpoint}. Taking {source.name}, the newest good one, instead"), stacklevel=2)
         changes["initialize_from"] = str(source)
