@@ -76,6 +76,7 @@ def trained(store, training) -> tuple[Place, dict]:
     return run, before
 
 
+@pytest.mark.slow
 def test_a_run_in_a_bucket_is_continued_bit_for_bit(trained, training):
     run, before = trained
     assert {"config.yaml", "data.json", "metrics.jsonl", "train.log", "checkpoints/step-2/metadata.json"} <= set(before)
@@ -90,11 +91,13 @@ def test_a_run_in_a_bucket_is_continued_bit_for_bit(trained, training):
         np.testing.assert_array_equal(got, want)
 
 
+@pytest.mark.slow
 def test_a_finished_run_in_a_bucket_is_not_run_again(trained, training, store):
     with pytest.raises(UserError, match=r"the run s3://store/runs/a is finished"):
         training.run("a", model=FLOW, run_dir=str(store / "runs"))
 
 
+@pytest.mark.slow
 def test_what_reads_a_run_reads_it_in_a_bucket(trained, capsys):
     run, _ = trained
     eval_lm.main(eval_lm.EvalConfig(run=str(run), steps="1,2", max_eval_batches=1))
@@ -102,12 +105,14 @@ def test_what_reads_a_run_reads_it_in_a_bucket(trained, capsys):
     assert len(json.loads(run.read("evaluation/depth.json"))["readings"]) == 2
 
 
+@pytest.mark.slow
 def test_a_training_begins_from_a_checkpoint_in_a_bucket(trained, training):
     run, _ = trained
     begun = training.run("begun", 10, model=FLOW, initialize_from=str(run / "checkpoints"))
     assert sorted(losses(begun)) == [8, 9]
 
 
+@pytest.mark.slow
 def test_lora_on_a_run_in_a_bucket_is_merged_there(trained, training, store):
     run, _ = trained
     raw = training.raw("lora", 2, run_dir=str(store / "runs"))
@@ -128,11 +133,12 @@ def test_lora_on_a_run_in_a_bucket_is_merged_there(trained, training, store):
         ("s3://nowhere/runs", "there is no bucket s3://nowhere"),
         ("s3://", "no bucket"),
         ("hdfs://store/runs", "no bucket"),
-        ("s3://store/runs/nobody", "there is no run .*runs in s3://store/runs: s3://store/runs/a"),
-        ("s3://store/runs", "is not a run directory: .*runs in it: s3://store/runs/a"),
+        ("s3://store/listed/nobody", "there is no run .*runs in s3://store/listed: s3://store/listed/a"),
+        ("s3://store/listed", "is not a run directory: .*runs in it: s3://store/listed/a"),
     ],
 )
-def test_what_is_not_in_a_bucket_is_told(trained, url, words):
+def test_what_is_not_in_a_bucket_is_told(store, url, words):
+    (store / "listed" / "a").write("config.yaml", b"")
     with pytest.raises(UserError, match=words):
         find_run(url)
 
