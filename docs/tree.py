@@ -28,7 +28,7 @@ The equation is the architecture: `weights` say what W(t) is, `blocks` what B is
 | weights W(t) | `qkvflow/weights/config.py`, then `galerkin.py` |
 | a solver | `qkvflow/depth/solvers.py` |
 | an input of blocks | `qkvflow/blocks/inputs.py` |
-| a study | `experiments/` |
+| a study | `experiments/README.md` |
 
 """
 

@@ -1,30 +1,25 @@
-"""Trainings of experiments: each is a run, so that an experiment that is started again continues where it stopped."""
+"""Trainings of a study: each is a run, so that a study that is started again goes on where it stopped."""
 
 import contextlib
 import dataclasses
 import io
-import json
-import os
-import platform
-import shlex
-import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
-from datetime import date
+import statistics
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, TextIO, TypeVar
+from typing import Any, TextIO
 
 import jax
 
+from experiments.cost import Cost
+from experiments.recipes import Recipe
+from experiments.texts import Text
 from qkvflow import finetune_lm, train_lm
-from qkvflow.cli.quiet import Quiet, quiet_libraries
-from qkvflow.config import decode, differences, listed, read_config
+from qkvflow.cli.quiet import quiet_libraries
+from qkvflow.config import differences, listed, read_config
 from qkvflow.errors import UserError
-from qkvflow.runs import RunDirectory, data_record
-from qkvflow.runs.checkpoints import checkpoint_steps
-from qkvflow.runs.config import FREE_KEYS, FinetuneConfig, TrainConfig
-from qkvflow.runs.evaluate import RunEvaluator
-from qkvflow.runs.load import Run
+from qkvflow.runs import data_record
+from qkvflow.runs.config import FREE_KEYS, FinetuneConfig
 from qkvflow.training.finetune import settle
 
 # What a run that is there may differ in. Where its data lies does not matter (its content is compared); how often it
@@ -32,46 +27,99 @@ from qkvflow.training.finetune import settle
 _FREE_KEYS = {*FREE_KEYS, "data.train", "data.validation"} - {"trainer.steps_per_eval", "trainer.max_eval_batches"}
 
 
-class Job(Protocol):
-    """config: what train_lm or finetune_lm is given, with `run_dir`, `trainer.id` and `trainer.num_train_steps`."""
+@dataclass(frozen=True, kw_only=True)
+class Arm:
+    """What is trained with several seeds.
+
+    label: names it among the runs. recipe: without a name, a seed and a chosen learning rate.
+    cost: of a training step. what: what it is, a dataclass, with whose fields the records of its trainings begin.
+    text: that it is trained, selected and reported on; None if its study does that in its own way.
+    asks: what else is read of its trainings, as data.
+    shares_rate: arms that agree in it share their learning rate; None shares with none.
+    base: the arm whose training with the same seed it begins from.
+    """
+
+    label: str
+    recipe: Recipe
+    cost: Cost
+    what: Any
+    text: Text | None = None
+    asks: Mapping[str, Any] = field(default_factory=dict)
+    shares_rate: Hashable = None
+    base: "Arm | None" = None
 
     @property
-    def config(self) -> dict[str, Any]: ...
+    def group(self) -> Hashable:
+        return self.label if self.shares_rate is None else self.shares_rate
 
     @property
-    def name(self) -> str: ...
+    def flops(self) -> float:
+        """Of a training."""
+        return self.cost.flops * self.recipe.steps
 
 
-J = TypeVar("J", bound=Job)
+@dataclass(frozen=True)
+class Job:
+    """One training. `is_reported`: otherwise it only helps to choose a learning rate."""
+
+    arm: Arm
+    seed: int
+    rate: float
+    is_reported: bool
+    recipe: Recipe
+
+    @staticmethod
+    def of(arm: Arm, seed: int, rate: float | None = None, is_reported: bool = True) -> "Job":
+        """rate: that of the recipe if None."""
+        rate = arm.recipe.rate if rate is None else rate
+        trainer = {"id": f"{arm.label}-lr{rate:g}-seed{seed}", "seed": seed}
+        base = {} if arm.base is None else {"run": str(Job.of(arm.base, seed).recipe.run.path)}
+        recipe = arm.recipe.but({"trainer": trainer, "optimizer": {"learning_rate": rate}}, base)
+        return Job(arm, seed, rate, is_reported, recipe)
+
+    @property
+    def name(self) -> str:
+        return self.recipe.raw["trainer"]["id"]
 
 
-def directory(config: dict[str, Any]) -> RunDirectory:
-    return RunDirectory(Path(config["run_dir"]) / config["trainer"]["id"])
+def selection(arms: Sequence[Arm], rates: Sequence[float], seeds: Sequence[int]) -> list[Job]:
+    """Trainings by which learning rates are chosen; none where there is no choice.
+
+    Of arms of the same group, which differ in their number of steps alone, the first one settles the rate.
+    """
+    first = {arm.group: arm for arm in reversed(arms)}
+    searched = [arm for arm in arms if first[arm.group] is arm and len(rates) > 1]
+    return [Job.of(arm, seed, rate, is_reported=False) for arm in searched for seed in seeds for rate in rates]
 
 
-def is_finished(config: dict[str, Any]) -> bool:
-    steps = checkpoint_steps(directory(config).checkpoints)
-    return bool(steps) and steps[-1] + 1 >= config["trainer"]["num_train_steps"]
+def chosen_rates(searched: Sequence[Job], losses: Sequence[float]) -> dict[Hashable, float]:
+    """For each group the learning rate with the lowest mean loss over the seeds; the lower of equals."""
+    seen: dict[Hashable, dict[float, list[float]]] = {}
+    for one, loss in zip(searched, losses, strict=True):
+        seen.setdefault(one.arm.group, {}).setdefault(one.rate, []).append(loss)
+    return {of: min(sorted(by_rate), key=lambda rate: statistics.fmean(by_rate[rate])) for of, by_rate in seen.items()}
 
 
-def train(config: dict[str, Any], is_finetune: bool = False) -> None:
+def reported(arms: Sequence[Arm], seeds: Sequence[int], rates: Mapping[Hashable, float] = {}) -> list[Job]:
+    """The trainings that are reported, a whole seed before the next. rates: group -> learning rate."""
+    return [Job.of(arm, seed, rates.get(arm.group)) for seed in seeds for arm in arms]
+
+
+def train(recipe: Recipe) -> None:
     """Trains, or continues, a run; nothing is printed. A finished run is left as it is.
 
-    Errors: `UserError` if the run in this place, finished or not, was made with other settings or on another text.
+    Raises:
+        UserError: if the run in this place, finished or not, was made with other settings or on another text.
     """
-    given = decode(FinetuneConfig if is_finetune else TrainConfig, config)
-    _check_is_same(directory(config), given)
-    if is_finished(config):
-        return
-    with contextlib.redirect_stdout(io.StringIO()):
-        if isinstance(given, FinetuneConfig):
-            finetune_lm.main(given)
-        else:
-            train_lm.main(given)
+    _check_is_same(recipe)
+    if not recipe.is_finished:
+        program = finetune_lm if isinstance(recipe.config, FinetuneConfig) else train_lm
+        with contextlib.redirect_stdout(io.StringIO()):
+            program.main(recipe.config)
 
 
-def _check_is_same(run: RunDirectory, given: TrainConfig) -> None:
-    """Errors: `UserError` if there is a run already, and it is another than the one that is asked for."""
+def _check_is_same(recipe: Recipe) -> None:
+    run, given = recipe.run, recipe.config
     if not run.config.is_file():
         return
     if isinstance(given, FinetuneConfig):
@@ -88,84 +136,15 @@ def _check_is_same(run: RunDirectory, given: TrainConfig) -> None:
         )
 
 
-def evaluator_on(run: Run, path: str, max_batches: int | None) -> RunEvaluator:
-    """Evaluates models of a run on another text than those it was trained and validated with."""
-    data = dataclasses.replace(run.config.data, validation=path)
-    unseen = dataclasses.replace(run, config=dataclasses.replace(run.config, data=data))
-    return RunEvaluator(unseen, max_batches=max_batches)
-
-
-def loss_on(run: Run, path: str, max_batches: int | None) -> float:
-    """Loss of a run's model on another text."""
-    return evaluator_on(run, path, max_batches).loss(run.model)
-
-
-def carry_out(
-    jobs: Sequence[J],
-    result: Callable[[J], dict[str, Any]],
-    *,
-    weight: Callable[[J], float],
-    loss: str,
-    terminal: TextIO,
-) -> list[dict[str, Any]]:
-    """The results of all jobs, one progress line for each.
-
-    Args:
-        result: trains what is not trained yet, and reads the numbers off the run.
-        weight: what a job costs, in any unit.
-        loss: key of a result that is shown.
-    """
-    results, spent, worked = [], 0.0, 0.0
-    for number, job in enumerate(jobs, 1):
-        start, is_new = time.monotonic(), not is_finished(job.config)
-        results.append(result(job))
-        took = time.monotonic() - start
-        if is_new:  # what was found already took no time that tells anything
-            worked, spent = worked + weight(job), spent + took
-        rest = sum(weight(other) for other in jobs[number:] if not is_finished(other.config))
-        left = f", about {rest * spent / worked / 60:.0f} min left" if worked else ""
-        print(f"{number}/{len(jobs)}  {job.name}  loss {results[-1][loss]:.3f}  {took:.0f} s{left}", file=terminal)
-        jax.clear_caches()
-    return results
-
-
 @contextlib.contextmanager
-def at_work(run_dir: Path) -> Iterator[Quiet]:
-    """What libraries and programs say goes to `experiment.log` in `run_dir`; the runs share what is compiled."""
+def at_work(run_dir: Path) -> Iterator[TextIO]:
+    """What libraries and programs say goes to `experiment.log` in `run_dir`; yields the terminal.
+
+    The runs share what is compiled. A cached program is the same program, so that no number depends on it.
+    """
     run_dir.mkdir(parents=True, exist_ok=True)
     with quiet_libraries() as quiet:
         quiet.log_to(run_dir / "experiment.log")
-        use_compilation_cache(run_dir / "compiled")
-        yield quiet
-
-
-def use_compilation_cache(folder: Path) -> None:
-    """Seeds share their programs; a cached program is the same program, so that no number depends on it."""
-    jax.config.update("jax_compilation_cache_dir", str(folder.resolve()))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
-
-
-def origin(module: str) -> dict[str, Any]:
-    """Where results come from: machine (cores: those that it may use), date, and the command that made them."""
-    device = jax.devices()[0]
-    name = device.device_kind if device.platform != "cpu" else platform.machine()
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return {
-        "machine": {"device": name, "cores": cores, "jax": jax.__version__},
-        "date": date.today().isoformat(),
-        "command": shlex.join(["python", "-m", module, *sys.argv[1:]]),
-    }
-
-
-def kept(path: Path, asked: Any, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """What `make` returned when it was last asked for `asked`, from the JSON at `path`; made anew if that differs."""
-    asked = json.loads(json.dumps(asked))
-    if path.is_file():
-        with contextlib.suppress(ValueError, KeyError, TypeError):  # a file that a killed process did not finish
-            content = json.loads(path.read_text())
-            if content["asked"] == asked:
-                return content["found"]
-    found = make()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"asked": asked, "found": found}) + "\n")
-    return json.loads(json.dumps(found))
+        jax.config.update("jax_compilation_cache_dir", str((run_dir / "compiled").resolve()))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+        yield quiet.terminal

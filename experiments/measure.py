@@ -1,18 +1,28 @@
 """One training and what is read off it: losses, times, and the test of causality before any of it is accepted."""
 
+import dataclasses
+import functools
 import statistics
-from typing import Any
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeVar
 
+import equinox as eqx
 import haliax as hax
+import jax
+import numpy as np
 from haliax import NamedArray
 from jax.tree_util import Partial
 from levanter.layers.attention import AttentionMask
 from levanter.models.lm_model import LmHeadModel
 
-from experiments import jobs
-from experiments.causality import check_causality
-from experiments.rates import Job
-from experiments.texts import Text
+from experiments.jobs import Arm, Job, at_work, chosen_rates, reported, selection, train
+from experiments.records import Training, kept, stored
+from experiments.study import SeedsConfig
+from experiments.texts import PARTS
+from qkvflow.errors import UserError
 from qkvflow.runs import load_run
 from qkvflow.runs.evaluate import RunEvaluator
 from qkvflow.runs.load import Run
@@ -20,49 +30,96 @@ from qkvflow.tracking import read_metrics
 
 _SEQUENCES = 2  # of the test of causality
 
+T = TypeVar("T", bound=Training)
 
-def measure(job: Job, text: Text, report_batches: int | None, name: str) -> dict[str, Any]:
-    """Trains what is not trained yet. What was found is kept beside the run, in the file `name`.
 
-    Returns:
-        `seed`, `learning_rate`, what `read_training` gives, and of reported trainings `report_loss` and `causal_at`,
-        the positions of the test.
+@dataclass(frozen=True)
+class Measure(Generic[T]):
+    """How the trainings of a study are read.
 
-    Errors: `UserError` if the model sees the future.
+    kind: of the records: fields of an arm's `what`, those of `Training`, and others that `more` sets.
+    config: of the study. run_dir: of its runs. The records go to `config.readings`, a small file for each training:
+        where it is there, neither the training nor its run is asked for.
+    more: what else is read of a reported training: its run, and what evaluates models on the part `report`, which an
+        arm without a text does not have.
     """
-    jobs.train(job.config)
-    directory = jobs.directory(job.config)
-    asked = {"report": text.hash("report"), "batches": report_batches} if job.is_reported else None
 
-    def read() -> dict[str, Any]:
-        found = read_training(job.config)
+    kind: type[T]
+    config: SeedsConfig
+    run_dir: Path
+    more: Callable[[Job, T, Run, RunEvaluator | None], T] = lambda job, found, run, evaluator: found
+
+    def search_and_report(self, arms: Sequence[Arm]) -> tuple[list[T], list[T]]:
+        """What is read of the reported trainings, and of those before them by which learning rates are chosen."""
+        rates = self.config.learning_rates
+        search = selection(arms, rates, self.config.selection_seeds)
+        searched = self.all(search, "to choose learning rates by") if search else []
+        chosen = {arm.group: rate for arm in arms for rate in rates[:1]}
+        chosen |= chosen_rates(search, [r.select_loss for r in searched])
+        return self.all(reported(arms, self.config.seeds, chosen)), searched
+
+    def all(self, jobs: Sequence[Job], why: str = "to report") -> list[T]:
+        """What is read of all trainings, one line of progress for each. What is not trained yet is trained first.
+
+        Raises:
+            UserError: if a model sees the future, or a run in its place was made with other settings.
+        """
+        found, spent, worked = [], 0.0, 0.0
+        left = {job.name: job.arm.flops for job in jobs if stored(*self._place(job)) is None}
+        with at_work(self.run_dir) as terminal:
+            print(f"{len(jobs)} trainings {why}, {sum(left.values()):.3g} FLOPs to go", file=terminal)
+            for number, job in enumerate(jobs, 1):
+                start = time.monotonic()
+                found.append(kept(*self._place(job), functools.partial(self._read, job)))
+                took = time.monotonic() - start
+                if job.name in left:  # what was known takes no time that tells anything
+                    worked, spent = worked + left.pop(job.name), spent + took
+                rest = f", about {sum(left.values()) * spent / worked / 60:.0f} min left" if worked else ""
+                loss = found[-1].report_loss if job.is_reported else found[-1].select_loss
+                print(f"{number}/{len(jobs)}  {job.name}  loss {loss:.3f}  {took:.0f} s{rest}", file=terminal)
+                jax.clear_caches()
+        return found
+
+    def _place(self, job: Job) -> tuple[Path, type[T], dict[str, Any]]:
+        """Where the record is kept, its class, and all that it depends on."""
+        arm = job.arm
+        hashes = {} if arm.text is None else {part: arm.text.hash(part) for part in PARTS}
+        base = None if arm.base is None else Job.of(arm.base, job.seed).recipe.digest()
+        asked = {"recipe": job.recipe.digest(), "base": base, "text": hashes}
+        if job.is_reported:
+            asked |= {"batches": self.config.report_batches, **arm.asks}
+        return self.config.kept_in(self.run_dir) / f"{job.name}.json", self.kind, asked
+
+    def _read(self, job: Job) -> T:
+        train(job.recipe)
+        what, training, text = vars(job.arm.what), read_training(job), job.arm.text
         if not job.is_reported:
-            return found
-        run = load_run(directory.path)
-        tried = causal_at(run, job.name)
-        return found | {"causal_at": tried, "report_loss": jobs.loss_on(run, text.file("report"), report_batches)}
+            return self.kind(**what, **vars(training))
+        run, evaluator = load_run(job.recipe.run.path), None
+        training = dataclasses.replace(training, causal_at=causal_at(run, job.name))
+        if text is not None:
+            evaluator = evaluator_on(run, text.file("report"), self.config.report_batches)
+            training = dataclasses.replace(training, report_loss=evaluator.loss(run.model))
+        return self.more(job, self.kind(**what, **vars(training)), run, evaluator)
 
-    return {"seed": job.seed, "learning_rate": job.rate, **jobs.kept(directory.path / name, asked, read)}
 
-
-def read_training(config: dict[str, Any]) -> dict[str, Any]:
-    """What a finished run wrote while it was trained.
-
-    Returns:
-        `curve`: [steps done, loss on the part `select`]; `select_loss`: its end; `seconds_per_step`: the median,
-        without the first step of the run if it has more.
-    """
-    metrics = read_metrics(jobs.directory(config).metrics)
-    curve = [[r["step"] + 1, r["eval/loss"]] for r in metrics if "eval/loss" in r]
+def read_training(job: Job) -> Training:
+    """What a finished run wrote while it was trained."""
+    metrics = read_metrics(job.recipe.run.metrics)
+    curve = [(r["step"] + 1, r["eval/loss"]) for r in metrics if "eval/loss" in r]
     seconds = statistics.median(r["throughput/duration"] for r in metrics[1:] or metrics)
-    return {"curve": curve, "select_loss": curve[-1][1], "seconds_per_step": seconds}
+    return Training(job.seed, job.rate, curve, curve[-1][1], seconds)
+
+
+def evaluator_on(run: Run, path: str, max_batches: int | None) -> RunEvaluator:
+    """Evaluates models of a run on another text than those it was trained and validated with."""
+    data = dataclasses.replace(run.config.data, validation=path)
+    unseen = dataclasses.replace(run, config=dataclasses.replace(run.config, data=data))
+    return RunEvaluator(unseen, max_batches=max_batches)
 
 
 def causal_at(run: Run, name: str) -> list[int]:
-    """The positions at which the model of a run passed the test of causality, on the text that it was watched on.
-
-    Errors: `UserError` if it sees the future.
-    """
+    """The positions at which the model of a run passed the test of causality, on the text that it was watched on."""
     tokens = RunEvaluator(run, batch_size=_SEQUENCES, max_batches=1).example().tokens
     some = hax.named(tokens.rearrange(("batch", "position")).array[:_SEQUENCES], ("batch", "position"))
     return check_causality(Partial(_logits, run.model), some, name)
@@ -71,3 +128,37 @@ def causal_at(run: Run, name: str) -> list[int]:
 def _logits(model: LmHeadModel, tokens: NamedArray) -> NamedArray:
     """With the mask of training; Levanter's own models have none otherwise."""
     return model(tokens, attn_mask=AttentionMask.causal())
+
+
+def check_causality(model: Callable[[NamedArray], NamedArray], tokens: NamedArray, name: str) -> list[int]:
+    """No number without causality: changing a token must leave all logits before it as they are, bit for bit.
+
+    Args:
+        model: tokens {batch, position} -> logits {batch, position, vocab}.
+        tokens: real text; one in the middle, the second and the last of each sequence are changed, one at a time.
+        name: of the model, for the message.
+
+    Returns:
+        the positions that were tried.
+
+    Raises:
+        UserError: if a logit before the changed token moves at all, or none from it on.
+    """
+    logits_of = eqx.filter_jit(lambda m, tokens: m(tokens).rearrange(("batch", "position", "vocab")).array)
+    plain = np.asarray(logits_of(model, tokens))
+    length, vocab = plain.shape[1:]
+    tried = sorted({1, length // 2, length - 1})
+    for j in tried:
+        other = hax.named(tokens.array.at[:, j].set((tokens.array[:, j] + 1) % vocab), tokens.axes)
+        changed = np.asarray(logits_of(model, other))
+        if not np.array_equal(plain[:, :j], changed[:, :j]):
+            moved = float(np.abs(plain[:, :j] - changed[:, :j]).max())
+            raise UserError(
+                f"{name} sees the future: token {j} was changed, and logits before it moved by up to {moved:.3g}. Its"
+                " loss says nothing, and is not accepted"
+            )
+        if np.array_equal(plain[:, j:], changed[:, j:]):
+            raise UserError(
+                f"{name} does not hear its input: token {j} was changed, and no logit moved. Its loss is not accepted"
+            )
+    return tried

@@ -1,30 +1,67 @@
-"""What studies over seeds have in common: keys of their YAML, and the rules that they follow, as data and in words."""
+"""The frame of all studies: plan, trainings, one record, tables and figures. README.md says how to add one."""
 
-import tempfile
-from collections.abc import Sequence
+import functools
+import json
+import sys
+import typing
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, NoReturn, TypeVar
 
-from experiments.counts import ngram_losses
-from experiments.results import made_by
+from experiments import style
+from experiments.records import Record, made_here, read, written
 from experiments.statistics import LEVEL
-from experiments.text_config import Builtin, TextConfig
-from experiments.texts import Text
-from qkvflow.data.tokenizers import load_tokenizer, resolve_tokenizer
+from experiments.tables import Table
+from experiments.texts import Builtin, TextConfig
+from qkvflow.cli import run_program
 from qkvflow.errors import UserError
+from qkvflow.files import write_text
+
+FOLDER = Path(__file__).parent
 
 
 @dataclass
-class SeedsConfig:
+class OutputConfig:
     """
+    run_dir: where the runs go. output: folder of the results, by default `<run_dir>/results`.
+    config_path: the YAML file that this came from; its name is that of the run directory, `runs/<study>_<name>`.
+    redraw: only tables and figures, from `results.json` in `output`.
+    """
+
+    run_dir: str | None = None
+    output: str | None = None
+    redraw: bool = False
+    config_path: str | None = None
+
+    def check(self) -> None:
+        """Raises: UserError: for what cannot be studied, before any work."""
+
+    def rules(self) -> dict[str, Any]:
+        """All keys but those of places, which are of one machine."""
+        places = ("run_dir", "output", "readings", "redraw", "config_path")
+        return {key: value for key, value in vars(self).items() if key not in places}
+
+    def runs(self, study: str) -> Path:
+        """The folder of the runs of `study`."""
+        name = "" if self.config_path is None else f"_{Path(self.config_path).stem}"
+        return Path(self.run_dir or f"runs/{study}{name}")
+
+    def results(self, runs: Path) -> Path:
+        """The folder of the results: `output`, or one in the folder of the runs."""
+        return Path(self.output) if self.output else runs / "results"
+
+
+@dataclass
+class SeedsConfig(OutputConfig):
+    """Besides what `OutputConfig` says:
+
     overrides: merged into the configuration of every model.
     seeds: of the trainings that are reported; a seed settles data order and initial weights.
     evaluations: how often the loss on `select` is read during a training; select_batches: of how many batches.
     report_batches: of how many batches of the part `report` the reported loss is; all if null.
-    run_dir: where the runs go. output: folder of the results, by default `<run_dir>/results`.
-    config_path: the YAML file that this came from; its name is that of the run directory, `runs/<study>_<name>`.
-    redraw: only tables and figures, from `results.json` in `output`.
+    readings: folder of what was read off each finished training, a small file for each; by default
+        `<run_dir>/readings`. With these files another machine goes on without the runs.
     """
 
     overrides: dict[str, Any] = field(default_factory=dict)
@@ -32,26 +69,23 @@ class SeedsConfig:
     evaluations: int = 20
     select_batches: int | None = None
     report_batches: int | None = None
-    run_dir: str | None = None
-    output: str | None = None
-    redraw: bool = False
-    config_path: str | None = None
+    readings: str | None = None
 
     def check(self) -> None:
-        """Errors: `UserError` for what cannot be studied, before any work."""
         if len(self.seeds) < 2 or len(set(self.seeds)) < len(self.seeds):
             raise UserError(f"`seeds` must be at least two different ones, for intervals and tests; got {self.seeds}")
-        if self.evaluations < 1:
-            raise UserError(f"`evaluations` must be at least 1, got {self.evaluations}")
+        self.check_least(evaluations=1)
 
-    def runs(self, study: str) -> Path:
-        """The folder of the runs of `study`."""
-        name = "" if self.config_path is None else f"_{Path(self.config_path).stem}"
-        return Path(self.run_dir or f"runs/{study}{name}")
+    def kept_in(self, runs: Path) -> Path:
+        """The folder of the readings."""
+        return Path(self.readings) if self.readings else runs / "readings"
 
-    def results(self, runs: Path, name: str = "results") -> Path:
-        """The folder of the results: `output`, or `name` in the folder of the runs."""
-        return Path(self.output) if self.output else runs / name
+    def check_least(self, **least: int) -> None:
+        """Raises: UserError: if a key, or a number in it, is below its least."""
+        for name, bound in least.items():
+            value = getattr(self, name)
+            if min(value if isinstance(value, list) else [value], default=bound - 1) < bound:
+                raise UserError(f"`{name}` must be at least {bound}, got {value}")
 
 
 @dataclass
@@ -69,7 +103,6 @@ class StudyConfig(SeedsConfig):
     selection_seeds: list[int] = field(default_factory=lambda: [0])
 
     def check(self) -> None:
-        """Errors: `UserError` for what cannot be studied, before any work."""
         super().check()
         both = set(self.seeds) & set(self.selection_seeds)
         if len(self.learning_rates) > 1 and (both or not self.selection_seeds):
@@ -79,73 +112,85 @@ class StudyConfig(SeedsConfig):
             )
 
 
-def arguments(argv: Sequence[str], smoke: Path, default: Path | None = None) -> list[str]:
-    """The command line as it is parsed: `--smoke` stands for `--config` with the file `smoke`; `default` is the file
-    where none is named."""
-    is_named = any(word.split("=")[0] in ("--config", "--config_path", "--help", "-h") for word in argv)
-    file = smoke if "--smoke" in argv else None if is_named else default
-    first = [] if file is None else ["--config", str(file)]
-    return [*first, *(word for word in argv if word != "--smoke")]
+C = TypeVar("C", bound=OutputConfig)
+R = TypeVar("R", bound=Record)
 
 
-def protocol(config: StudyConfig, text: Text, tokenizer: str, tokens_per_step: int) -> dict[str, Any]:
-    """The rules as data, and what counting reaches on what is reported."""
-    return {
-        "text": text.name,
-        "parts": config.text.parts,
-        "bytes": text.sizes(),
-        "tokenizer": tokenizer,
-        "seeds": config.seeds,
-        "learning_rates": config.learning_rates,
-        "selection_seeds": config.selection_seeds,
-        "tokens_per_step": tokens_per_step,
-        "select_batches": config.select_batches,
-        "report_batches": config.report_batches,
-        "counts": _counts(text, tokenizer, (config.report_batches or 0) * tokens_per_step or None),
-    }
+@dataclass(frozen=True)
+class Study(Generic[C, R]):
+    """What makes a study one.
 
-
-def _counts(text: Text, tokenizer: str, first: int | None) -> dict[str, float]:
-    """What n-grams reach on the `first` tokens of the part `report`; on all if that is None."""
-    with tempfile.TemporaryDirectory() as folder:
-        words = load_tokenizer(resolve_tokenizer(tokenizer, Path(folder)))
-    train, report = (words.encode(Path(text.file(part)).read_text(encoding="utf-8")) for part in ("train", "report"))
-    return ngram_losses(train, report[:first], len(words))
-
-
-def in_words(record: dict[str, Any], *, trainings: str, each: str, paired: str, more: Sequence[str] = ()) -> str:
-    """The rules and where the numbers come from, as a Markdown list.
-
-    Args:
-        record: `protocol`, and what `jobs.origin` gives.
-        trainings: how long they are. each: for what a learning rate is chosen. paired: against what differences are.
-        more: what else is to be said.
+    name: that of its folder. config: class of its YAML. record: class of its `results.json`.
+    make: carries it out in a folder for its runs. It is called again after any interruption, and goes on.
+    page: what stands in the holes of `page.md`; the page is written to `page_name`, and shown.
+    files: CSV and LaTeX, by name. figures: by name. default: YAML file that is taken where none is named.
     """
-    p = record["protocol"]
-    parts = ", ".join(f"{part}: {p['parts'][part]} ({p['bytes'][part]:,} bytes)" for part in p["parts"])
-    rates = ", ".join(f"{r:g}" for r in p["learning_rates"])
-    chosen = (
-        f"the one of {rates} with the lowest loss on `select` at the end of trainings with seeds"
-        f" {', '.join(map(str, p['selection_seeds']))}, for {each}"
-        if len(p["learning_rates"]) > 1
-        else rates or "that of each configuration, not searched for"
-    )
-    counts = ", ".join(f"{loss:.3f} (n = {n})" for n, loss in p["counts"].items())
-    first = (p["report_batches"] or 0) * p["tokens_per_step"]
-    read = f"its first {first:,} tokens, if it has so many" if first else "all of it"
-    lines = [
-        f"Text {p['text']}: {parts}. Nothing is chosen by the part `report`, which is read once, after the last step"
-        f" ({read}).",
-        f"Tokenizer {p['tokenizer']}; loss in nats per token. {trainings}",
-        f"For comparison: n-grams, counted in the text to train on, reach {counts} on what is reported.",
-        f"Learning rate: {chosen}. The model is that after the last step; no step is chosen.",
-        f"{len(p['seeds'])} seeds ({', '.join(map(str, p['seeds']))}). A seed settles initial weights and the order of"
-        " the text, which is the same for all models.",
-        f"Intervals: {LEVEL:.0%}, Student's t; SD of the sample. Differences, tests and d_z are paired by seed,"
-        f" {paired}.",
-        "Each model passed the test of causality after training: a token is changed, all logits before it stay as they"
-        " are, bit for bit.",
-        *more,
-        made_by(record),
-    ]
-    return "\n".join(f"- {line}" for line in lines)
+
+    name: str
+    config: type[C]
+    record: type[R]
+    make: Callable[[C, Path], R]
+    page: Callable[[R], Mapping[str, Any]]
+    files: Callable[[R], Mapping[str, str | Table]] = lambda record: {}
+    figures: Callable[[R], Iterable[style.Named]] = lambda record: ()
+    default: str | None = None
+    page_name: str = "results.md"
+
+    def carry_out(self, config: C) -> R:
+        """Makes the record, or goes on making it, and keeps it as `results.json`; then draws everything from that.
+
+        Raises:
+            UserError: if the configuration cannot be, a text is missing, runs in `run_dir` were made with other
+                settings, a model fails the test of causality, or there is nothing to redraw.
+        """
+        runs = config.runs(self.name)
+        output = config.results(runs)
+        path = output / "results.json"
+        if not config.redraw:
+            config.check()
+            record = made_here(self.make(config, runs), f"experiments.{self.name}")
+            output.mkdir(parents=True, exist_ok=True)
+            write_text(path, written(record))
+        if not path.is_file():
+            raise UserError(
+                f"there are no results in {output}: run the experiment first, without --redraw, or name their folder by"
+                " --output"
+            )
+        record = read(self.record, json.loads(path.read_text()))
+        page = self.filled_page(record)
+        for name, content in {**self.files(record), self.page_name: page}.items():
+            write_text(output / name, content.csv() if isinstance(content, Table) else content)
+        style.save(self.figures(record), output)
+        print(f"{page}\nWritten to {output}", flush=True)
+        return record
+
+    def filled_page(self, record: R) -> str:
+        """`page.md`, its holes filled as `str.format` does it: by `page`, by `record`, and by `level` of intervals."""
+        template = (FOLDER / self.name / "page.md").read_text(encoding="utf-8")
+        return template.format(record=record, level=LEVEL, **self.page(record))
+
+    def program(self) -> NoReturn:
+        """Runs the study as a program; its usage is the docstring of the module that has `make`."""
+
+        @functools.wraps(self.make)
+        def main(config: C) -> None:
+            self.carry_out(config)
+
+        run_program(main, self.config, self.arguments(sys.argv[1:]))
+
+    def arguments(self, argv: Sequence[str]) -> list[str]:
+        """The command line as it is parsed: `--smoke` stands for `--config` with the study's `smoke.yaml`, and
+        `--seeds 1,2,3` for `--seeds [1,2,3]`, as with every key that takes a list."""
+        is_named = any(word.split("=")[0] in ("--config", "--config_path", "--help", "-h") for word in argv)
+        file = "smoke.yaml" if "--smoke" in argv else None if is_named else self.default
+        first = [] if file is None else ["--config", str(FOLDER / self.name / file)]
+        hints = {f"--{key}": (hint, *typing.get_args(hint)) for key, hint in typing.get_type_hints(self.config).items()}
+        lists = {key for key, options in hints.items() if list in map(typing.get_origin, options)}
+        words = []
+        for word in (word for word in argv if word != "--smoke"):
+            words += word.split("=", 1) if word.split("=")[0] in lists else [word]
+        for place, key in enumerate(words[:-1]):
+            value = words[place + 1]
+            if key in lists and value != "null" and not value.startswith(("[", "@", "--")):
+                words[place + 1] = f"[{value}]"
+        return [*first, *words]

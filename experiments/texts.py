@@ -1,15 +1,26 @@
-"""The texts of experiments, each in three files: to train on, to watch and choose by, and to report on once."""
+"""YAML `text:` the text of a study, in three files: to train on, to watch and choose by, and to report on once.
 
+It is WikiText-2, TinyShakespeare, a data set of the hub, files, or a text that every Python carries.
+"""
+
+import abc
+import dataclasses
+import functools
 import hashlib
+import itertools
 import json
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
+import draccus
+from levanter.data.text import HfDatasetSourceConfig
+
+from qkvflow.data.cache import open_source
 from qkvflow.data.sources import BUILTIN_TEXTS
 from qkvflow.errors import UserError
+from qkvflow.files import write_text
 
-_SHAKESPEARE_TRAIN, _SHAKESPEARE_SELECT = 0.8, 0.9
 PARTS = ("train", "select", "report")
 
 
@@ -23,81 +34,197 @@ class Text:
     def file(self, part: str) -> str:
         return str((self.folder / f"{part}.txt").resolve())
 
+    def read(self, part: str) -> str:
+        return Path(self.file(part)).read_text(encoding="utf-8")
+
     def sizes(self) -> dict[str, int]:
         """Bytes of each part."""
         return {part: Path(self.file(part)).stat().st_size for part in PARTS}
 
     def hash(self, part: str) -> str:
         """sha256 (hex) of a part."""
-        return hashlib.sha256(Path(self.file(part)).read_bytes()).hexdigest()
+        path = Path(self.file(part))
+        return _hash(path, path.stat().st_mtime_ns)
 
 
-def wikitext2(source: str, folder: Path) -> Text:
-    """WikiText-2 without its training split: to train on is `valid.txt`, to watch the first half of `test.txt`, to
-    report on its second half.
+class TextConfig(draccus.ChoiceRegistry, abc.ABC):
+    """Where the text comes from."""
 
-    source: a folder with `valid.txt` and `test.txt`.
+    @property
+    @abc.abstractmethod
+    def title(self) -> str:
+        """Name of the text, and of its folder."""
 
-    Errors: UserError if one is not there.
+    @property
+    @abc.abstractmethod
+    def origins(self) -> tuple[str, str, str]:
+        """What each of PARTS is, in words."""
+
+    @abc.abstractmethod
+    def contents(self) -> tuple[str, str, str]:
+        """Of each of PARTS."""
+
+    @property
+    def parts(self) -> dict[str, str]:
+        return dict(zip(PARTS, self.origins, strict=True))
+
+    def prepare(self, folder: Path) -> Text:
+        """The text below `folder`.
+
+        Raises:
+            UserError: if it is not there, or two of its parts are the same.
+        """
+        text, contents = Text(self.title, folder / self.title), self.contents()
+        if len(set(contents)) < len(contents):
+            origins = "{}, {} and {}".format(*self.origins)
+            raise UserError(
+                f"the texts of {self.title!r} to train on, to select by and to report on must differ, but two of"
+                f" {origins} have the same content"
+            )
+        for part, content in zip(PARTS, contents, strict=True):
+            write_new(Path(text.file(part)), content)
+        return text
+
+
+def write_new(path: Path, content: str) -> str:
+    """Writes only what differs: token caches go by the time of change. Returns the path."""
+    if not path.is_file() or path.read_text(encoding="utf-8") != content:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_text(path, content)
+    return str(path.resolve())
+
+
+@TextConfig.register_subclass("wikitext2")
+@dataclass(frozen=True)
+class WikiText2(TextConfig):
+    """folder: with WikiText-2's `valid.txt` and `test.txt`. The training split is not needed."""
+
+    folder: str
+    title = "wikitext2"
+    origins = ("valid.txt", "first half of test.txt", "second half of test.txt")
+
+    def contents(self) -> tuple[str, str, str]:
+        valid, test = (_in_folder(self.folder, name, "valid.txt and test.txt") for name in ("valid.txt", "test.txt"))
+        return valid, *_cut(test, len(test) // 2)
+
+
+@TextConfig.register_subclass("shakespeare")
+@dataclass(frozen=True)
+class Shakespeare(TextConfig):
+    """folder: with TinyShakespeare's `file`."""
+
+    folder: str
+    file: str = "input.txt"
+    title = "shakespeare"
+    origins = ("first 80 % of input.txt", "the next tenth", "the last tenth")
+
+    def contents(self) -> tuple[str, str, str]:
+        play = _in_folder(self.folder, self.file, self.file)
+        return _cut(play, *(round(share * len(play)) for share in (0.8, 0.9)))
+
+
+@TextConfig.register_subclass("hf")
+@dataclass(frozen=True)
+class HuggingFace(TextConfig):
+    """id, name: of a data set on the Hugging Face hub. text_key: of a record, names its text.
+    train, select, report: its splits. They are fetched once.
     """
-    valid, test = (_read(Path(source) / name) for name in ("valid.txt", "test.txt"))
-    half = _line_end(test, len(test) // 2)
-    return _write("wikitext2", folder, valid, test[:half], test[half:])
+
+    id: str
+    name: str | None = None
+    text_key: str = "text"
+    train: str = "train"
+    select: str = "validation"
+    report: str = "test"
+    title = property(lambda self: self.name or Path(self.id).name)
+    origins = property(lambda self: tuple(f"split {split} of {self.id}" for split in self._splits))
+
+    @property
+    def _splits(self) -> tuple[str, str, str]:
+        return self.train, self.select, self.report
+
+    def prepare(self, folder: Path) -> Text:
+        record, source = folder / f"{self.title}.json", json.dumps(dataclasses.asdict(self))
+        text = Text(self.title, folder / self.title)
+        is_here = record.is_file() and all(Path(text.file(part)).is_file() for part in PARTS)
+        if not is_here or record.read_text(encoding="utf-8") != source:
+            super().prepare(folder)
+            write_text(record, source)
+        return text
+
+    def contents(self) -> tuple[str, str, str]:
+        train, select, report = map(self._read, self._splits)
+        return train, select, report
+
+    def _read(self, split: str) -> str:
+        try:
+            source = open_source(HfDatasetSourceConfig(id=self.id, name=self.name), split)
+        except UserError as error:
+            raise UserError(f"{error} In an experiment: `text: {{type: files, name, train, select, report}}`") from None
+        records = [] if source is None else list(source)
+        if not records or self.text_key not in records[0]:
+            keys = ", ".join(records[0]) if records else "none, for it is empty"
+            raise UserError(
+                f"{self.id}, {split}: its records have no text {self.text_key!r} (`text_key`); keys: {keys}"
+            )
+        return "\n".join(record[self.text_key] for record in records)
 
 
-def shakespeare(source: str, folder: Path) -> Text:
-    """TinyShakespeare's file: its first 80 % are to train on, the next tenth to watch, the last to report on.
+@TextConfig.register_subclass("files")
+@dataclass(frozen=True)
+class Files(TextConfig):
+    """name: of the text. train, select, report: its files."""
 
-    Errors: UserError if it is not there.
-    """
-    play = _read(Path(source))
-    first, second = (_line_end(play, round(share * len(play))) for share in (_SHAKESPEARE_TRAIN, _SHAKESPEARE_SELECT))
-    return _write("shakespeare", folder, play[:first], play[first:second], play[second:])
+    name: str
+    train: str
+    select: str
+    report: str
+    title = property(lambda self: self.name)
+    origins = property(lambda self: (self.train, self.select, self.report))
 
-
-def builtin(name: str, folder: Path) -> Text:
-    """A text that every Python carries; its validation split is halved."""
-    train, validation = ("\n".join(BUILTIN_TEXTS[name](split)) for split in ("train", "validation"))
-    half = _line_end(validation, len(validation) // 2)
-    return _write(name, folder, train, validation[:half], validation[half:])
-
-
-def files(name: str, train: str, select: str, report: str, folder: Path) -> Text:
-    """Three files of the user.
-
-    Errors: UserError if one is not there, or two are the same.
-    """
-    contents = [_read(Path(path)) for path in (train, select, report)]
-    _check_differ(name, contents, [train, select, report])
-    return _write(name, folder, *contents)
+    def contents(self) -> tuple[str, str, str]:
+        train, select, report = (_read(Path(path)) for path in self.origins)
+        return train, select, report
 
 
-def fetched(
-    name: str, source: dict[str, str | None], fetch: Callable[[str], str], splits: list[str], folder: Path
-) -> Text:
-    """Three splits of a data set elsewhere: fetched if the folder does not hold them from the same `source`."""
-    text, record = Text(name, folder / name), folder / f"{name}.json"
-    is_here = record.is_file() and all(Path(text.file(part)).is_file() for part in PARTS)
-    if not is_here or json.loads(record.read_text(encoding="utf-8")) != source:
-        contents = [fetch(split) for split in splits]
-        _check_differ(name, contents, splits)
-        text = _write(name, folder, *contents)
-        record.write_text(json.dumps(source), encoding="utf-8")
-    return text
+@TextConfig.register_subclass("builtin")
+@dataclass(frozen=True)
+class Builtin(TextConfig):
+    """text: one of those that every Python carries. Its validation split is halved."""
+
+    text: Literal["topics", "library"] = "topics"
+    title = property(lambda self: self.text)
+
+    @property
+    def origins(self) -> tuple[str, str, str]:
+        half = "half of its validation split"
+        return f"training split of {self.text}", f"first {half}", f"second {half}"
+
+    def contents(self) -> tuple[str, str, str]:
+        train, validation = ("\n".join(BUILTIN_TEXTS[self.text](split)) for split in ("train", "validation"))
+        return train, *_cut(validation, len(validation) // 2)
 
 
-def _check_differ(name: str, contents: list[str], origins: list[str]) -> None:
-    if len(set(contents)) < len(contents):
+@functools.cache
+def _hash(path: Path, changed_at: int) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def _cut(text: str, *places: int) -> tuple[str, ...]:
+    """Pieces of a text, cut where a line ends behind these places."""
+    ends = [text.find("\n", place) for place in places]
+    cuts = [0, *(len(text) if end < 0 else end + 1 for end in ends), len(text)]
+    return tuple(text[start:end] for start, end in itertools.pairwise(cuts))
+
+
+def _in_folder(folder: str, name: str, needed: str) -> str:
+    try:
+        return _read(Path(folder) / name)
+    except UserError as error:
         raise UserError(
-            f"the texts of {name!r} to train on, to select by and to report on must differ, but two of {origins[0]},"
-            f" {origins[1]} and {origins[2]} have the same content"
-        )
-
-
-def _line_end(text: str, place: int) -> int:
-    """The first place after `place` where a line begins."""
-    found = text.find("\n", place)
-    return len(text) if found < 0 else found + 1
+            f"{error}. `folder` of the text must be one that holds {needed}: give it by --text.folder DIR (where there"
+            " are two texts, --a.folder or --b.folder)"
+        ) from None
 
 
 def _read(path: Path) -> str:
@@ -105,14 +232,3 @@ def _read(path: Path) -> str:
         return path.expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path} cannot be read: {error}") from None
-
-
-def _write(name: str, folder: Path, train: str, select: str, report: str) -> Text:
-    """Writes only what differs: the token caches go by the time of change."""
-    text = Text(name, folder / name)
-    text.folder.mkdir(parents=True, exist_ok=True)
-    for part, content in zip(PARTS, (train, select, report), strict=True):
-        path = Path(text.file(part))
-        if not path.exists() or path.read_text(encoding="utf-8") != content:
-            path.write_text(content, encoding="utf-8")
-    return text

@@ -32,6 +32,7 @@ from qkvflow.meshes.report import as_dict
 from qkvflow.models import NeuralOdeConfig, cost
 from qkvflow.models.levanter_twin import enter, enter_config
 from qkvflow.progress import Progress
+from qkvflow.ranges import Count
 from qkvflow.runs import load_run
 from qkvflow.runs.config import FinetuneConfig, TrainConfig
 from qkvflow.runs.directory import RunDirectory
@@ -64,7 +65,7 @@ class DescribeConfig:
     files: list[str] = field(default_factory=list)
     run: list[str] = field(default_factory=list)
     checkpoint_step: int | None = None
-    vocab_size: int | None = None
+    vocab_size: Count | None = None
     overrides: list[str] = field(default_factory=list)
     mesh: str | None = None
     json: str | None = None
@@ -73,7 +74,8 @@ class DescribeConfig:
 def main(config: DescribeConfig) -> None:
     """Prints one table with a column for each configuration and each run.
 
-    Errors: `UserError` if there is nothing to describe, or a configuration or run cannot be read.
+    Raises:
+        UserError: there is nothing to describe, or a configuration or run cannot be read.
     """
     if not config.files and not config.run:
         raise UserError("nothing to describe: give --config_path FILE [FILE ...] or --run DIR [DIR ...]")
@@ -199,7 +201,8 @@ def kind(config) -> str:
 def vocabulary_size(config: TrainConfig) -> int:
     """Size of the vocabulary that training would use on one device.
 
-    Errors: `UserError` if only the tokenizer knows and it cannot be had.
+    Raises:
+        UserError: only the tokenizer knows and it cannot be had.
     """
     size = config.vocab_size or _VOCABULARY.get(config.data.tokenizer)
     if size is not None:

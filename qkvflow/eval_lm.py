@@ -3,12 +3,17 @@
     python -m qkvflow.eval_lm --run runs/quickstart --steps 4,6,12,24 --solver euler,heun,rk4
 
 prints a table and writes `depth.json` and `depth.png` into `<run>/evaluation/`. Beside the loss stands the relative
-displacement ||x(1) - x(0)|| / ||x(0)|| of the flow: a flow that does nothing reads the same at every depth too.
+displacement ||x(1) - x(0)|| / ||x(0)|| of the flow: a flow that does nothing reads the same at every depth too. With
+`--data.validation FILE` it reads another text, and writes `depth-FILE.json`.
 """
 
 import json
+import re
+import warnings
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import equinox as eqx
 from levanter.models.lm_model import LmExample
@@ -17,12 +22,17 @@ import qkvflow as qkvflow  # registers the models
 from qkvflow.blocks import Inputs
 from qkvflow.cli import run_program
 from qkvflow.cli.quiet import quiet_libraries
+from qkvflow.config import Keys, Typed
+from qkvflow.config.scalars import show
 from qkvflow.depth import solver_by_name
-from qkvflow.errors import UserError
+from qkvflow.errors import Notice, UserError
+from qkvflow.files import write_text
 from qkvflow.models import NeuralOdeLMHeadModel
 from qkvflow.progress import Progress, perplexity
+from qkvflow.ranges import Count
 from qkvflow.runs import load_run
-from qkvflow.runs.evaluate import RunEvaluator, relative_displacement
+from qkvflow.runs.evaluate import RunEvaluator, on_other_text, relative_displacement
+from qkvflow.runs.known_loss import warn_of_lost
 
 
 @dataclass
@@ -34,14 +44,16 @@ class EvalConfig:
     solver: solvers, `euler` or `euler,rk4`; as trained by default.
     max_eval_batches: of each validation set; all by default.
     batch_size: sequences at a time; as in training by default.
+    data: keys of the run's `data` in place of its own: `--data.validation FILE` evaluates on another text.
     """
 
     run: str
     checkpoint_step: int | None = None
     steps: int | str | list[int] | None = None
     solver: str | list[str] | None = None
-    max_eval_batches: int | None = None
-    batch_size: int | None = None
+    max_eval_batches: Count | None = None
+    batch_size: Count | None = None
+    data: Keys | None = None
 
 
 @dataclass(frozen=True)
@@ -65,6 +77,7 @@ def main(config: EvalConfig) -> list[Reading]:
         progress = Progress(quiet.terminal)
         with progress.phase(f"Loading {config.run}"):
             run = load_run(config.run, config.checkpoint_step)
+        run = on_other_text(run, config.data or {})
         if not isinstance(run.model, NeuralOdeLMHeadModel):
             if steps or solvers:
                 raise UserError(
@@ -73,16 +86,35 @@ def main(config: EvalConfig) -> list[Reading]:
             readings = [_evaluate_ordinary(run, config, progress)]
         else:
             readings = _sweep(run, run.model, steps, solvers, config, progress)
-        folder = run.path / "evaluation"
-        folder.mkdir(exist_ok=True)
-        record = {"checkpoint_step": run.step, "readings": [asdict(r) for r in readings]}
-        (folder / "depth.json").write_text(json.dumps(record, indent=2) + "\n")
-        if len(readings) > 1:
-            _draw(readings, folder / "depth.png")
+        text = _other_text(config.data or {})
+        if text is None:
+            warn_of_lost(run, {f"{r.solver} with {r.steps} steps": r.loss for r in readings})
     print(_table(readings))
-    run.directory.push()
-    print(f"Written to {run.directory.location / 'evaluation'}")
+    target = run.path / "evaluation" / f"depth{'' if text is None else f'-{text}'}.json"
+    try:
+        _write(readings, run.step, target)
+        run.directory.push()
+        print(f"Written to {run.directory.location / 'evaluation' / target.name}")
+    except OSError as error:
+        warnings.warn(Notice(f"the readings cannot be written to {target}: {error.strerror}"), stacklevel=1)
     return readings
+
+
+def _write(readings: list[Reading], step: int, target: Path) -> None:
+    target.parent.mkdir(exist_ok=True)
+    record = {"checkpoint_step": step, "readings": [asdict(r) for r in readings]}
+    write_text(target, json.dumps(record, indent=2) + "\n")
+    if len(readings) > 1:
+        _draw(readings, target.with_suffix(".png"))
+
+
+def _other_text(keys: Mapping[str, Any]) -> str | None:
+    """A name for the text that these keys of `data` choose; None if they leave the run's own."""
+    if not set(keys) - {"auto_build_caches", "cache_dir", "cache_options", "rebuild_caches", "verify_caches"}:
+        return None
+    given = keys.get("validation", "other")
+    first = given.as_text if isinstance(given, Typed) else given[0] if isinstance(given, list) else str(given)
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", Path(first).stem)[:100].strip("-.") or "other"
 
 
 def _sweep(run, model: NeuralOdeLMHeadModel, steps, solvers, config: EvalConfig, progress) -> list[Reading]:
@@ -169,7 +201,9 @@ def _integers(name: str, value: int | str | list[int] | None) -> list[int]:
     try:
         numbers = [int(item) for item in items]
     except ValueError:
-        raise UserError(f"{name} must be a whole number or several of them, such as 4,6,12; got {value!r}") from None
+        raise UserError(
+            f"{name} must be a whole number or several of them, such as 4,6,12; got {show(value)}"
+        ) from None
     if min(numbers) < 1:
         raise UserError(f"{name} must be at least 1, got {min(numbers)}")
     return numbers

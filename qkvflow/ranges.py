@@ -6,16 +6,22 @@ training looks once more, for configurations that were made in Python.
 
 import dataclasses
 import functools
+import math
 import types
 import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
 
+from qkvflow.errors import UserError
+
 
 @dataclass(frozen=True)
 class Range:
-    """Numbers from `at_least`, or above `above`, to `at_most`, or below `below`; None is no limit. NaN is in none."""
+    """Numbers from `at_least`, or above `above`, to `at_most`, or below `below`; None is no limit.
+
+    NaN and infinity are in none.
+    """
 
     at_least: float | None = None
     above: float | None = None
@@ -24,7 +30,7 @@ class Range:
 
     def __contains__(self, number: float) -> bool:
         return (
-            number == number
+            is_finite(number)
             and (self.at_least is None or number >= self.at_least)
             and (self.above is None or number > self.above)
             and (self.at_most is None or number <= self.at_most)
@@ -33,7 +39,12 @@ class Range:
 
     def __str__(self) -> str:
         limits = ((field.name.replace("_", " "), getattr(self, field.name)) for field in dataclasses.fields(self))
-        return " and ".join(f"{name} {limit:g}" for name, limit in limits if limit is not None)
+        return " and ".join(f"{name} {limit:g}" for name, limit in limits if limit is not None) or "finite"
+
+
+def is_finite(number: float) -> bool:
+    """Whether it is neither NaN nor infinite; `math.isfinite` fails for integers beyond all floats."""
+    return not isinstance(number, float) or math.isfinite(number)
 
 
 Count = Annotated[int, Range(at_least=1)]
@@ -68,10 +79,21 @@ def field_out_of_range(cls: type, values: Mapping[str, Any], table: Table | None
                 found = out_of_range(part, table, where)
             else:
                 wrong = next((limit for limit in limits if part not in limit), None)
-                found = wrong and f"`{where}` must be {wrong}, but is {part!r}"
+                found = wrong and f"`{where}` must be {wrong if is_finite(part) else 'finite'}, but is {part!r}"
             if found is not None:
                 return found
     return None
+
+
+def check_ranges(value: Any, table: Table | None = None) -> None:
+    """For `__post_init__` of a class that is made in Python too, and for configurations that no program has read.
+
+    Raises:
+        UserError: a number is out of its range.
+    """
+    wrong = out_of_range(value, table)
+    if wrong is not None:
+        raise UserError(wrong)
 
 
 @functools.cache
@@ -98,7 +120,7 @@ def _ranges(hint: Any) -> list[Range]:
     origin = typing.get_origin(hint)
     if origin is Annotated:
         return [limit for limit in typing.get_args(hint)[1:] if isinstance(limit, Range)]
-    if origin in (typing.Union, types.UnionType, list, tuple, dict):
+    if origin in (typing.Union, types.UnionType, list, tuple, dict, Mapping):
         return [limit for part in typing.get_args(hint) for limit in _ranges(part)]
     return []
 

@@ -20,7 +20,6 @@ import socket
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import uvicorn
 
@@ -28,6 +27,7 @@ import qkvflow as qkvflow  # registers the models
 from qkvflow.cli import run_program
 from qkvflow.cli.quiet import quiet_libraries
 from qkvflow.errors import UserError
+from qkvflow.files import local_path
 from qkvflow.generation.writer import open_writer
 from qkvflow.progress import Progress
 from qkvflow.serving import Limits, Scheduler, build_app
@@ -61,7 +61,7 @@ def main(config: ServeConfig) -> None:
         with progress.phase(f"Loading {config.run}"):
             writer = open_writer(config.run, config.checkpoint_step, config.steps, config.solver)
         with contextlib.suppress(OSError):  # a run that cannot be written to can be served all the same
-            quiet.log_to(Path(config.run).expanduser() / "serve.log")
+            quiet.log_to(local_path(config.run) / "serve.log")
         length = _length(config.max_length, writer.prepared.max_seq_len)
         with progress.phase("Compiling"):
             scheduler = Scheduler(writer, config.max_concurrent, length, config.max_waiting)

@@ -1,10 +1,11 @@
 """Metrics of a run: one JSON line per step, TensorBoard beside it, and whatever trackers the user adds."""
 
+import contextlib
 import json
 import logging
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -156,7 +157,8 @@ def start_trackers(
         extra: `trainer.tracker` of the configuration; added to the run's own trackers.
         run_id: name of the run, for trackers that show it.
 
-    Errors: `UserError` if one of the user's trackers cannot start (W&B without a key, say).
+    Raises:
+        UserError: one of the user's trackers cannot start (W&B without a key, say).
     """
     jsonl, others = None, []
     if jax.process_index() == 0:
@@ -165,7 +167,8 @@ def start_trackers(
         others.append(_Tensorboard(writer))
     for config in extra if isinstance(extra, Sequence) else [extra]:
         try:
-            others.append(config.init(run_id))
+            with wandb_files_in(metrics.parent):
+                others.append(config.init(run_id))
         except Exception as error:
             kind, reason = type(config).__name__, str(error).rstrip(".")
             raise UserError(
@@ -173,6 +176,21 @@ def start_trackers(
                 "it out: metrics.jsonl and TensorBoard are always written"
             ) from error
     return RunTracker(jsonl, others)
+
+
+@contextlib.contextmanager
+def wandb_files_in(folder: Path) -> Iterator[None]:
+    """W&B runs that begin in a `with` block keep their files in `folder/wandb`, unless the user's WANDB_DIR says else.
+
+    Differs from Levanter, which leaves it to W&B, which writes where the program happens to stand.
+    """
+    before = os.environ.get("WANDB_DIR")
+    os.environ.setdefault("WANDB_DIR", str(folder.absolute()))
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["WANDB_DIR"]
 
 
 def _scalars(metrics: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

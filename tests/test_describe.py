@@ -86,6 +86,26 @@ def test_command_line():
         program.main(program.DescribeConfig(run=["runs/c"], overrides=["--model.x", "1"]))
 
 
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--vocab_size", "-3"], "`vocab_size` must be at least 1, but is -3"),
+        (["--vocab_size", "0"], "`vocab_size` must be at least 1, but is 0"),
+        (["--mesh", ""], "empty value"),
+        (["--mesh="], "empty value"),
+        (["--mesh", "0x8"], "--mesh 0x8: give"),
+        (["--mesh", "²x8"], "--mesh ²x8: give"),
+        (["--mesh", "9999999x9999999"], "for up to 65,536 devices"),
+        (["--mesh", "9" * 5000], "for up to 65,536 devices"),
+    ],
+)
+def test_mistakes_are_told_before_anything_is_compiled(words, told):
+    words = program.arguments(["--config_path", str(CONFIGS / "quickstart.yaml"), *words])
+    with pytest.raises(UserError, match=told) as error:
+        program.main(parse(program.DescribeConfig, words)[0])
+    assert len(str(error.value)) < 400
+
+
 def test_table_has_a_column_for_each():
     text = program.table({"a": {"size": {"x": 1234567, "y": None}}, "b": {"size": {"x": 2.5e9}, "more": {"z": "word"}}})
     assert [line.split() for line in text.splitlines()] == [

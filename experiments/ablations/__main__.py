@@ -9,96 +9,49 @@ Every training is a run below `run_dir`. Given again, the command continues wher
 in the YAML.
 """
 
-import sys
+import dataclasses
 from pathlib import Path
-from typing import Any
 
-from experiments import jobs, rates, study
-from experiments.ablations import figures, tables
-from experiments.ablations.config import AblationsConfig
-from experiments.ablations.plan import Variant, settings, variants
-from experiments.ablations.readings import readings
-from experiments.measure import measure
-from experiments.rates import Job
-from experiments.results import kept_in, show
-from experiments.texts import Text
-from qkvflow.cli import run_program
-from qkvflow.errors import UserError
-
-SMOKE = Path(__file__).parent / "smoke.yaml"
+from experiments.ablations import report
+from experiments.ablations.plan import AblationsConfig, plan, settings
+from experiments.ablations.report import Ablations, Trained
+from experiments.jobs import Job
+from experiments.measure import Measure, evaluator_on
+from experiments.study import Study
+from qkvflow.eval_lm import read
+from qkvflow.runs.evaluate import RunEvaluator
+from qkvflow.runs.load import Run
 
 
-def main(config: AblationsConfig) -> None:
-    """Runs, or continues, the ablations.
-
-    Errors: `UserError` if the configuration cannot be, a text is missing, or a model fails the test of causality.
-    """
-    if not config.groups:
-        raise UserError(
-            "nothing to ablate: give --config experiments/ablations/wikitext2.yaml (its text by --text.folder DIR), or"
-            " --smoke"
-        )
-    config.check()
-    run_dir = config.runs("ablations")
-    name = "results" if config.only is None else "results_" + "_".join(config.chosen)
-    output = config.results(run_dir, name)
-    record = kept_in(output, None if config.redraw else lambda: _run(config, run_dir))
-    tables.write_csv(record, output / "summary.csv", output / "runs.csv")
-    figures.draw(record, output)
-    show(tables.markdown(record), output)
-
-
-def _run(config: AblationsConfig, run_dir: Path) -> dict[str, Any]:
+def make(config: AblationsConfig, run_dir: Path) -> Ablations:
     text = config.text.prepare(run_dir / "texts")
-    planned = variants(config, text, run_dir)
-    with jobs.at_work(run_dir) as quiet:
-        for variant in planned:
-            arms = ", ".join(f"{group}/{arm}" for group, arm in variant.arms)
-            print(f"{variant.label}: {arms}; {variant.cost.parameters:,} parameters", file=quiet.terminal)
-        found = rates.carry_out(config, planned, lambda job: _measure(job, text, config), quiet)
-    return {
-        "protocol": _protocol(config, text, planned),
-        "models": {
-            v.label: {"parameters": v.cost.parameters, "evaluations": v.evaluations, "config": v.raw["model"]}
-            for v in planned
-        },
-        **found,
-        **jobs.origin("experiments.ablations"),
-    }
+    of = plan(config, text, run_dir)
+    arms = list({arm.label: arm for arm in of.values()}.values())
+    results, selection = Measure(Trained, config, run_dir, _with_readings).search_and_report(arms)
+    groups = {}
+    for name in config.chosen:
+        group = config.groups[name]
+        begins = settings({"base": group.base or config.base, **group.overrides})
+        about = {arm: report.About(of[name, arm].label, settings(changes)) for arm, changes in group.arms.items()}
+        groups[name] = report.Asked(group.question, group.reference, begins, about, group.places)
+    steps = sorted({arm.recipe.steps for arm in arms})
+    models = {a.label: report.Described(a.cost.parameters, a.cost.evaluations, a.recipe.raw["model"]) for a in arms}
+    protocol = report.AblationsProtocol.of(config, text, arms[0].recipe, steps=steps, groups=groups)
+    return Ablations(protocol=protocol, models=models, results=results, selection=selection)
 
 
-def _measure(job: Job[Variant], text: Text, config: AblationsConfig) -> dict[str, Any]:
-    """What is read off a training, and off a reported one by other solvers and in other numbers of steps too."""
-    found = {"model": job.variant.label, **measure(job, text, config.report_batches, "ablations.json")}
-    if job.is_reported and job.variant.places:
-        batches = config.read_batches or config.report_batches
-        found["readings"] = readings(job, job.variant.places, text, batches)
-    return found
+def _with_readings(job: Job, found: Trained, run: Run, evaluator: RunEvaluator) -> Trained:
+    """A trained flow by other solvers and in other numbers of steps, without any training."""
+    if not job.arm.asks:
+        return found
+    if job.arm.asks["read_batches"] is not None:
+        evaluator = evaluator_on(run, job.arm.text.file("report"), job.arm.asks["read_batches"])
+    depth, example = run.config.model.depth, evaluator.example()
+    models = [run.model.with_depth(depth.on_grid(steps, solver=solver)) for solver, steps in job.arm.asks["places"]]
+    return dataclasses.replace(found, readings=[read(model, evaluator, example) for model in models])
 
 
-def _protocol(config: AblationsConfig, text: Text, planned: list[Variant]) -> dict[str, Any]:
-    first = planned[0]
-    model_of = {arm: variant.label for variant in planned for arm in variant.arms}
-    groups = {name: config.groups[name] for name in config.chosen}
-    return {
-        **study.protocol(config, text, first.raw["data"]["tokenizer"], first.cost.tokens),
-        "steps": sorted({v.raw["trainer"]["num_train_steps"] for v in planned}),
-        "read_batches": config.read_batches,
-        "groups": {
-            name: {
-                "question": group.question,
-                "reference": group.reference,
-                "begins": settings({"base": group.base or config.base, **group.overrides}),
-                "arms": {
-                    arm: {"model": model_of[name, arm], "settings": settings(changes)}
-                    for arm, changes in group.arms.items()
-                },
-                "places": group.places,
-            }
-            for name, group in groups.items()
-        },
-    }
-
+STUDY = Study("ablations", AblationsConfig, Ablations, make, report.page, report.files, report.draw)
 
 if __name__ == "__main__":
-    run_program(main, AblationsConfig, study.arguments(sys.argv[1:], SMOKE))
+    STUDY.program()

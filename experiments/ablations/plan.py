@@ -1,78 +1,148 @@
-"""What is trained: the arms of all groups as configurations of train_lm, each model once."""
+"""What is ablated: the YAML of the ablations, and the arms of all groups, each model once."""
 
 import dataclasses
-import hashlib
-import json
 import statistics
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from experiments.ablations.config import AblationsConfig, Group
 from experiments.cost import Cost, cost_of
-from experiments.systems import evaluated, merged, on_text
+from experiments.jobs import Arm
+from experiments.recipes import Changes, Recipe
+from experiments.study import StudyConfig
 from experiments.texts import Text
-from qkvflow.config import decode, read_yaml
+from qkvflow.depth import solver_by_name
 from qkvflow.errors import UserError
 from qkvflow.models import NeuralOdeConfig
-from qkvflow.runs.config import TrainConfig
 from qkvflow.weights import PerLayerConfig
 
-Place = tuple[str, int]
+Place = tuple[str, int]  # solver, steps
 
 
 @dataclass(frozen=True)
-class Variant:
-    """A model that is trained.
+class Read:
+    """A trained flow read in another way, without training. solver: of the step. steps: one number, or several."""
 
-    label: name of its first arm and a hash of all that it depends on, so that a changed arm is another run.
-    arms: (group, arm), all that it stands for. places: (solver, steps), where it is read besides.
-    evaluations: of blocks in a training step, the mean if their number is drawn at random.
-    raw: configuration of train_lm without a name, seed and chosen learning rate.
-    """
+    solver: str
+    steps: int | list[int]
 
-    label: str
-    arms: tuple[tuple[str, str], ...]
-    places: tuple[Place, ...]
-    cost: Cost
-    evaluations: float
-    raw: dict[str, Any]
+    def __post_init__(self):
+        solver_by_name(self.solver)
+        if not self.places or min(steps for _, steps in self.places) < 1:
+            raise UserError(f"read: steps must be at least 1, or several such numbers; got {self.steps}")
 
     @property
-    def size(self) -> str:
-        return self.label
+    def places(self) -> list[Place]:
+        numbers = self.steps if isinstance(self.steps, list) else [self.steps]
+        return [(self.solver, steps) for steps in numbers]
+
+
+@dataclass(frozen=True)
+class Group:
+    """Models that differ in one thing.
+
+    question: what the group is to answer, in words.
+    arms: name -> what is merged into the configuration last; `base` among it is another file to begin from.
+    reference: the arm that the others are compared with.
+    base: file to begin from instead of that of all groups. overrides: merged before the arms.
+    read: other solvers and numbers of steps at which each trained model is read.
+    """
+
+    question: str
+    reference: str
+    arms: dict[str, dict[str, Any]]
+    base: str | None = None
+    overrides: dict[str, Any] = field(default_factory=dict)
+    read: list[Read] = field(default_factory=list)
 
     @property
-    def flops(self) -> float:
-        return self.cost.flops * self.raw["trainer"]["num_train_steps"]
+    def places(self) -> list[Place]:
+        """Of all readings, each once."""
+        return list(dict.fromkeys(place for read in self.read for place in read.places))
 
 
-def variants(config: AblationsConfig, text: Text, run_dir: Path) -> list[Variant]:
-    """The models of the chosen groups. Their names do not depend on which groups are chosen.
+@dataclass
+class AblationsConfig(StudyConfig):
+    """Besides what `StudyConfig` says; a learning rate is chosen for each arm:
 
-    Errors: `UserError` if a configuration cannot be read, or a model cannot be read where it shall be.
+    base: configuration of train_lm that arms begin from; its data is replaced by `text`.
+    groups: name -> `Group`. Arms that are the same model are trained once, in whichever groups they stand.
+    only: names of groups; others are left out, and results go to a folder of their own, `results_<GROUP>_...`.
+    read_batches: of how many batches of the part `report` readings in other ways are; as `report_batches` if null.
     """
-    found: dict[str, Variant] = {}
+
+    base: str | None = None
+    groups: dict[str, Group] = field(default_factory=dict)
+    only: list[str] | None = None
+    read_batches: int | None = None
+
+    @property
+    def chosen(self) -> list[str]:
+        """The names of the groups to be made."""
+        return list(self.groups) if self.only is None else self.only
+
+    def results(self, runs: Path) -> Path:
+        name = "results" if self.only is None else "results_" + "_".join(self.only)
+        return Path(self.output) if self.output else runs / name
+
+    def check(self) -> None:
+        if not self.groups:
+            raise UserError(
+                "nothing to ablate: give --config experiments/ablations/wikitext2.yaml (its text by --text.folder DIR),"
+                " or --smoke"
+            )
+        unknown = [name for name in self.chosen if name not in self.groups]
+        if unknown or not self.chosen:
+            raise UserError(f"`only` has {', '.join(unknown) or 'nothing in it'}. Choices: {', '.join(self.groups)}")
+        for name, group in self.groups.items():
+            arms = ", ".join(group.arms) or "none"
+            if group.reference not in group.arms:
+                raise UserError(f"groups.{name}.reference is {group.reference!r}, which is not among its arms ({arms})")
+            if len(group.arms) < 2:
+                raise UserError(f"groups.{name}.arms: a comparison needs at least two arms, and it has {arms}")
+            for arm, changes in group.arms.items():
+                if not (changes.get("base") or group.base or self.base):
+                    raise UserError(
+                        f"groups.{name}.arms.{arm} has no configuration to begin from: give `base: FILE` to it, to its"
+                        " group or to all"
+                    )
+        super().check()
+
+
+@dataclass(frozen=True)
+class Model:
+    """model: the label of what is trained: the name of its first arm, and a hash of all that it depends on."""
+
+    model: str
+
+
+def plan(config: AblationsConfig, text: Text, run_dir: Path) -> dict[tuple[str, str], Arm]:
+    """(group, arm) -> what is trained for it, in the groups that are chosen. Its label does not depend on these.
+
+    Raises:
+        UserError: if a configuration cannot be read, or a model cannot be read where it shall be.
+    """
+    known: dict[str, Arm] = {}
+    of: dict[tuple[str, str], str] = {}
     for group_name, group in config.groups.items():
-        for arm in group.arms:
-            raw = _raw(config, group, arm, text, run_dir)
-            digest = _digest(raw, text)
-            known = found.get(digest)
-            if known is None:
-                try:
-                    cost = cost_of(raw)
-                    known = Variant(f"{arm}-{digest}", (), (), cost, _evaluations(raw, cost), raw)
-                except UserError as error:
-                    raise UserError(f"groups.{group_name}.arms.{arm}: {error}") from None
+        for name, changes in group.arms.items():
+            recipe = Recipe.of(changes.get("base") or group.base or config.base, config.overrides, group.overrides)
+            recipe = recipe.but({key: value for key, value in changes.items() if key != "base"})
+            recipe = recipe.on(text, run_dir, config.select_batches, config.evaluations)
+            digest = recipe.digest(train=text.hash("train"), select=text.hash("select"))
+            if digest not in known:
+                label, cost = f"{name}-{digest}", _cost(recipe, f"groups.{group_name}.arms.{name}")
+                known[digest] = Arm(label=label, recipe=recipe, cost=cost, what=Model(label), text=text)
             if group_name in config.chosen:
-                _check_places(raw, group.places, f"groups.{group_name}.read: {arm}")
-                places = tuple(dict.fromkeys((*known.places, *group.places)))
-                known = dataclasses.replace(known, arms=(*known.arms, (group_name, arm)), places=places)
-            found[digest] = known
-    return [variant for variant in found.values() if variant.arms]
+                of[group_name, name] = digest
+                _check_places(recipe, group.places, f"groups.{group_name}.read: {name}")
+                places = dict.fromkeys([*known[digest].asks.get("places", ()), *group.places])
+                asks = {"places": list(places), "read_batches": config.read_batches} if places else {}
+                known[digest] = dataclasses.replace(known[digest], asks=asks)
+    return {key: known[digest] for key, digest in of.items()}
 
 
-def settings(changes: dict[str, Any], prefix: str = "") -> str:
+def settings(changes: Changes, prefix: str = "") -> str:
     """What an arm changes, in one line: `model.depth.steps=12`."""
     flat = []
     for key, value in changes.items():
@@ -81,36 +151,21 @@ def settings(changes: dict[str, Any], prefix: str = "") -> str:
     return ", ".join(flat)
 
 
-def _raw(config: AblationsConfig, group: Group, arm: str, text: Text, run_dir: Path) -> dict[str, Any]:
-    changes = dict(group.arms[arm])
-    base = changes.pop("base", None) or group.base or config.base
-    raw = read_yaml(Path(base))
-    for over in (config.overrides, group.overrides, changes):
-        raw = merged(raw, over)
-    return evaluated(on_text(raw, text, run_dir, config.select_batches), config.evaluations)
-
-
-def _digest(raw: dict[str, Any], text: Text) -> str:
-    """Of everything that settles a training but its seed and learning rate; of the text, not of where it lies."""
-    matter = {key: value for key, value in raw.items() if key not in ("data", "run_dir")}
-    matter |= {"tokenizer": raw["data"]["tokenizer"], "train": text.hash("train"), "select": text.hash("select")}
-    return hashlib.sha256(json.dumps(matter, sort_keys=True).encode()).hexdigest()[:8]
-
-
-def _evaluations(raw: dict[str, Any], cost: Cost) -> float:
-    model = decode(TrainConfig, raw).model
+def _cost(recipe: Recipe, where: str) -> Cost:
+    """With the mean number of evaluations in training, if it is drawn."""
+    try:
+        cost, model = cost_of(recipe), recipe.config.model
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from None
     if isinstance(model, NeuralOdeConfig) and model.training_plans:
         flow = statistics.fmean(plan.evaluations for plan in model.training_plans)
-        return flow + model.prelude_layers + model.coda_layers
-    return cost.evaluations
+        cost = dataclasses.replace(cost, evaluations=flow + model.prelude_layers + model.coda_layers)
+    return cost
 
 
-def _check_places(raw: dict[str, Any], places: list[Place], where: str) -> None:
-    """Errors: `UserError` if the model cannot be read at one of `places`."""
-    model = decode(TrainConfig, raw).model
-    if not places:
-        return
-    if not isinstance(model, NeuralOdeConfig) or isinstance(model.weights, PerLayerConfig):
+def _check_places(recipe: Recipe, places: list[Place], where: str) -> None:
+    model = recipe.config.model
+    if places and (not isinstance(model, NeuralOdeConfig) or isinstance(model.weights, PerLayerConfig)):
         raise UserError(f"{where} is no flow but a model of one depth, and cannot be read at another: leave out `read`")
     for solver, steps in places:
         try:

@@ -1,163 +1,110 @@
-"""What is trained: the runs of the experiment in their order, as configurations of train_lm and finetune_lm."""
+"""What is trained: the YAML of the experiment; a flow and a GPT-2, and both tuned on another text."""
 
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from experiments.texts import Text
+from experiments.cost import Cost, cost_of
+from experiments.jobs import Arm
+from experiments.recipes import Changes, Recipe
+from experiments.study import FOLDER, SeedsConfig
+from experiments.texts import Shakespeare, Text, TextConfig, WikiText2
+from qkvflow.errors import UserError
 
 
-@dataclass(frozen=True)
-class Scale:
-    """
-    width, heads, layers, sequence, batch: of both models; `layers` is the number of steps the flow is trained with.
-    time_embed_dim, sinusoidal_dim: of the flow's weights.
-    depths: M, the numbers of steps at which the flow is tuned.
-    pretrain, tune: numbers of training steps.
-    evaluations: how often the loss is read during tuning; eval_batches: of how many batches.
-    report_batches: of how many batches the reported loss is.
-    seeds: how many times all is done.
+@dataclass
+class AdaptiveDepthConfig(SeedsConfig):
+    """Besides what `SeedsConfig` says (results go to this folder, but for a smoke test; `overrides` are merged into all
+    trainings):
+
+    wikitext2: folder with WikiText-2's valid.txt and test.txt. shakespeare: TinyShakespeare's file.
+    a, b: other texts.
+    flow, gpt2: `model` of train_lm.
+    pretrain: other keys of train_lm, for both models. scratch: for the GPT-2 that is trained on the other text alone.
+    full, lora: of finetune_lm. depths: M, the numbers of steps at which the flow is tuned.
     both_ways: from the first text to the second and back.
-    rank, alpha: of LoRA; pretrain_rate, full_rate, lora_rate: learning rates.
     """
 
-    width: int = 128
-    heads: int = 4
-    layers: int = 6
-    sequence: int = 128
-    batch: int = 8
-    time_embed_dim: int = 16
-    sinusoidal_dim: int = 32
-    depths: tuple[int, ...] = (8, 6, 4, 3)
-    pretrain: int = 800
-    tune: int = 240
-    evaluations: int = 6
-    eval_batches: int = 24
-    report_batches: int = 96
-    seeds: int = 3
+    wikitext2: str | None = None
+    shakespeare: str | None = None
+    a: TextConfig | None = None
+    b: TextConfig | None = None
+    flow: dict[str, Any] = field(default_factory=dict)
+    gpt2: dict[str, Any] = field(default_factory=dict)
+    pretrain: dict[str, Any] = field(default_factory=dict)
+    scratch: dict[str, Any] = field(default_factory=dict)
+    full: dict[str, Any] = field(default_factory=dict)
+    lora: dict[str, Any] = field(default_factory=dict)
+    depths: list[int] = field(default_factory=list)
     both_ways: bool = True
-    rank: int = 16
-    alpha: float = 32.0
-    pretrain_rate: float = 2e-3
-    full_rate: float = 1e-3
-    lora_rate: float = 3e-3
 
+    @property
+    def layers(self) -> int:
+        """Of GPT-2; steps that the flow is trained with."""
+        return self.flow["depth"]["steps"]
 
-SMOKE = Scale(
-    width=32,
-    heads=2,
-    layers=3,
-    sequence=64,
-    batch=8,
-    time_embed_dim=6,
-    sinusoidal_dim=8,
-    depths=(4, 2),
-    pretrain=40,
-    tune=24,
-    evaluations=3,
-    eval_batches=4,
-    report_batches=8,
-    seeds=2,
-    both_ways=False,
-    rank=4,
-    alpha=8.0,
-)
+    def texts(self, folder: Path) -> list[Text]:
+        a, b = self.a, self.b
+        if self.wikitext2 is not None and self.shakespeare is not None:
+            play = Path(self.shakespeare)
+            a, b = WikiText2(self.wikitext2), Shakespeare(str(play.parent), play.name)
+        if a is None or b is None or (self.wikitext2 is None) != (self.shakespeare is None):
+            raise UserError(
+                "give both texts: --wikitext2 FOLDER (with valid.txt and test.txt) --shakespeare FILE; or --smoke"
+                " alone, which takes texts that every Python carries"
+            )
+        return [a.prepare(folder), b.prepare(folder)]
+
+    def runs(self, study: str) -> Path:
+        return Path(self.run_dir or f"runs/{study}{'' if self.a is None else '_smoke'}")
+
+    def results(self, runs: Path) -> Path:
+        return super().results(runs) if self.output or self.a else FOLDER / "adaptive_depth" / "results"
 
 
 @dataclass(frozen=True)
-class Job:
-    """One training.
-
-    system: `flow` or `gpt2`. kind: `pretrain`, `full`, `lora` or `scratch`. depth: M; None for a model of one depth.
-    source, target: names of the texts; a training without a base has none as `source`.
-    config: what train_lm or finetune_lm is given.
+class Stage:
+    """
+    system: `flow` or `gpt2`. kind: `pretrain`, `full`, `lora` or `scratch`. target: name of the text.
+    depth: M; None for a model of one depth. source: text of the base; None without a base.
     """
 
     system: str
     kind: str
+    target: str
     depth: int | None
     source: str | None
-    target: str
-    seed: int
-    config: dict[str, Any]
-
-    @property
-    def is_finetune(self) -> bool:
-        return self.kind in ("full", "lora")
-
-    @property
-    def name(self) -> str:
-        return self.config["trainer"]["id"]
 
 
-def planned_jobs(texts: list[Text], scale: Scale, run_dir: Path) -> Iterator[Job]:
-    """All trainings, bases before what is made from them, a whole seed before the next."""
-    ways = [(texts[0], texts[1]), (texts[1], texts[0])][: 1 + scale.both_ways]
-    for seed in range(scale.seeds):
-        for source, target in ways:
-            yield from _one_way(source, target, seed, scale, run_dir)
+def arms(config: AdaptiveDepthConfig, texts: list[Text], run_dir: Path) -> list[Arm]:
+    """All trainings, bases before what is made from them."""
+    ways = [(texts[0], texts[1]), (texts[1], texts[0])][: 1 + config.both_ways]
+    plain = {name: Recipe(config.overrides).but({"model": getattr(config, name)}) for name in ("flow", "gpt2")}
+    costs = {(name, None): cost_of(recipe) for name, recipe in plain.items()}
+    for depth in config.depths:
+        costs["flow", depth] = cost_of(plain["flow"].but({"model": {"depth": {"steps": depth}}}))
+    return [arm for source, target in ways for arm in _one_way(config, source, target, costs, run_dir)]
 
 
-def _one_way(source: Text, target: Text, seed: int, scale: Scale, run_dir: Path) -> Iterator[Job]:
+def _one_way(
+    config: AdaptiveDepthConfig, source: Text, target: Text, costs: Mapping[tuple[str, int | None], Cost], run_dir: Path
+) -> Iterator[Arm]:
+    def arm(label: str, what: Stage, text: Text, *parts: Changes, base: Arm | None = None) -> Arm:
+        recipe = Recipe(config.overrides).but(*parts)
+        recipe = recipe.on(text, run_dir, config.select_batches, config.evaluations)
+        cost = costs[what.system, what.depth]
+        return Arm(label=f"{label}-{what.kind}", recipe=recipe, cost=cost, what=what, text=text, base=base)
+
     bases = {}
-    for system in ("flow", "gpt2"):
-        name = bases[system] = f"{source.name}-{system}-{seed}"
-        model, rate = _model(system, scale), scale.pretrain_rate
-        config = {"model": model, **_common(source, name, seed, scale.pretrain, rate, scale, run_dir)}
-        yield Job(system, "pretrain", None, None, source.name, seed, config)
-    scratch = f"{target.name}-gpt2-scratch-{seed}"
-    config = _common(target, scratch, seed, scale.tune, scale.pretrain_rate, scale, run_dir)
-    yield Job("gpt2", "scratch", None, None, target.name, seed, {"model": _model("gpt2", scale), **config})
-    for kind, rate in (("full", scale.full_rate), ("lora", scale.lora_rate)):
-        mode: dict[str, Any] = {"type": kind}
-        if kind == "lora":
-            mode |= {"r": scale.rank, "alpha": scale.alpha, "train_embeddings": True}
-        for system, depth in [("gpt2", None), *(("flow", depth) for depth in scale.depths)]:
-            name = f"{source.name}-{target.name}-{system}{depth or ''}-{kind}-{seed}"
-            config = _common(target, name, seed, scale.tune, rate, scale, run_dir)
-            config |= {"run": str(run_dir / bases[system]), "steps": depth, "mode": mode}
-            yield Job(system, kind, depth, source.name, target.name, seed, config)
-
-
-def _model(system: str, scale: Scale) -> dict[str, Any]:
-    """GPT-2 is Levanter's own; the flow is the paper's, with as many steps as GPT-2 has layers."""
-    sizes = {"max_seq_len": scale.sequence, "hidden_dim": scale.width}
-    if system == "gpt2":
-        no_dropout = {"embed_pdrop": 0.0, "resid_pdrop": 0.0, "attn_pdrop": 0.0}
-        return {"type": "gpt2", **sizes, "num_heads": scale.heads, "num_layers": scale.layers, **no_dropout}
-    weights = {"time_embed_dim": scale.time_embed_dim, "sinusoidal_dim": scale.sinusoidal_dim}
-    return {
-        "type": "neuralode",
-        **sizes,
-        "block": {"type": "gpt2", "num_heads": scale.heads, "form": "parallel"},
-        "weights": {"type": "generated", **weights},
-        "depth": {"solver": "euler", "steps": scale.layers, "endpoint": "right"},
-    }
-
-
-def _common(text: Text, name: str, seed: int, steps: int, rate: float, scale: Scale, run_dir: Path) -> dict[str, Any]:
-    return {
-        "run_dir": str(run_dir),
-        "data": {
-            "tokenizer": "byte",
-            "train": text.file("train"),
-            "validation": text.file("select"),
-            "cache_dir": str(run_dir / "cache"),
-        },
-        "trainer": {
-            "id": name,
-            "seed": seed,
-            "train_batch_size": scale.batch,
-            "num_train_steps": steps,
-            "steps_per_eval": max(1, steps // scale.evaluations),
-            "max_eval_batches": scale.eval_batches,
-            "checkpointer": {"save_interval": "2m", "keep": []},
-        },
-        "optimizer": {"learning_rate": rate, "warmup": 0.05, "min_lr_ratio": 0.1, "weight_decay": 0.1},
-    }
-
-
-def settings(scale: Scale) -> dict[str, Any]:
-    """The scale as plain data."""
-    return asdict(scale)
+    for name in ("flow", "gpt2"):
+        stage, model = Stage(name, "pretrain", source.name, None, None), {"model": getattr(config, name)}
+        bases[name] = arm(f"{source.name}-{name}", stage, source, model, config.pretrain)
+    yield from bases.values()
+    stage = Stage("gpt2", "scratch", target.name, None, None)
+    yield arm(f"{target.name}-gpt2", stage, target, {"model": config.gpt2}, config.scratch)
+    for kind, keys in (("full", config.full), ("lora", config.lora)):
+        for name, depth in [("gpt2", None), *(("flow", depth) for depth in config.depths)]:
+            stage = Stage(name, kind, target.name, depth, source.name)
+            label = f"{source.name}-{target.name}-{name}{depth or ''}"
+            yield arm(label, stage, target, keys, {"steps": depth}, base=bases[name])

@@ -1,114 +1,120 @@
-"""Table and figure of the experiment, from its JSON alone."""
+"""What the experiment has found: its record, and from that alone the table and the figure."""
 
-from collections import defaultdict
-from pathlib import Path
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from experiments.results import made_by
-from experiments.statistics import LEVEL, interval, paired
+from matplotlib.axes import Axes
+from matplotlib.ticker import MaxNLocator
 
-Records = list[dict[str, Any]]
+from experiments import style
+from experiments.adaptive_depth.plan import Stage
+from experiments.records import Record, Training, by_seed
+from experiments.statistics import Interval, interval, paired
+from experiments.tables import Cell, Table, bullets
+
 KINDS = {"full": "all weights", "lora": "LoRA and embeddings"}
+Trainings = list["Trained"]
 
 
-def ways(results: Records) -> list[tuple[str, str]]:
-    """The pairs (source, target) in their order."""
-    return list(dict.fromkeys((r["source"], r["target"]) for r in results if r["kind"] in KINDS))
+@dataclass(frozen=True)
+class Settings:
+    """layers: of GPT-2, and steps of the flow. pretrain, tune: numbers of training steps. seeds: or how many."""
+
+    layers: int
+    pretrain: int
+    tune: int
+    seeds: int | list[int]
 
 
-def select(results: Records, **keys: Any) -> Records:
-    """The records with these values."""
-    return [r for r in results if all(r[key] == value for key, value in keys.items())]
+@dataclass(frozen=True)
+class Trained(Training, Stage):
+    """before: loss on the text that is watched, before tuning."""
+
+    parameters: int = 0
+    trained_parameters: int = 0
+    before: float | None = None
 
 
-def by_seed(records: Records, key: str) -> dict[int, float]:
-    """seed -> value."""
-    return {r["seed"]: r[key] for r in records}
+@dataclass(frozen=True, kw_only=True)
+class AdaptiveDepth(Record):
+    """texts: name -> bytes of each part."""
+
+    settings: Settings
+    texts: dict[str, dict[str, int]]
+    results: list[Trained]
+
+    @property
+    def ways(self) -> list[tuple[str, str]]:
+        """The pairs (source, target) in their order."""
+        return list(dict.fromkeys((r.source, r.target) for r in self.results if r.source is not None))
+
+    def select(self, **keys: Any) -> Trainings:
+        """The trainings with these values."""
+        return [r for r in self.results if all(getattr(r, key) == value for key, value in keys.items())]
 
 
-def table(record: dict[str, Any]) -> str:
-    """Markdown: for each way and kind the reported loss of each system, and what it gains, paired by seed."""
-    results, scale = record["results"], record["settings"]
-    lines = [
-        f"Loss in nats per byte after {scale['tune']} steps of tuning, on text that nothing was chosen by; mean and"
-        f" {LEVEL:.0%} interval over {scale['seeds']} seeds (Student's t). The flow was trained with"
-        f" {scale['layers']} steps; GPT-2 has {scale['layers']} layers. Differences are paired by seed; negative is"
-        " better. Before tuning: on the text that was watched.",
-        *(["", made_by(record)] if "command" in record else []),
-        "",
-        f"After {scale['pretrain']} steps of training, on its own text:",
-        "",
+def page(record: AdaptiveDepth) -> Mapping[str, Any]:
+    s, pretrained = record.settings, record.select(kind="pretrain")
+    lines = []
+    for text in dict.fromkeys(r.target for r in pretrained):
+        flow, gpt2 = (by_seed([r for r in pretrained if (r.target, r.system) == (text, x)]) for x in ("flow", "gpt2"))
+        lines.append(f"{text}: flow {_mean(flow)}, GPT-2 {_mean(gpt2)}, flow minus GPT-2 {paired(flow, gpt2)}")
+    tuned = [
+        f"### {source} -> {target}: {words}\n\n{_tuned(record, source, target, kind)}"
+        for source, target in record.ways
+        for kind, words in KINDS.items()
     ]
-    for text in dict.fromkeys(r["target"] for r in select(results, kind="pretrain")):
-        flow, gpt2 = (
-            by_seed(select(results, kind="pretrain", target=text, system=system), "report_loss")
-            for system in ("flow", "gpt2")
-        )
-        lines.append(
-            f"- {text}: flow {interval(list(flow.values()))}, GPT-2 {interval(list(gpt2.values()))}, flow minus GPT-2"
-            f" {paired(flow, gpt2)}"
-        )
-    for source, target in ways(results):
-        scratch = by_seed(select(results, kind="scratch", target=target), "report_loss")
-        for kind, words in KINDS.items():
-            tuned = select(results, source=source, target=target, kind=kind)
-            gpt2 = by_seed(select(tuned, system="gpt2"), "report_loss")
-            lines += [
-                "",
-                f"### {source} -> {target}: {words}",
-                "",
-                "| model | layers | trained | before tuning | after tuning | minus GPT-2 tuned | minus from scratch |",
-                "|---|---|---|---|---|---|---|",
-            ]
-            for system, depth in dict.fromkeys((r["system"], r["depth"]) for r in tuned):
-                own = select(tuned, system=system, depth=depth)
-                after, before = by_seed(own, "report_loss"), by_seed(own, "before")
-                against = "" if system == "gpt2" else str(paired(after, gpt2))
-                cells = [
-                    "flow" if system == "flow" else "GPT-2",
-                    str(depth or scale["layers"]),
-                    f"{own[0]['trained_parameters'] / own[0]['parameters']:.1%}",
-                    str(interval(list(before.values()))),
-                    str(interval(list(after.values()))),
-                    against,
-                    str(paired(after, scratch)),
-                ]
-                lines.append(f"| {' | '.join(cells)} |")
-            lines.append(
-                f"| GPT-2 from scratch | {scale['layers']} | 100.0% | | {interval(list(scratch.values()))} | | |"
-            )
-    return "\n".join(lines) + "\n"
+    return {
+        "s": s,
+        "n": s.seeds if isinstance(s.seeds, int) else len(s.seeds),
+        "origin": f"\n{record.origin}\n" if record.origin else "",
+        "pretrained": bullets(lines),
+        "tuned": "\n\n".join(tuned),
+    }
 
 
-def draw(record: dict[str, Any], path: Path) -> None:
-    """The figure: loss on the watched text against steps of tuning, mean and interval over seeds."""
-    import matplotlib
+def _tuned(record: AdaptiveDepth, source: str, target: str, kind: str) -> Table:
+    """For each model its reported loss, and what it gains, paired by seed."""
+    layers, scratch = record.settings.layers, by_seed(record.select(kind="scratch", target=target))
+    tuned = record.select(source=source, target=target, kind=kind)
+    gpt2 = by_seed([r for r in tuned if r.system == "gpt2"])
+    rows: list[list[Cell]] = []
+    for system, depth in dict.fromkeys((r.system, r.depth) for r in tuned):
+        own = [r for r in tuned if (r.system, r.depth) == (system, depth)]
+        after, before = by_seed(own), by_seed(own, lambda r: r.before)
+        name, against = ("GPT-2", "") if system == "gpt2" else ("flow", paired(after, gpt2))
+        share = f"{own[0].trained_parameters / own[0].parameters:.1%}"
+        losses = [_mean(before), _mean(after), against, paired(after, scratch)]
+        rows.append([name, depth or layers, share, *losses])
+    rows.append(["GPT-2 from scratch", layers, "100.0%", None, _mean(scratch), None, None])
+    head = ["model", "layers", "trained", "before tuning", "after tuning", "minus GPT-2 tuned", "minus from scratch"]
+    return Table(head, rows, rule="---")
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-    from matplotlib.ticker import MaxNLocator
 
-    results, scale = record["results"], record["settings"]
-    directions = ways(results)
-    size = (12.0, 0.8 + 3.2 * len(directions))
-    figure, axes = plt.subplots(len(directions), 3, figsize=size, squeeze=False, layout="constrained")
-    depths = sorted({r["depth"] for r in results if r["depth"]}, reverse=True)
-    shades = plt.get_cmap("viridis")
-    for row, (source, target) in zip(axes, directions, strict=True):
+def _mean(values: dict[int, float]) -> Interval:
+    return interval(list(values.values()))
+
+
+def draw(record: AdaptiveDepth) -> Iterator[style.Named]:
+    """For each way: loss on the watched text against steps of tuning; and against tuned GPT-2."""
+    ways, layers = record.ways, record.settings.layers
+    figure, axes = style.panels(len(ways), 3, (12.0, 0.8 + 3.2 * len(ways)))
+    depths = sorted({r.depth for r in record.results if r.depth}, reverse=True)
+    for row, (source, target) in zip(axes, ways, strict=True):
         row[1].sharey(row[0])
         for panel, (kind, words) in zip(row, KINDS.items(), strict=False):
-            tuned = select(results, source=source, target=target, kind=kind)
-            for index, depth in enumerate(depths):
-                colour = shades(0.9 * index / max(len(depths) - 1, 1))
-                own = select(tuned, system="flow", depth=depth)
-                _band(panel, own, f"flow {scale['layers']} -> {depth}", colour, "-")
-            _band(panel, select(tuned, system="gpt2"), f"GPT-2, {scale['layers']} layers", "black", "--")
-            _band(panel, select(results, kind="scratch", target=target), "GPT-2 from scratch", "tab:red", ":")
+            tuned = record.select(source=source, target=target, kind=kind)
+            for depth, shade in zip(depths, style.shades(len(depths)), strict=True):
+                _curve(panel, [r for r in tuned if r.depth == depth], f"flow {layers} -> {depth}", shade, 0)
+            gpt2 = [r for r in tuned if r.system == "gpt2"]
+            _curve(panel, gpt2, f"GPT-2, {layers} layers", style.STYLE.reference, 1)
+            _curve(panel, record.select(kind="scratch", target=target), "GPT-2 from scratch", style.colour(3), 2)
             panel.set_title(f"{source} to {target}: {words}", fontsize=10)
             panel.xaxis.set_major_locator(MaxNLocator(integer=True))
             panel.grid(alpha=0.3)
         row[0].set_ylabel("loss (nats per byte)")
-        _differences(row[2], select(results, source=source, target=target), depths)
+        _differences(row[2], record.select(source=source, target=target), depths)
         row[2].set_title(f"{source} to {target}: against tuned GPT-2", fontsize=10)
         row[2].set_ylabel("flow minus GPT-2 (nats per byte)")
     for panel in axes[-1][:2]:
@@ -116,31 +122,22 @@ def draw(record: dict[str, Any], path: Path) -> None:
     axes[-1][2].set_xlabel("layers of the flow while tuned")
     axes[0][2].legend(fontsize=8)
     figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=6, fontsize=8)
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
+    yield "figure", figure
 
 
-def _differences(panel: Any, results: Records, depths: list[int]) -> None:
+def _differences(panel: Axes, results: Trainings, depths: list[int]) -> None:
     """Reported loss of the flow minus that of tuned GPT-2, paired by seed, with its interval; below 0 it is better."""
-    for (kind, words), shift, colour in zip(KINDS.items(), (-0.1, 0.1), ("tab:blue", "tab:orange"), strict=True):
-        gpt2 = by_seed(select(results, kind=kind, system="gpt2"), "report_loss")
-        own = [paired(by_seed(select(results, kind=kind, depth=depth), "report_loss"), gpt2) for depth in depths]
-        where, means, halves = [depth + shift for depth in depths], [i.mean for i in own], [i.half for i in own]
-        panel.errorbar(where, means, yerr=halves, fmt="o", color=colour, capsize=3, label=words)
-    panel.axhline(0.0, color="black", linewidth=0.8)
+    for k, (kind, words) in enumerate(KINDS.items()):
+        own = {d: by_seed([r for r in results if (r.kind, r.depth) == (kind, d)]) for d in [None, *depths]}
+        minus = [paired(own[depth], own[None]) for depth in depths]
+        where = [depth + (-0.1, 0.1)[k] for depth in depths]
+        style.points(panel, where, minus, fmt="o", color=style.colour(k), label=words)
+    panel.axhline(0.0, color=style.STYLE.reference, linewidth=0.8)
     panel.set_xticks(depths)
     panel.grid(alpha=0.3)
 
 
-def _band(panel: Any, records: Records, label: str, colour: Any, style: str) -> None:
-    """Mean and interval over seeds; the losses before tuning are off the scale, and in the table."""
-    by_step: dict[int, list[float]] = defaultdict(list)
-    for record in records:
-        for step, loss in record["curve"]:
-            by_step[step].append(loss)
-    steps = sorted(by_step)
-    intervals = [interval(by_step[step]) for step in steps]
-    means = [i.mean for i in intervals]
-    panel.plot(steps, means, style, color=colour, label=label, marker="o", markersize=3)
-    low, high = ([i.mean + sign * i.half for i in intervals] for sign in (-1, 1))
-    panel.fill_between(steps, low, high, color=colour, alpha=0.15, linewidth=0)
+def _curve(panel: Axes, trainings: Trainings, label: str, colour: Any, line: int) -> None:
+    """The losses before tuning are off the scale, and in the table."""
+    look = {"color": colour, "linestyle": style.line(line), "marker": "o", "markersize": 3}
+    style.curve(panel, *style.mean_curve([r.curve for r in trainings]), label=label, **look)

@@ -7,36 +7,26 @@ the twelve and counted twelvefold, in turn with the thin one, whose time is that
 
 import statistics
 import threading
-import time
-from collections.abc import Callable
 
 import haliax as hax
-import jax
 import numpy as np
 
-from experiments.bench.timing import report
+from experiments.bench.models import build, flow
+from experiments.bench.timing import report, seconds
 from qkvflow.analysis import lyapunov, spectral
 from qkvflow.analysis.many import each
 from qkvflow.analysis.matrices import products
 from qkvflow.analysis.reading import read
 from qkvflow.blocks import Gpt2BlockConfig
-from qkvflow.depth import DepthConfig
-from qkvflow.models import NeuralOdeConfig
 from qkvflow.weights import GeneratedConfig
 
 WIDTH, HEADS, LAYERS, SEQUENCE, EXPONENTS = 768, 12, 12, 256, 8
-Vocab = hax.Axis("vocab", 512)
 
 
 def model():
-    config = NeuralOdeConfig(
-        max_seq_len=SEQUENCE,
-        hidden_dim=WIDTH,
-        block=Gpt2BlockConfig(num_heads=HEADS),
-        weights=GeneratedConfig(time_embed_dim=20, sinusoidal_dim=128),
-        depth=DepthConfig(steps=LAYERS),
-    )
-    return config.build(Vocab, key=jax.random.PRNGKey(0))
+    weights = GeneratedConfig(time_embed_dim=20, sinusoidal_dim=128)
+    config = flow(WIDTH, SEQUENCE, weights, Gpt2BlockConfig(num_heads=HEADS), steps=LAYERS)
+    return build(config, hax.Axis("vocab", 512))
 
 
 def dense(model, family: str) -> np.ndarray:
@@ -51,12 +41,6 @@ def dense_spread(model, family: str) -> np.ndarray:
     return each(lambda a, b: np.linalg.eigvals(a @ b), left, right)
 
 
-def seconds(run: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    run()
-    return time.perf_counter() - start
-
-
 def spectra(model) -> None:
     rows = {}
     for family in ("qk", "ov"):
@@ -68,17 +52,12 @@ def spectra(model) -> None:
         thin()
         rounds = []
         for _ in range(3):
-            plain = seconds(lambda f=family: dense(model, f)) * LAYERS
-            spread = seconds(lambda f=family: dense_spread(model, f)) * LAYERS
-            rounds.append((statistics.median(thin() for _ in range(3)), plain, spread))
-        rows[family] = {
-            "first call s": first,
-            "thin s": statistics.median(r[0] for r in rounds),
-            "dense s": statistics.median(r[1] for r in rounds),
-            "ratio": statistics.median(r[1] / r[0] for r in rounds),
-            "spread s": statistics.median(r[2] for r in rounds),
-            "spread ratio": statistics.median(r[2] / r[0] for r in rounds),
-        }
+            slow = [seconds(lambda f=family, m=method: m(model, f)) * LAYERS for method in (dense, dense_spread)]
+            rounds.append([statistics.median(thin() for _ in range(3)), *slow])
+        rounds = [[*r, r[1] / r[0], r[2] / r[0]] for r in rounds]
+        own, plain, spread, ratio, spread_ratio = (statistics.median(column) for column in zip(*rounds, strict=True))
+        rows[family] = {"first call s": first, "thin s": own, "dense s": plain, "ratio": ratio}
+        rows[family] |= {"spread s": spread, "spread ratio": spread_ratio}
     report("spectra", {"width": WIDTH, "heads": HEADS, "layers": LAYERS}, rows)
 
 

@@ -7,7 +7,6 @@
   layers are written: one scan over stacked blocks, keys and values stacked along the layers.
 """
 
-import time
 from collections.abc import Callable
 
 import equinox as eqx
@@ -20,30 +19,16 @@ from levanter.layers.attention import AttentionBackend, dot_product_attention
 from levanter.models.gpt2 import Gpt2Config, Gpt2LMHeadModel
 from levanter.utils.tree_utils import inference_mode
 
-from experiments.bench.timing import interleaved, report
-from qkvflow.blocks import Gpt2BlockConfig
-from qkvflow.depth import DepthConfig
+from experiments.bench.models import HEADS, Vocab, build, flow
+from experiments.bench.timing import Rows, interleaved, report, seconds
 from qkvflow.generation import Engine, SamplingOptions
 from qkvflow.generation.prepare import PreparedModel
-from qkvflow.models import NeuralOdeConfig, NeuralOdeLMHeadModel
-from qkvflow.weights import GeneratedConfig
+from qkvflow.models import NeuralOdeLMHeadModel
 
-WIDTH, HEADS, LAYERS, MAX_SEQ_LEN = 256, 4, 6, 2048
+WIDTH, LAYERS, MAX_SEQ_LEN = 256, 6, 2048
 NEW, ROUNDS = 8, 15  # tokens in one timed run, which goes on where the one before ended
 TEXT = 512  # tokens made in the comparison with reading anew
-Vocab = hax.Axis("vocab", 257)
 Batch = hax.Axis("batch", 1)
-
-
-def flow() -> NeuralOdeLMHeadModel:
-    config = NeuralOdeConfig(
-        max_seq_len=MAX_SEQ_LEN,
-        hidden_dim=WIDTH,
-        block=Gpt2BlockConfig(num_heads=HEADS),
-        weights=GeneratedConfig(time_embed_dim=64, sinusoidal_dim=32),
-        depth=DepthConfig(steps=LAYERS),
-    )
-    return inference_mode(config.build(Vocab, key=jax.random.PRNGKey(0)), True)
 
 
 def prompt(length: int) -> list[int]:
@@ -74,19 +59,9 @@ def levanter_decoding(model: Gpt2LMHeadModel, context: int) -> Callable[[], obje
         q, new_k, new_v = block.attn.c_attn(block.ln_1(x)).unbind("qkv")
         k = k.updated_slice({"key_position": position}, new_k.rename({"position": "key_position"}))
         v = v.updated_slice({"key_position": position}, new_v.rename({"position": "key_position"}))
-        mask = hax.arange(Keys) <= position
-        backend = AttentionBackend.VANILLA
-        out = dot_product_attention(
-            "position",
-            "key_position",
-            "head_size",
-            q,
-            k,
-            v,
-            mask=mask.broadcast_axis(x.resolve_axis("position")),
-            attn_backend=backend,
-        )
-        x = x + block.attn.c_proj(out)
+        mask = (hax.arange(Keys) <= position).broadcast_axis(x.resolve_axis("position"))
+        axes, backend = ("position", "key_position", "head_size"), AttentionBackend.VANILLA
+        x = x + block.attn.c_proj(dot_product_attention(*axes, q, k, v, mask=mask, attn_backend=backend))
         return x + block.mlp(block.ln_2(x), key=None), (k, v)
 
     def token(params, carry):
@@ -118,46 +93,36 @@ def levanter_decoding(model: Gpt2LMHeadModel, context: int) -> Callable[[], obje
     return run
 
 
-def recomputation(model: NeuralOdeLMHeadModel, start: int) -> dict[str, dict[str, float]]:
+def recomputation(model: NeuralOdeLMHeadModel, start: int) -> Rows:
     """Seconds for TEXT tokens behind `start`, with the cache, and by reading the text anew for each of them."""
 
     @jax.jit
     def next_token(tokens):
         return model(tokens)["position", -1].array.argmax(-1)
 
-    anew, seconds = {}, 0.0
-    for end in range(start, start + TEXT):
-        length = -(-end // 64) * 64
-        if length not in anew:
-            tokens = hax.named(jnp.asarray([prompt(length)]), (Batch, "position"))
-            anew[length] = min(_seconds(lambda tokens=tokens: next_token(tokens)) for _ in range(3))
-        seconds += anew[length]
+    def reading(length: int) -> float:
+        tokens = hax.named(jnp.asarray([prompt(length)]), (Batch, "position"))
+        seconds(lambda: next_token(tokens))  # compiles
+        return min(seconds(lambda: next_token(tokens)) for _ in range(3))
+
+    lengths = [-(-end // 64) * 64 for end in range(start, start + TEXT)]
+    anew = {length: reading(length) for length in dict.fromkeys(lengths)}
+    slow = sum(anew[length] for length in lengths)
     engine = engine_at(model, start, TEXT)
     engine.decode(1)
-    began = time.perf_counter()
-    engine.decode(TEXT - 1)
-    cached = (time.perf_counter() - began) * TEXT / (TEXT - 1)
-    return {
-        "cached": {"seconds": cached, "tokens_per_second": TEXT / cached, "ratio": 1.0},
-        "read anew": {"seconds": seconds, "tokens_per_second": TEXT / seconds, "ratio": seconds / cached},
-    }
-
-
-def _seconds(run: Callable[[], object]) -> float:
-    jax.block_until_ready(run())
-    began = time.perf_counter()
-    jax.block_until_ready(run())
-    return time.perf_counter() - began
+    cached = seconds(lambda: engine.decode(TEXT - 1)) * TEXT / (TEXT - 1)
+    taken = {"cached": cached, "read anew": slow}
+    return {name: {"seconds": t, "tokens_per_second": TEXT / t, "ratio": t / cached} for name, t in taken.items()}
 
 
 def main() -> None:
     settings = {"width": WIDTH, "heads": HEADS, "layers": LAYERS, "batch": 1, "new tokens": NEW}
-    model = flow()
+    model = inference_mode(build(flow(WIDTH, MAX_SEQ_LEN, steps=LAYERS)), True)
     runs = {f"context {n}": decoding(model, n) for n in (128, 1024)}
     report("decoding_along_the_context", settings, interleaved(runs, ROUNDS, reference="context 128"))
 
     levanter = Gpt2Config(max_seq_len=MAX_SEQ_LEN, hidden_dim=WIDTH, num_heads=HEADS, num_layers=LAYERS)
-    theirs = inference_mode(levanter.build(Vocab, key=jax.random.PRNGKey(0)), True)
+    theirs = inference_mode(build(levanter), True)
     runs = {
         "levanter gpt2, scan": levanter_decoding(theirs, 128),
         "levanter gpt2, our engine": decoding(theirs, 128),

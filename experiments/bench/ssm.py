@@ -7,31 +7,24 @@ import equinox as eqx
 import haliax as hax
 import jax
 
+from experiments.bench.models import HEADS, flow, gradient
 from experiments.bench.timing import interleaved, report
-from experiments.bench.training_step import HEADS, LAYERS, WIDTH, gradient
 from qkvflow.blocks import Gpt2BlockConfig, SsmBlockConfig, SsmMixer
-from qkvflow.depth import DepthConfig
-from qkvflow.models import NeuralOdeConfig
 from qkvflow.weights import ModulatedConfig
 
-TOKENS = 1024  # in each batch
+SETTINGS = {"width": 256, "heads": HEADS, "layers": 6, "tokens": 1024}
 BLOCKS = {
     "time-indexed MLP": Gpt2BlockConfig(num_heads=HEADS, form="sequential"),
     "SSM, 16 states": SsmBlockConfig(num_heads=HEADS, form="sequential", state_size=16),
     "SSM, 64 states": SsmBlockConfig(num_heads=HEADS, form="sequential", state_size=64),
     "selective, 16 states": SsmBlockConfig(num_heads=HEADS, form="sequential", state_size=16, selective=True),
 }
-
-
-def model(block, sequence: int) -> NeuralOdeConfig:
-    depth = DepthConfig(solver="euler", steps=LAYERS, step_size="residual")
-    weights = ModulatedConfig(hidden_dim=64, sinusoidal_dim=32)
-    return NeuralOdeConfig(max_seq_len=sequence, hidden_dim=WIDTH, block=block, weights=weights, depth=depth)
+WEIGHTS = ModulatedConfig(hidden_dim=64, sinusoidal_dim=32)
 
 
 def mixer_gradient(sequence: int, *, state_size: int = 16, selective: bool):
     """A call that computes the gradient of one mixer, for one sequence."""
-    Embed, Pos = hax.Axis("embed", WIDTH), hax.Axis("position", sequence)
+    Embed, Pos = hax.Axis("embed", SETTINGS["width"]), hax.Axis("position", sequence)
     key = jax.random.PRNGKey(0)
     mixer = SsmMixer.init(Embed, hax.Axis("state", state_size), selective=selective, key=key)
     x = hax.random.normal(key, (hax.Axis("batch", 1), Pos, Embed))
@@ -40,17 +33,17 @@ def mixer_gradient(sequence: int, *, state_size: int = 16, selective: bool):
 
 
 def main(rounds: int = 15) -> None:
-    settings = {"width": WIDTH, "heads": HEADS, "layers": LAYERS, "tokens": TOKENS}
+    width, depth = SETTINGS["width"], {"steps": SETTINGS["layers"], "step_size": "residual"}
     for sequence in (128, 1024):
-        batch = TOKENS // sequence
-        runs = {name: gradient(model(block, sequence), batch) for name, block in BLOCKS.items()}
+        batch = SETTINGS["tokens"] // sequence
+        runs = {name: gradient(flow(width, sequence, WEIGHTS, block, **depth), batch) for name, block in BLOCKS.items()}
         rows = interleaved(runs, rounds, reference="time-indexed MLP")
-        report(f"ssm_{sequence}", settings | {"sequence": sequence, "batch": batch}, rows)
+        report(f"ssm_{sequence}", SETTINGS | {"sequence": sequence, "batch": batch}, rows)
     for selective in (False, True):
         runs = {str(n): mixer_gradient(n, selective=selective) for n in (512, 1024, 2048, 4096)}
         rows = interleaved(runs, rounds, reference="512")
         kind = "selective" if selective else "time_invariant"
-        report(f"ssm_growth_{kind}", {"width": WIDTH, "states": 16, "batch": 1}, rows)
+        report(f"ssm_growth_{kind}", {"width": width, "states": 16, "batch": 1}, rows)
 
 
 if __name__ == "__main__":

@@ -4,46 +4,48 @@ import json
 import platform
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import date
 from pathlib import Path
 
 import jax
 
+Rows = Mapping[str, Mapping[str, float]]
 RESULTS = Path(__file__).parent / "results"
 
 
-def interleaved(runs: dict[str, Callable[[], object]], rounds: int, reference: str) -> dict[str, dict[str, float]]:
-    """Time each run once per round, in turn. Each callable returns arrays to wait for.
+def seconds(run: Callable[[], object]) -> float:
+    """Of one run, until the arrays that it returns are there."""
+    start = time.perf_counter()
+    jax.block_until_ready(run())
+    return time.perf_counter() - start
+
+
+def interleaved(runs: Mapping[str, Callable[[], object]], rounds: int, reference: str) -> Rows:
+    """Times each run once per round, in turn. Each callable returns arrays to wait for.
 
     Returns:
         name -> {seconds: median, ratio: median over rounds of time / time of `reference` in the same round,
         ratio_low, ratio_high: quartiles of that ratio}.
     """
     for run in runs.values():  # compile and warm up
-        jax.block_until_ready(run())
-        jax.block_until_ready(run())
-    times: dict[str, list[float]] = {name: [] for name in runs}
+        seconds(run)
+        seconds(run)
+    times = {name: [] for name in runs}
     for _ in range(rounds):
         for name, run in runs.items():
-            start = time.perf_counter()
-            jax.block_until_ready(run())
-            times[name].append(time.perf_counter() - start)
+            times[name].append(seconds(run))
     rows = {}
-    for name, seconds in times.items():
-        ratios = [a / b for a, b in zip(seconds, times[reference], strict=True)]
+    for name, own in times.items():
+        ratios = [a / b for a, b in zip(own, times[reference], strict=True)]
         low, _, high = statistics.quantiles(ratios, n=4)
-        rows[name] = {
-            "seconds": statistics.median(seconds),
-            "ratio": statistics.median(ratios),
-            "ratio_low": low,
-            "ratio_high": high,
-        }
+        middle = {"seconds": statistics.median(own), "ratio": statistics.median(ratios)}
+        rows[name] = middle | {"ratio_low": low, "ratio_high": high}
     return rows
 
 
-def report(name: str, settings: dict, rows: dict[str, dict[str, float]]) -> None:
-    """Print a table and write results/<name>.json."""
+def report(name: str, settings: Mapping[str, object], rows: Rows) -> None:
+    """Prints a table and writes results/<name>.json."""
     columns = list(next(iter(rows.values())))
     width = max(len(row) for row in rows)
     print(f"\n{name}: {', '.join(f'{k} {v}' for k, v in settings.items())}")

@@ -9,95 +9,41 @@ Every training is a run below `run_dir`. Given again, the command continues wher
 """
 
 import dataclasses
-import sys
 from pathlib import Path
-from typing import Any
+from typing import TextIO
 
 import jax
 
-from experiments import jobs, rates, study
-from experiments.compare import figures, tables
-from experiments.compare.config import CompareConfig
-from experiments.compare.plan import Variant, variants
-from experiments.cost import step_memory
-from experiments.measure import measure
-from experiments.rates import Job
-from experiments.results import kept_in, show
-from experiments.texts import Text
-from qkvflow.cli import run_program
-from qkvflow.cli.quiet import Quiet
-from qkvflow.errors import UserError
-
-SMOKE = Path(__file__).parent / "smoke.yaml"
+from experiments.compare.plan import CompareConfig, arms
+from experiments.compare.report import CompareProtocol, Comparison, Trained, draw, files, page
+from experiments.cost import Cost, step_memory
+from experiments.jobs import Arm, at_work
+from experiments.measure import Measure
+from experiments.records import kept
+from experiments.study import Study
 
 
-def main(config: CompareConfig) -> None:
-    """Runs, or continues, the comparison.
-
-    Errors: `UserError` if the configuration cannot be, a text is missing, runs in `run_dir` were made with other
-    settings, or a model fails the test of causality.
-    """
-    if config.config_path is None and not config.systems:
-        raise UserError(
-            "nothing to compare: give --config experiments/compare/wikitext2.yaml (its text by --text.folder DIR), or"
-            " --smoke"
-        )
-    run_dir = config.runs("compare")
-    output = config.results(run_dir)
-    record = kept_in(output, None if config.redraw else lambda: _run(config, run_dir))
-    (output / "table.tex").write_text(tables.latex(record))
-    tables.write_csv(record, output / "summary.csv", output / "runs.csv")
-    figures.draw(record, output)
-    show(tables.markdown(record), output)
-
-
-def _run(config: CompareConfig, run_dir: Path) -> dict[str, Any]:
-    config.check()
+def make(config: CompareConfig, run_dir: Path) -> Comparison:
     text = config.text.prepare(run_dir / "texts")
-    planned = variants(config, text, run_dir)
-    with jobs.at_work(run_dir) as quiet:
-        costs = {v.label: _costs(v, run_dir, quiet) for v in planned}
-        found = rates.carry_out(config, planned, lambda job: _measure(job, text, config), quiet)
-    return {
-        "protocol": _protocol(config, text, planned[0]),
-        "costs": costs,
-        **found,
-        **jobs.origin("experiments.compare"),
-    }
+    planned = arms(config, text, run_dir)
+    with at_work(run_dir) as terminal:
+        costs = {arm.label: _with_memory(arm, run_dir, terminal) for arm in planned}
+    results, selection = Measure(Trained, config, run_dir).search_and_report(planned)
+    steps, systems = planned[0].recipe.steps, {arm.what.system: config.systems[arm.what.system] for arm in planned}
+    protocol = CompareProtocol.of(config, text, planned[0].recipe, steps=steps, systems=systems)
+    return Comparison(protocol=protocol, costs=costs, results=results, selection=selection)
 
 
-def _measure(job: Job[Variant], text: Text, config: CompareConfig) -> dict[str, Any]:
-    """What the training was, and what is read off it."""
-    variant = job.variant
-    what = {"system": variant.system, "rows": list(variant.rows), "width": variant.width, "steps": variant.steps}
-    return {**what, **measure(job, text, config.report_batches, "compare.json")}
+def _with_memory(arm: Arm, run_dir: Path, terminal: TextIO) -> Cost:
+    """Memory is found by compiling, and kept."""
+    parameters = f"{arm.cost.parameters:,} parameters, {arm.cost.materialised:,} materialised"
+    print(f"{arm.label}: {parameters}, {arm.flops:.3g} FLOPs", file=terminal)
+    asked = {"model": arm.recipe.raw["model"], "jax": jax.__version__, "tokens": arm.cost.tokens}
+    path = run_dir / "costs" / f"{arm.what.system}-d{arm.what.width}.json"
+    return dataclasses.replace(arm.cost, memory=kept(path, int, asked, lambda: step_memory(arm.recipe)))
 
 
-def _costs(variant: Variant, run_dir: Path, quiet: Quiet) -> dict[str, Any]:
-    """Costs and memory; the latter is found by compiling, and kept."""
-    asked = {"model": variant.raw["model"], "jax": jax.__version__, "tokens": variant.cost.tokens}
-    path = run_dir / "costs" / f"{variant.system}-d{variant.width}.json"
-    found = jobs.kept(path, asked, lambda: {"memory": step_memory(variant.raw)})
-    costs = dataclasses.asdict(variant.cost) | found
-    print(
-        f"{variant.label}: {costs['parameters']:,} parameters, {costs['materialised']:,} materialised,"
-        f" {variant.flops:.3g} FLOPs",
-        file=quiet.terminal,
-    )
-    return costs
-
-
-def _protocol(config: CompareConfig, text: Text, reference: Variant) -> dict[str, Any]:
-    systems = [config.reference, *(name for name in config.systems if name != config.reference)]
-    return {
-        **study.protocol(config, text, reference.raw["data"]["tokenizer"], reference.cost.tokens),
-        "systems": {name: config.systems[name] for name in systems},
-        "reference": config.reference,
-        "rows": config.rows,
-        "steps": reference.steps,
-        "targets": config.targets,
-    }
-
+STUDY = Study("compare", CompareConfig, Comparison, make, page, files, draw)
 
 if __name__ == "__main__":
-    run_program(main, CompareConfig, study.arguments(sys.argv[1:], SMOKE))
+    STUDY.program()

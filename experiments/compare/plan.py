@@ -1,79 +1,97 @@
-"""What is trained: systems in the sizes and lengths that the rows ask for, as configurations of train_lm."""
+"""What is compared: the YAML of the comparison, and its systems in the sizes and lengths that the rows ask for."""
 
-import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-from experiments.compare.config import SAME_FLOPS, CompareConfig
 from experiments.cost import Cost, cost_of, width_with
-from experiments.systems import evaluated, merged, system
+from experiments.jobs import Arm
+from experiments.recipes import Recipe
+from experiments.study import StudyConfig
 from experiments.texts import Text
+from qkvflow.errors import UserError
+
+# A row of equal FLOPs has no training of its own where that would change the number of steps by a smaller share.
+SAME_FLOPS = 0.05
+ROWS = {
+    "iso_step": "the same number of steps",
+    "iso_flop": "nearly the same number of FLOPs",
+    "iso_parameter": "nearly the same number of trained parameters",
+}
+
+
+@dataclass
+class CompareConfig(StudyConfig):
+    """Besides what `StudyConfig` says; a learning rate is chosen for each system in each size:
+
+    systems: name -> configuration of train_lm; its data is replaced by `text`.
+    reference: the system that the others are compared with, in number of FLOPs and parameters too.
+    rows: of ROWS.
+    targets: losses on `select` to whose first crossing time and FLOPs are given.
+    """
+
+    systems: dict[str, str] = field(default_factory=dict)
+    reference: str = "standard"
+    rows: list[str] = field(default_factory=lambda: list(ROWS))
+    targets: list[float] = field(default_factory=list)
+
+    def check(self) -> None:
+        if not self.systems:
+            raise UserError(
+                "nothing to compare: give --config experiments/compare/wikitext2.yaml (its text by --text.folder DIR),"
+                " or --smoke"
+            )
+        if self.reference not in self.systems:
+            names = ", ".join(self.systems)
+            raise UserError(f"`reference` is {self.reference!r}, which is not among `systems` ({names})")
+        unknown = [row for row in self.rows if row not in ROWS]
+        if unknown or not self.rows:
+            raise UserError(f"`rows` has {', '.join(unknown) or 'nothing in it'}. Choices: {', '.join(ROWS)}")
+        super().check()
 
 
 @dataclass(frozen=True)
 class Variant:
-    """A system in one size, trained for one number of steps.
-
-    rows: those that it stands in. flops: of its whole training.
-    raw: configuration of train_lm without a name, seed and chosen learning rate.
-    """
+    """A system in one size, trained for one number of steps. rows: those that it stands in."""
 
     system: str
-    rows: tuple[str, ...]
+    rows: list[str]
     width: int
     steps: int
-    cost: Cost
-    raw: dict[str, Any]
-
-    @property
-    def label(self) -> str:
-        return f"{self.system}-d{self.width}-s{self.steps}"
-
-    @property
-    def size(self) -> tuple[str, int]:
-        return self.system, self.width
-
-    @property
-    def flops(self) -> float:
-        return self.cost.flops * self.steps
 
 
-def variants(config: CompareConfig, text: Text, run_dir: Path) -> list[Variant]:
+def arms(config: CompareConfig, text: Text, run_dir: Path) -> list[Arm]:
     """All variants, the reference first; the same model with the same number of steps stands once.
 
-    Errors: `UserError` if a configuration cannot be read, or the costs of a model are not known.
+    Raises:
+        UserError: if a configuration cannot be read, or the costs of a model are not known.
     """
-    names = [config.reference, *(name for name in config.systems if name != config.reference)]
-    raws = {
-        name: system(config.systems[name], config.overrides, text, run_dir, config.select_batches) for name in names
-    }
-    reference = _variant(config, config.reference, (), raws[config.reference])
-    found: dict[str, Variant] = {}
-
-    def add(variant: Variant) -> None:
-        known = found.get(variant.label, dataclasses.replace(variant, rows=()))
-        found[variant.label] = dataclasses.replace(known, rows=(*known.rows, *variant.rows))
-
+    given = {name: system(config, name, text, run_dir) for name in config.systems}
+    reference = given[config.reference]
+    cost, found = cost_of(reference), {}
     for row in config.rows:
-        for name, raw in raws.items():
-            add(_variant(config, name, (row,), _equal(row, raw, reference)))
+        for name, recipe in ({config.reference: reference} | given).items():
+            arm = _arm(name, _equal(row, recipe, reference.steps, cost).evaluated(config.evaluations), text)
+            found.setdefault(arm.label, arm).what.rows.append(row)
     return list(found.values())
 
 
-def _equal(row: str, raw: dict[str, Any], reference: Variant) -> dict[str, Any]:
-    """The configuration that has as many steps, FLOPs or parameters as the reference."""
-    steps = reference.steps
+def system(config: CompareConfig, name: str, text: Text, run_dir: Path) -> Recipe:
+    """A system as it is given, on the text."""
+    recipe = Recipe.of(config.systems[name], config.overrides)
+    return recipe.on(text, run_dir, config.select_batches, config.evaluations)
+
+
+def _equal(row: str, recipe: Recipe, steps: int, reference: Cost) -> Recipe:
+    """With as many steps, FLOPs or parameters as the reference."""
     if row == "iso_parameter":
-        width = width_with(raw, reference.cost.parameters)
-        raw = merged(raw, {"model": {"hidden_dim": width}})
+        recipe = recipe.but({"model": {"hidden_dim": width_with(recipe, reference.parameters)}})
     elif row == "iso_flop":
-        share = reference.cost.flops / cost_of(raw).flops
+        share = reference.flops / cost_of(recipe).flops
         steps = steps if abs(share - 1) < SAME_FLOPS else max(1, round(steps * share))
-    return merged(raw, {"trainer": {"num_train_steps": steps}})
+    return recipe.but({"trainer": {"num_train_steps": steps}})
 
 
-def _variant(config: CompareConfig, name: str, rows: tuple[str, ...], raw: dict[str, Any]) -> Variant:
-    width, steps = raw["model"]["hidden_dim"], raw["trainer"]["num_train_steps"]
-    raw = evaluated(raw, config.evaluations)
-    return Variant(name, rows, width, steps, cost_of(raw), raw)
+def _arm(name: str, recipe: Recipe, text: Text) -> Arm:
+    width = recipe.raw["model"]["hidden_dim"]
+    label, what = f"{name}-d{width}-s{recipe.steps}", Variant(name, [], width, recipe.steps)
+    return Arm(label=label, recipe=recipe, cost=cost_of(recipe), what=what, text=text, shares_rate=(name, width))

@@ -8,94 +8,103 @@ Every training is a run below `run_dir`. Given again, the command continues wher
 `results.json`, `results.md`, and the figures `gradient_flow` and `invariance`.
 """
 
-import json
-import sys
-from collections.abc import Sequence
+import dataclasses
 from pathlib import Path
-from typing import Any
 
-from experiments import jobs, study
-from experiments.gradient_flow import figures, tables
-from experiments.gradient_flow.config import GradientFlowConfig
-from experiments.gradient_flow.measure import measure, unigram
-from experiments.gradient_flow.plan import Job, planned_jobs
-from experiments.results import kept_in, show
+import haliax as hax
+import jax
+import numpy as np
+from levanter.models.lm_model import LmExample
+from levanter.utils.jax_utils import parameter_count
+
+from experiments.gradient_flow.norms import component_norms
+from experiments.gradient_flow.plan import GradientFlowConfig, arms
+from experiments.gradient_flow.readings import Reader, control_effect, untrained
+from experiments.gradient_flow.report import GradientFlow, GradientFlowProtocol, Trained, draw, page
+from experiments.jobs import Job, reported
+from experiments.measure import Measure
+from experiments.recipes import Recipe
+from experiments.study import Study
 from experiments.texts import Text
-from qkvflow.cli import run_program
-from qkvflow.config import decode
-from qkvflow.runs.config import TrainConfig
+from qkvflow.data.statistics import unigram_entropy
+from qkvflow.runs.evaluate import RunEvaluator
+from qkvflow.runs.load import Run
+from qkvflow.tracking import read_metrics
 
-DEFAULT, SMOKE = (Path(__file__).parent / f"{name}.yaml" for name in ("wikitext2", "smoke"))
-
-
-def main(config: GradientFlowConfig) -> None:
-    """Runs, or continues, the experiment.
-
-    Errors: `UserError` if the configuration cannot be, a text is missing, runs in `run_dir` were made with other
-    settings, or a model fails the test of causality.
-    """
-    run_dir = config.runs("gradient_flow")
-    output = config.results(run_dir)
-    record = kept_in(output, None if config.redraw else lambda: _run(config, run_dir), _compact)
-    figures.draw(record, output)
-    show(tables.markdown(record), output)
+_SEQUENCES = 8  # whose logits are compared: with a large vocabulary those of a batch are gigabytes
+_CONTROL = "grad/norm/transformer.flow.weights.control.weight"
 
 
-def arguments(argv: Sequence[str]) -> list[str]:
-    """The command line as it is parsed: the full experiment's file is the default."""
-    return study.arguments(argv, SMOKE, DEFAULT)
-
-
-def _run(config: GradientFlowConfig, run_dir: Path) -> dict[str, Any]:
-    config.check()
+def make(config: GradientFlowConfig, run_dir: Path) -> GradientFlow:
     text = config.text.prepare(run_dir / "texts")
-    planned = planned_jobs(config, text, run_dir)
-    with jobs.at_work(run_dir) as quiet:
-        results = jobs.carry_out(
-            planned,
-            lambda job: measure(job, text, config),
-            weight=lambda job: job.evaluations,
-            loss="report_loss",
-            terminal=quiet.terminal,
-        )
-        return {
-            "protocol": _protocol(config, text, planned),
-            "unigram": unigram(planned[0], text),
-            "results": results,
-            **jobs.origin("experiments.gradient_flow"),
-        }
+    systems = arms(config, text, run_dir)
+    results = Measure(Trained, config, run_dir, with_readings).all(reported(systems, config.seeds))
+    hybrid = next(arm.recipe for arm in systems if arm.label == "hybrid")
+    return GradientFlow(protocol=_protocol(config, text, hybrid), unigram=_unigram(hybrid, text), results=results)
 
 
-def _protocol(config: GradientFlowConfig, text: Text, planned: list[Job]) -> dict[str, Any]:
-    hybrid = decode(TrainConfig, next(job for job in planned if job.system == "hybrid").config)
-    adam = hybrid.optimizer
-    return {
-        "text": text.name,
-        "parts": config.text.parts,
-        "bytes": text.sizes(),
-        "tokenizer": hybrid.data.tokenizer,
-        "systems": config.systems,
-        "replaced_layers": config.replaced_layers,
-        "flow_steps": hybrid.model.depth.steps,
-        "alpha": hybrid.model.control.alpha,
-        "seeds": config.seeds,
-        "num_train_steps": hybrid.trainer.num_train_steps,
-        "tokens_per_step": hybrid.Pos.size * hybrid.trainer.batch_schedule.batch_size_at_step(0),
-        "optimizer": f"AdamW, learning rate {adam.learning_rate:g} ({adam.lr_schedule}), weight decay"
+def with_readings(job: Job, found: Trained, run: Run, evaluator: RunEvaluator) -> Trained:
+    """Losses and norms of each step; of hybrid and baseline refined readings; of the hybrid all others."""
+    metrics, asks, model = read_metrics(job.recipe.run.metrics), job.arm.asks, run.model
+    by_step = [component_norms(r) for r in metrics]
+    found = dataclasses.replace(
+        found,
+        loss=[_round(r["train/loss"]) for r in metrics],
+        norms={name: [_round(norms[name]) for norms in by_step] for name in by_step[0]},
+        clip=run.config.optimizer.max_grad_norm,
+        parameters=parameter_count(model),
+    )
+    if found.system == "shallow":
+        return found
+    reader = Reader(model, evaluator.loss, _some(evaluator.example()))
+    found = dataclasses.replace(found, refined=reader.refined(asks["refinements"]))
+    if found.system == "baseline":
+        return found
+    draw_key, control_key = jax.random.split(jax.random.PRNGKey(job.seed))
+    models = {"trained": model, "untrained": untrained(model, key=draw_key)}
+    tokens, draws = reader.example.tokens, asks["controls"]
+    return dataclasses.replace(
+        found,
+        readings=reader.by_solvers(asks["solvers"], asks["steps"]),
+        alpha=float(model.transformer.flow.weights.alpha.array),
+        control_gradient=max(r[_CONTROL] for r in metrics),
+        control={name: control_effect(one, tokens, draws, key=control_key) for name, one in models.items()},
+    )
+
+
+def _protocol(config: GradientFlowConfig, text: Text, recipe: Recipe) -> GradientFlowProtocol:
+    hybrid, adam = recipe.config, recipe.config.optimizer
+    return GradientFlowProtocol.of(
+        config,
+        text,
+        recipe,
+        flow_steps=hybrid.model.depth.steps,
+        alpha=hybrid.model.control.alpha,
+        num_train_steps=recipe.steps,
+        optimizer=f"AdamW, learning rate {adam.learning_rate:g} ({adam.lr_schedule}), weight decay"
         f" {adam.weight_decay:g}, clipped at {adam.max_grad_norm}",
-        "weight_decay_on": hybrid.weight_decay_on,
-        "final_steps": config.final_steps,
-        "report_batches": config.report_batches,
-        "refinements": config.refinements,
-    }
+        weight_decay_on=hybrid.weight_decay_on,
+    )
 
 
-def _compact(record: dict[str, Any]) -> str:
-    """JSON with a line for each training: the norms of every step are in it."""
-    results = ",\n".join(json.dumps(r) for r in record["results"])
-    rest = json.dumps({key: value for key, value in record.items() if key != "results"}, indent=1)
-    return f'{rest[:-2]},\n "results": [\n{results}\n]\n}}\n'
+def _unigram(recipe: Recipe, text: Text) -> float:
+    """Loss on the part `report` of the frequencies of single tokens in the part `train`, nats per token."""
+    tokenizer = recipe.tokenizer()
+    counted = [np.bincount(tokenizer.encode(text.read(p)), minlength=len(tokenizer)) for p in ("train", "report")]
+    return unigram_entropy(*counted).nats_per_token
 
+
+def _some(example: LmExample) -> LmExample:
+    some = hax.named(example.tokens.rearrange(("batch", "position")).array[:_SEQUENCES], ("batch", "position"))
+    return LmExample(some, hax.ones(some.axes))
+
+
+def _round(x: float) -> float:
+    """Six significant digits: the series are most of the JSON."""
+    return float(f"{x:.6g}")
+
+
+STUDY = Study("gradient_flow", GradientFlowConfig, GradientFlow, make, page, figures=draw, default="wikitext2.yaml")
 
 if __name__ == "__main__":
-    run_program(main, GradientFlowConfig, arguments(sys.argv[1:]))
+    STUDY.program()

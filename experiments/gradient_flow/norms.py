@@ -1,6 +1,7 @@
-"""Norms of gradients by component, before and after clipping, and how often they vanish, explode or are not finite."""
+"""Norms of gradients by component, and by which rules the seed and we call them healthy."""
 
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,7 @@ COMPONENTS = {
 }
 VANISHING, EXPLODING = 1e-6, 100.0  # the seed's
 RELATIVE = 1e-3  # ours: of the total norm of the same step
+LOSS_RATIO, GRADIENT = 1.1, 0.01  # the seed's, see `Verdict`
 
 _PREFIX = "grad/norm/"
 
@@ -34,7 +36,8 @@ def component_norms(record: Mapping[str, Any]) -> dict[str, float]:
     """Norms by component, and `total`, from a record of `metrics.jsonl` that `trainer.watch` wrote: of a component the
     root of the sum of squares over its parameters.
 
-    Errors: ValueError if a parameter belongs to no component.
+    Raises:
+        ValueError: if a parameter belongs to no component.
     """
     squares: dict[str, float] = {}
     for key, value in record.items():
@@ -64,3 +67,38 @@ def counts(norms: Sequence[float], totals: Sequence[float]) -> Counts:
         sum(norm > EXPLODING for norm in norms),
         sum(not math.isfinite(norm) for norm in norms),
     )
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The rule by which the seed called the flow's gradients healthy.
+
+    ratio: mean training loss over the last steps, of a model divided by that of the baseline.
+    gradient: mean norm of the flow's gradient, after clipping as in the seed; None for a model without a flow.
+    """
+
+    ratio: float
+    gradient: float | None
+
+    @property
+    def passes(self) -> bool:
+        return self.ratio < LOSS_RATIO and (self.gradient is None or self.gradient > GRADIENT)
+
+
+def verdict(
+    losses: Sequence[float], baseline: Sequence[float], flow_norms: Sequence[float] | None, last: int
+) -> Verdict:
+    """The seed's rule for one seed.
+
+    Args:
+        losses, baseline: training losses by step, of the model and of the baseline.
+        flow_norms: norms by step of the flow's gradient after clipping; None for a model without a flow.
+        last: number of steps at the end over which losses are averaged.
+    """
+    ratio = final(losses, last) / final(baseline, last)
+    return Verdict(ratio, None if flow_norms is None else statistics.fmean(flow_norms))
+
+
+def final(losses: Sequence[float], last: int) -> float:
+    """Mean over the last steps."""
+    return statistics.fmean(losses[-last:])

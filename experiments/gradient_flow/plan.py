@@ -1,58 +1,106 @@
-"""What is trained: hybrid, baseline and the hybrid without its middle, as runs of train_lm, otherwise alike."""
+"""What is trained: the YAML of the experiment; hybrid, baseline and the hybrid without its middle, otherwise alike."""
 
-import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-from experiments.gradient_flow.config import GradientFlowConfig
-from experiments.systems import evaluated, merged, system
-from experiments.texts import Text
-from qkvflow.config import decode
+from experiments.cost import cost_of
+from experiments.jobs import Arm
+from experiments.recipes import Changes, Recipe, merged
+from experiments.study import SeedsConfig
+from experiments.texts import Builtin, Text, TextConfig
+from qkvflow.depth import solver_by_name
 from qkvflow.errors import UserError
 from qkvflow.models import NeuralOdeConfig
-from qkvflow.runs.config import TrainConfig
 from qkvflow.weights import PerLayerConfig
+
+SYSTEMS = {
+    "baseline": "ordinary layers where the hybrid has its flow",
+    "hybrid": "ordinary layers, a flow, ordinary layers",
+    "shallow": "the ordinary layers of the hybrid alone, nothing in their middle",
+}
+
+
+@dataclass
+class GradientFlowConfig(SeedsConfig):
+    """Besides what `SeedsConfig` says:
+
+    text: `{type: wikitext2, folder: DIR}`, `{type: files, name, train, select, report}` or `{type: builtin}`.
+    hybrid: configuration of train_lm of a model with a flow between ordinary layers; its data is replaced by `text`.
+    replaced_layers: number of ordinary layers that the baseline has where the hybrid has its flow.
+    systems: of SYSTEMS, hybrid and baseline at least.
+    final_steps: over how many steps at the end the training loss of the verdict is averaged.
+    solvers, steps: with each solver the trained flow is read at each of these numbers of steps.
+    refinements: m, Euler steps of the trained length / m, in the flow and in the baseline's layers.
+    controls: number of random controls that are tried on each of a few sequences.
+    """
+
+    text: TextConfig = field(default_factory=Builtin)
+    hybrid: str | None = None
+    replaced_layers: int = 2
+    systems: list[str] = field(default_factory=lambda: list(SYSTEMS))
+    seeds: list[int] = field(default_factory=lambda: [42, 123, 456])
+    final_steps: int = 50
+    evaluations: int = 10
+    solvers: list[str] = field(default_factory=lambda: ["euler", "heun", "rk4", "dopri5"])
+    steps: list[int] = field(default_factory=lambda: [2, 4, 8, 16])
+    refinements: list[int] = field(default_factory=lambda: [2, 4, 8])
+    controls: int = 8
+
+    def check(self) -> None:
+        super().check()
+        if self.hybrid is None:
+            raise UserError(
+                "`hybrid` is missing: a configuration of train_lm with a flow between ordinary layers, such as"
+                " configs/wikitext2/hybrid_flow.yaml"
+            )
+        unknown = [name for name in self.systems if name not in SYSTEMS]
+        if unknown or not {"hybrid", "baseline"} <= set(self.systems):
+            raise UserError(
+                f"`systems` must hold hybrid and baseline, which are compared, and may hold {', '.join(SYSTEMS)}; got"
+                f" {self.systems}"
+            )
+        self.check_least(replaced_layers=1, final_steps=1, controls=1, steps=1, refinements=2)
+        for solver in self.solvers:
+            solver_by_name(solver)
 
 
 @dataclass(frozen=True)
-class Job:
-    """One training. config: what train_lm is given."""
+class System:
+    """system: of SYSTEMS."""
 
     system: str
-    seed: int
-    config: dict[str, Any]
-
-    @property
-    def name(self) -> str:
-        return self.config["trainer"]["id"]
-
-    @property
-    def evaluations(self) -> int:
-        """Of blocks, or layers, per token and step of training."""
-        model = self.config["model"]
-        return model["prelude_layers"] + model["depth"]["steps"] + model["coda_layers"]
 
 
-def planned_jobs(config: GradientFlowConfig, text: Text, run_dir: Path) -> list[Job]:
-    """All trainings, a whole seed before the next.
+def arms(config: GradientFlowConfig, text: Text, run_dir: Path) -> list[Arm]:
+    """The systems, in their order.
 
-    Errors: `UserError` if the hybrid has no flow on a fixed grid, no ordinary layers around it, or no control.
+    Raises:
+        UserError: if the hybrid has no flow on a fixed grid, no ordinary layers around it, or no control.
     """
-    raw = _hybrid(config, text, run_dir)
+    hybrid = Recipe.of(config.hybrid, config.overrides).on(text, run_dir, config.select_batches, config.evaluations)
+    _check_hybrid(config, hybrid)
+    model = merged(hybrid.raw["model"], {"depth": {"steps": hybrid.config.model.depth.steps}})
     models = {
-        "hybrid": raw["model"],
-        "baseline": _ordinary(raw["model"], config.replaced_layers),
+        "hybrid": model,
+        "baseline": _ordinary(model, config.replaced_layers),
         # The coda's layers stand where the flow was: a flow has one step at least.
-        "shallow": _ordinary(raw["model"], raw["model"]["coda_layers"]) | {"coda_layers": 0},
+        "shallow": _ordinary(model, model["coda_layers"]) | {"coda_layers": 0},
     }
-    return [_job(raw | {"model": models[name]}, name, seed) for seed in config.seeds for name in config.systems]
+    ours = {
+        # Norms of the gradients as they come, before the optimizer clips them, in every step.
+        "trainer": {"watch": {"watch_targets": ["grads"], "interval": 1, "split_scan_layers": False}},
+        "max_skipped_steps": hybrid.steps,  # steps that are not finite are counted
+    }
+    recipes = {name: Recipe({**hybrid.raw, "model": models[name]}).but(ours) for name in config.systems}
+    asks = {key: getattr(config, key) for key in ("solvers", "steps", "refinements", "controls")}
+    return [
+        Arm(label=name, recipe=recipe, cost=cost_of(recipe), what=System(name), text=text, asks=asks)
+        for name, recipe in recipes.items()
+    ]
 
 
-def _hybrid(config: GradientFlowConfig, text: Text, run_dir: Path) -> dict[str, Any]:
-    raw = system(config.hybrid, config.overrides, text, run_dir, config.select_batches)
-    plain = decode(TrainConfig, raw)
-    trainer, model = plain.trainer, plain.model
+def _check_hybrid(config: GradientFlowConfig, hybrid: Recipe) -> None:
+    model = hybrid.config.model
     if not isinstance(model, NeuralOdeConfig) or isinstance(model.weights, PerLayerConfig) or model.control is None:
         raise UserError(f"{config.hybrid} must be a `type: neuralode` with a flow and `control`, as the hybrid is")
     if not model.prelude_layers or not model.coda_layers:
@@ -65,34 +113,16 @@ def _hybrid(config: GradientFlowConfig, text: Text, run_dir: Path) -> dict[str, 
             f"{config.hybrid} must be trained with Euler on a fixed grid: what is read at other solvers and steps is"
             " compared with that"
         )
-    if config.final_steps > trainer.num_train_steps:
-        raise UserError(f"`final_steps` is {config.final_steps}, of {trainer.num_train_steps} steps in all")
-    ours = {
-        "model": {"depth": {"steps": model.depth.steps}},
-        "trainer": {
-            # Norms of the gradients as they come, before the optimizer clips them, in every step.
-            "watch": {"watch_targets": ["grads"], "interval": 1, "split_scan_layers": False},
-        },
-        "max_skipped_steps": trainer.num_train_steps,  # steps that are not finite are counted
-    }
-    return evaluated(merged(raw, ours), config.evaluations)
+    if config.final_steps > hybrid.steps:
+        raise UserError(f"`final_steps` is {config.final_steps}, of {hybrid.steps} steps in all")
 
 
-def _ordinary(model: dict[str, Any], layers: int) -> dict[str, Any]:
+def _ordinary(model: Changes, layers: int) -> Changes:
     """The same model with ordinary layers in place of its flow.
 
     A flow of per-layer weights in Euler steps of length 1 is a stack of ordinary layers; so embeddings, prelude and
     coda have the same names, and with the same seed the same initial weights, in all systems.
     """
-    form = {"block": {"form": "sequential"}}
-    replaced = {
-        "weights": {"type": "per_layer"},
-        "depth": {"solver": "euler", "steps": layers, "step_size": "residual"},
-    }
-    return merged(model, form) | replaced | {"control": None}
-
-
-def _job(raw: dict[str, Any], name: str, seed: int) -> Job:
-    raw = copy.deepcopy(raw)
-    raw["trainer"] |= {"id": f"{name}-seed{seed}", "seed": seed}
-    return Job(name, seed, raw)
+    depth = {"solver": "euler", "steps": layers, "step_size": "residual"}
+    replaced = {"weights": {"type": "per_layer"}, "depth": depth, "control": None}
+    return merged(model, {"block": {"form": "sequential"}}) | replaced

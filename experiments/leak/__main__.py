@@ -8,8 +8,8 @@ attention has one name for the axes of queries and keys gets far below, since it
 predict. Then follow the fork's published statistics beside what its own losses give.
 """
 
-import dataclasses
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,28 +22,39 @@ import optax
 from haliax import Axis, NamedArray
 from haliax.nn.attention import causal_mask
 
-from experiments import jobs
-from experiments.leak import page, published
 from experiments.leak.model import Model
-from experiments.results import kept_in, show
-from qkvflow.cli import run_program
+from experiments.leak.published import Published, claim_table, loss_table, published
+from experiments.records import Record
+from experiments.study import OutputConfig, Study
+from experiments.tables import Table
 
 Vocab, Batch, Pos = Axis("vocab", 32), Axis("batch", 64), Axis("position", 8)
-_TESTED = 2048  # sequences of the final loss
 
 
 @dataclass
-class LeakConfig:
-    """
-    steps: training steps of each of both models.
-    seed: of everything.
-    output: folder of `results.json` and `results.md`. redraw: only the latter, from the former.
-    """
+class LeakConfig(OutputConfig):
+    """Besides what `OutputConfig` says: steps: training steps of each of both models. seed: of everything."""
 
     steps: int = 400
     seed: int = 0
-    output: str = "runs/leak/results"
-    redraw: bool = False
+
+
+@dataclass(kw_only=True)
+class LeakProtocol(LeakConfig):
+    """Sizes of the axes; tested: sequences of the final loss."""
+
+    vocab: int = Vocab.size
+    batch: int = Batch.size
+    position: int = Pos.size
+    tested: int = 2048
+
+
+@dataclass(frozen=True)
+class Mask:
+    """What Haliax's `causal_mask` is for one name."""
+
+    axes: list[str]
+    is_all_true: bool
 
 
 @dataclass(frozen=True)
@@ -59,32 +70,37 @@ class Shown:
     error: float
 
 
-def main(config: LeakConfig) -> dict[str, Any]:
-    """Trains, prints and writes; returns what was written."""
-    output = Path(config.output)
-    record = kept_in(output, None if config.redraw else lambda: _run(config))
-    show(page.markdown(record), output)
-    return record
+@dataclass(frozen=True, kw_only=True)
+class Leak(Record):
+    """models: what they are -> what they do."""
+
+    protocol: LeakProtocol
+    mask: Mask
+    models: dict[str, Shown]
+    published: Published
 
 
-def _run(config: LeakConfig) -> dict[str, Any]:
+def make(config: LeakConfig, run_dir: Path) -> Leak:
     mask = causal_mask(Pos, Pos)
+    names = {"one name for both axes": True, "two names (causal)": False}
+    return Leak(
+        protocol=LeakProtocol(**config.rules()),
+        mask=Mask([a.name for a in mask.axes], bool(hax.all(mask))),
+        models={name: demonstrate(leaks, config.steps, config.seed) for name, leaks in names.items()},
+        published=published(),
+    )
+
+
+def page(record: Leak) -> Mapping[str, Any]:
+    rows = [[name, f"{m.loss:.3f} ± {1.96 * m.error:.3f}", f"{m.moved:.3g}"] for name, m in record.models.items()]
+    head = ["axes of queries and keys", "loss", "a token is changed: the most that a logit before it moves"]
     return {
-        "protocol": {
-            "vocab": Vocab.size,
-            "batch": Batch.size,
-            "position": Pos.size,
-            "tested": _TESTED,
-            "steps": config.steps,
-            "seed": config.seed,
-        },
-        "mask": {"axes": [a.name for a in mask.axes], "is_all_true": bool(hax.all(mask))},
-        "models": {
-            name: dataclasses.asdict(demonstrate(leaks, config.steps, config.seed))
-            for name, leaks in (("one name for both axes", True), ("two names (causal)", False))
-        },
-        "published": published.record(),
-        **jobs.origin("experiments.leak"),
+        "p": record.protocol,
+        "kind": "all true" if record.mask.is_all_true else "not all true",
+        "bound": math.log(record.protocol.vocab),
+        "models": Table(head, rows),
+        "losses": loss_table(record.published),
+        "claims": claim_table(record.published),
     }
 
 
@@ -106,8 +122,10 @@ def demonstrate(leaks: bool, steps: int, seed: int) -> Shown:
     train = jax.jit(lambda carry, keys: jax.lax.scan(step, carry, keys))
     (arrays, _), _ = train((arrays, state), jax.random.split(data_key, steps))
     model = eqx.combine(arrays, static)
-    each = eqx.filter_jit(losses)(model, draw(test_key, _TESTED))
-    return Shown(moved_before(model, draw(test_key)), float(each.mean()), float(each.std() / math.sqrt(_TESTED)))
+    each = eqx.filter_jit(losses)(model, draw(test_key, LeakProtocol.tested))
+    return Shown(
+        moved_before(model, draw(test_key)), float(each.mean()), float(each.std() / math.sqrt(LeakProtocol.tested))
+    )
 
 
 def draw(key: jax.Array, sequences: int = Batch.size) -> NamedArray:
@@ -129,5 +147,7 @@ def moved_before(model: Model, tokens: NamedArray) -> float:
     return float(jnp.abs(logits_of(tokens) - logits_of(other))[:, :j].max())
 
 
+STUDY = Study("leak", LeakConfig, Leak, make, page)
+
 if __name__ == "__main__":
-    run_program(main, LeakConfig)
+    STUDY.program()

@@ -8,77 +8,101 @@ Every training is a run below `run_dir`. Given again, the command continues wher
 `results.json`, `results.md`, `runs.csv` and `figure.png`.
 """
 
+import dataclasses
 import sys
 from pathlib import Path
-from typing import Any
 
-from experiments import jobs, study
-from experiments.results import kept_in, show
-from experiments.steering import report
-from experiments.steering.config import SteeringConfig
-from experiments.steering.ngrams import Judge, pieces_of
-from experiments.steering.plan import ARMS, planned_jobs
-from experiments.steering.steer import steer
+import haliax as hax
+import numpy as np
+from haliax import Axis
+
+import qkvflow
+from experiments.jobs import Job, reported
+from experiments.measure import Measure, evaluator_on
+from experiments.steering.controls import Control, between, controls, report_records
+from experiments.steering.judge import Judge, pieces_of
+from experiments.steering.plan import ARMS, SteeringConfig, arms
+from experiments.steering.report import Bound, Source, Steering, SteeringProtocol, Trained, draw, files, page
+from experiments.study import Study
 from experiments.texts import Text
-from qkvflow.cli import run_program
-from qkvflow.errors import UserError
+from qkvflow.generation.text import encode_prompt
+from qkvflow.runs.evaluate import RunEvaluator
+from qkvflow.runs.load import Run
 
-SMOKE = Path(__file__).parent / "smoke.yaml"
 _PIECES = 500  # of each text, for the upper bound
+_SHOWN = 2  # samples under each control that go to the results
 
 
-def main(config: SteeringConfig) -> None:
-    """Runs, or continues, the experiment.
-
-    Errors: `UserError` if the configuration cannot be, a text is missing, or a model fails the test of causality.
-    """
-    if config.config_path is None and config.base is None:
-        raise UserError(
-            "nothing to steer: give --config experiments/steering/two_texts.yaml (its texts by --a.folder DIR and"
-            " --b.folder DIR), or --smoke"
-        )
-    run_dir = config.runs("steering")
-    output = config.results(run_dir)
-    record = kept_in(output, None if config.redraw else lambda: _run(config, run_dir))
-    report.write_csv(record, output / "runs.csv")
-    report.draw(record, output / "figure.png")
-    show(report.markdown(record), output)
-
-
-def upper_bound(judge: Judge, texts: list[Text], length: int) -> dict[str, Any]:
-    """The judge on real pieces of the parts `report`: `shares` of A and of B judged as B, `accuracy`, how many."""
-    real = [pieces_of(Path(text.file("report")).read_bytes(), length, _PIECES) for text in texts]
-    of_a, of_b = (judge.share_of_b(pieces) for pieces in real)
-    return {"shares": [of_a, of_b], "accuracy": (1 - of_a + of_b) / 2, "pieces": sum(map(len, real))}
-
-
-def _run(config: SteeringConfig, run_dir: Path) -> dict[str, Any]:
-    config.check()
+def make(config: SteeringConfig, run_dir: Path) -> Steering:
     sources = [config.a, config.b]
     texts = [source.prepare(run_dir / "texts") for source in sources]
-    planned = planned_jobs(config, texts, run_dir)
+    planned = reported(arms(config, texts, run_dir), config.seeds)
     judge = Judge(*(Path(text.file("select")).read_bytes() for text in texts))
     bound = upper_bound(judge, texts, config.length)
-    with jobs.at_work(run_dir) as quiet:
-        print(f"The judge is right on {bound['accuracy']:.1%} of {bound['pieces']} real pieces", file=quiet.terminal)
-        results = jobs.carry_out(
-            planned,
-            lambda job: steer(job, config, texts, judge, run_dir),
-            weight=lambda job: job.variant.flops,
-            loss="report_loss",
-            terminal=quiet.terminal,
-        )
-    first = planned[0].config
-    about = {"learning_rate": planned[0].rate, "steps": first["trainer"]["num_train_steps"], "seeds": config.seeds}
-    return {
-        "protocol": config.settings() | about,
-        "texts": [{"name": t.name, "parts": s.parts, "bytes": t.sizes()} for t, s in zip(texts, sources, strict=True)],
-        "arms": ARMS,
-        "judge": bound,
-        "results": results,
-        **jobs.origin("experiments.steering"),
-    }
 
+    def steered(job: Job, found: Trained, run: Run, evaluator: RunEvaluator | None) -> Trained:
+        asked = {str(u): between(u) for u in config.between} | {"none": None}
+        samples = {name: sample(run, control, job.seed, config) for name, control in asked.items()}
+        judged = {name: judge.share_of_b(pieces) for name, pieces in samples.items()}
+        losses = losses_of(run, texts, config, run_dir)
+        return dataclasses.replace(
+            found,
+            accuracy=(1 - judged["0.0"] + judged["1.0"]) / 2,
+            losses=losses,
+            report_loss=losses["right"],
+            judged_b=judged,
+            examples={name: [s.decode("utf-8", "replace") for s in all_[:_SHOWN]] for name, all_ in samples.items()},
+        )
+
+    print(f"The judge is right on {bound.accuracy:.1%} of {bound.pieces} real pieces", file=sys.stderr)
+    results = Measure(Trained, config, run_dir, steered).all(planned)
+    recipe = planned[0].recipe
+    about = {"a": texts[0].name, "b": texts[1].name, "learning_rate": recipe.rate, "steps": recipe.steps}
+    protocol = SteeringProtocol(**config.rules() | about)
+    described = [Source(t.name, s.parts, t.sizes()) for t, s in zip(texts, sources, strict=True)]
+    return Steering(protocol=protocol, texts=described, arms=ARMS, judge=bound, results=results)
+
+
+def upper_bound(judge: Judge, texts: list[Text], length: int) -> Bound:
+    real = [pieces_of(Path(text.file("report")).read_bytes(), length, _PIECES) for text in texts]
+    of_a, of_b = (judge.share_of_b(pieces) for pieces in real)
+    return Bound([of_a, of_b], (1 - of_a + of_b) / 2, sum(map(len, real)))
+
+
+def sample(run: Run, control: Control | None, seed: int, config: SteeringConfig) -> list[bytes]:
+    """Texts under one control, drawn by the same random numbers under each. They begin as a document does.
+
+    The token before them ends a document, which both texts' records do equally often: it tells no source.
+    """
+    Batch, Pos = Axis("batch", config.samples), Axis("position", 1)
+    prompt = hax.named(np.full((Batch.size, 1), encode_prompt(run.tokenizer, ""), np.int32), (Batch, Pos))
+    heard = None if control is None else hax.named(np.asarray(control, np.float32), "control")
+    text = qkvflow.generate(
+        run.model,
+        prompt,
+        max_new_tokens=config.length,
+        temperature=config.temperature,
+        seed=seed * config.samples,
+        control=heard,
+    )
+    rows = np.asarray(text.rearrange((Batch, "position")).array)[:, 1:]
+    return [bytes(int(token) for token in row if token < 256) for row in rows]
+
+
+def losses_of(run: Run, texts: list[Text], config: SteeringConfig, run_dir: Path) -> dict[str, float]:
+    """Under the right, the wrong and no control; means of the parts `report` of both texts."""
+
+    def loss(text: Text, kind: str, control: Control | None) -> float:
+        path = run_dir / "records" / f"report-{text.name}-{kind}.jsonl"
+        return evaluator_on(run, report_records(text, control, path, config.record), config.report_batches).loss(
+            run.model
+        )
+
+    each = [{kind: loss(text, kind, own) for kind, own in controls(k).items()} for k, text in enumerate(texts)]
+    return {kind: float(np.mean([losses[kind] for losses in each])) for kind in each[0]}
+
+
+STUDY = Study("steering", SteeringConfig, Steering, make, page, files, draw)
 
 if __name__ == "__main__":
-    run_program(main, SteeringConfig, study.arguments(sys.argv[1:], SMOKE))
+    STUDY.program()

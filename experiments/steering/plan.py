@@ -1,19 +1,15 @@
-"""What is trained: the model with controls that say which text it reads, and with controls that say nothing."""
+"""What is steered: the YAML of the experiment; the model with controls that say what it reads, and that say nothing."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-from experiments import rates
 from experiments.cost import cost_of
-from experiments.rates import Job
-from experiments.steering.config import SteeringConfig
-from experiments.steering.records import training_records
-from experiments.systems import evaluated, merged, on_text
-from experiments.texts import Text
-from qkvflow.config import decode, read_yaml
+from experiments.jobs import Arm
+from experiments.recipes import Recipe
+from experiments.steering.controls import training_records
+from experiments.study import SeedsConfig
+from experiments.texts import Builtin, Text, TextConfig
 from qkvflow.errors import UserError
-from qkvflow.runs.config import TrainConfig
 
 ARMS = {
     "steered": "the control of a record says which text it is from",
@@ -21,29 +17,63 @@ ARMS = {
 }
 
 
-@dataclass(frozen=True)
-class Variant:
-    """One of ARMS. raw: configuration of train_lm without a name and a seed."""
+@dataclass
+class SteeringConfig(SeedsConfig):
+    """Besides what `SeedsConfig` says:
 
-    label: str
-    flops: float
-    raw: dict[str, Any]
-
-    @property
-    def size(self) -> str:
-        return self.label
-
-
-def planned_jobs(config: SteeringConfig, texts: list[Text], run_dir: Path) -> list[Job[Variant]]:
-    """All trainings, a whole seed before the next. Their records are written below `run_dir`.
-
-    Errors: `UserError` if the configuration cannot be read, its model hears no control of two numbers, its tokens are
-    not bytes, or samples do not fit into its sequences.
+    base: configuration of train_lm, of a model with control; its data is replaced.
+    a, b: the texts.
+    record: characters of a record. without_control: share of the records that have none.
+    samples: texts that are generated with each control, for each seed; length: of each, in bytes.
+    temperature: of sampling.
+    between: controls (1 - u, u) from text A at u = 0 to text B at u = 1.
     """
-    if config.base is None:
-        raise UserError("`base` is missing: a configuration of train_lm, such as configs/wikitext2/hybrid_flow.yaml")
-    raw = on_text(merged(read_yaml(Path(config.base)), config.overrides), texts[0], run_dir, config.select_batches)
-    plain = decode(TrainConfig, raw)
+
+    base: str | None = None
+    a: TextConfig = field(default_factory=lambda: Builtin("topics"))
+    b: TextConfig = field(default_factory=lambda: Builtin("library"))
+    record: int = 1000
+    without_control: float = 0.2
+    samples: int = 64
+    length: int = 120
+    temperature: float = 1.0
+    between: list[float] = field(default_factory=lambda: [0.0, 0.25, 0.5, 0.75, 1.0])
+
+    def check(self) -> None:
+        if self.base is None:
+            raise UserError(
+                "nothing to steer: give --config experiments/steering/two_texts.yaml (its texts by --a.folder DIR and"
+                " --b.folder DIR), or --smoke; `base` is a configuration of train_lm"
+            )
+        super().check()
+        if self.a == self.b:
+            raise UserError("`a` and `b` must be two texts, but are the same")
+        if not {0.0, 1.0} <= set(self.between):
+            raise UserError(f"`between` must have 0 (text A) and 1 (text B) among it, got {self.between}")
+        if not 0.0 <= self.without_control < 1.0:
+            raise UserError(f"`without_control` is a share of the records, in [0, 1); got {self.without_control}")
+        self.check_least(record=1, samples=1, length=1)
+        if self.temperature <= 0:
+            raise UserError(f"`temperature` must be above 0, got {self.temperature}: greedy samples are all the same")
+
+
+@dataclass(frozen=True)
+class Named:
+    """arm: of ARMS."""
+
+    arm: str
+
+
+def arms(config: SteeringConfig, texts: list[Text], run_dir: Path) -> list[Arm]:
+    """ARMS. Their records are written below `run_dir`.
+
+    Raises:
+        UserError: if the configuration cannot be read, its model hears no control of two numbers, its tokens are not
+            bytes, or samples do not fit into its sequences.
+    """
+    recipe = Recipe.of(config.base, config.overrides)
+    recipe = recipe.on(texts[0], run_dir, config.select_batches, config.evaluations)
+    plain = recipe.config
     if plain.control_dim != 2:
         raise UserError(f"`model.control.dim` must be 2, a number for each text, but is {plain.control_dim}")
     if plain.data.tokenizer != "byte":
@@ -53,14 +83,16 @@ def planned_jobs(config: SteeringConfig, texts: list[Text], run_dir: Path) -> li
             f"samples of `length` {config.length} and the token before them are longer than `model.max_seq_len`,"
             f" {plain.model.max_seq_len}"
         )
-    raw = merged(evaluated(raw, config.evaluations), {"data": {"control_key": "control"}})
-    variants = []
-    for arm in ARMS:
-        options = {"size": config.record, "without": config.without_control, "shuffled": arm == "shuffled"}
+    names = ("record", "without_control", "samples", "length", "temperature", "between")
+    asks = {name: getattr(config, name) for name in names}
+    asks |= {text.name: [text.hash(part) for part in ("select", "report")] for text in texts}
+    found = []
+    for name in ARMS:
+        options = {"size": config.record, "without": config.without_control, "shuffled": name == "shuffled"}
         files = {
-            key: training_records(texts, part, run_dir / "records" / f"{arm}-{part}.jsonl", **options)
+            key: training_records(texts, part, run_dir / "records" / f"{name}-{part}.jsonl", **options)
             for key, part in (("train", "train"), ("validation", "select"))
         }
-        own = merged(raw, {"data": files})
-        variants.append(Variant(arm, cost_of(own).flops * plain.trainer.num_train_steps, own))
-    return [rates.job(v, seed, v.raw["optimizer"]["learning_rate"], True) for seed in config.seeds for v in variants]
+        own = recipe.but({"data": {"control_key": "control", **files}})
+        found.append(Arm(label=name, recipe=own, cost=cost_of(own), what=Named(name), asks=asks))
+    return found

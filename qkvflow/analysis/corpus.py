@@ -59,7 +59,8 @@ def bootstrap_interval(samples, level: float = 0.95, resamples: int = 2000) -> I
 def mean_interval(samples, level: float = 0.95) -> Interval:
     """The mean over the first axis, and where the true mean lies with confidence `level`, if samples are independent.
 
-    Errors: `UserError` for fewer than two samples, which have no interval.
+    Raises:
+        UserError: fewer than two samples, which have no interval.
     """
     samples = np.asarray(samples, np.float64)
     count = len(samples)

@@ -13,6 +13,7 @@ from qkvflow.analysis import figures
 from qkvflow.analysis.reading import Reading, read, sequence
 from qkvflow.cli.quiet import quiet_libraries
 from qkvflow.errors import UserError
+from qkvflow.files import local_path
 from qkvflow.progress import Progress
 from qkvflow.runs import load_run
 from qkvflow.runs.evaluate import RunEvaluator
@@ -42,7 +43,8 @@ def opened(path: str, checkpoint_step: int | None) -> Iterator[tuple[Run, Progre
 def encode(run: Run, reading: Reading, text: str) -> EncodedText:
     """The tokens of a text, without special ones.
 
-    Errors: `UserError` for a text without tokens, or with more than the context.
+    Raises:
+        UserError: a text without tokens, or with more than the context.
     """
     ids = run.tokenizer.encode(text)
     tokens = sequence(reading, np.asarray(ids, np.int64))
@@ -63,7 +65,8 @@ def texts_of(run: Run, texts: Sequence[str] | None, length: int = 64) -> tuple[R
 def validation_texts(run: Run, count: int, length: int) -> np.ndarray:
     """The first `length` tokens of the first `count` sequences of the run's validation text, int [count, length].
 
-    Errors: `UserError` if the run has no validation text, or too little.
+    Raises:
+        UserError: the run has no validation text, or too little.
     """
     evaluator = RunEvaluator(run, batch_size=count)
     tokens = evaluator.example().tokens.rearrange(("batch", "position")).array
@@ -73,7 +76,7 @@ def validation_texts(run: Run, count: int, length: int) -> np.ndarray:
 def output_folder(run: Run, out: str | None) -> Path:
     """`out`, or `<run>/analysis`, or `analysis/<id>` here for a run in a bucket; made if it is not there."""
     own = run.path / "analysis" if run.directory.mirror is None else Path("analysis", run.path.name)
-    folder = own if out is None else Path(out).expanduser()
+    folder = own if out is None else local_path(out)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -85,7 +88,7 @@ def output_file(run: Run, out: str | None, name: str) -> Path:
     """`out`, or `name` in the folder of `output_folder`; its folder is made if it is not there."""
     if out is None:
         return output_folder(run, None) / name
-    path = Path(out).expanduser()
+    path = local_path(out)
     if path.is_dir():
         raise UserError(f"{path} is a folder: give a file, such as --out {path / name}")
     return output_folder(run, str(path.parent)) / path.name

@@ -154,7 +154,8 @@ def check_finite(model: eqx.Module) -> None:
 def sequence(reading: Reading, tokens) -> NamedArray:
     """Tokens of one sequence as int32 {position}: from a NamedArray (with a batch of one, at most), an array, a list.
 
-    Errors: `UserError` for no tokens, more than the context, more than one sequence, tokens outside the vocabulary.
+    Raises:
+        UserError: no tokens, more than the context, more than one sequence, tokens outside the vocabulary.
     """
     array = np.asarray(tokens.array if isinstance(tokens, NamedArray) else tokens)
     if isinstance(tokens, NamedArray) and POSITION not in {a.name for a in tokens.axes}:

@@ -7,13 +7,17 @@ import draccus
 from haliax import Axis
 
 from qkvflow.errors import UserError
+from qkvflow.ranges import ProperShare, check_ranges
 
 
 @dataclass(frozen=True)
 class BlockConfig(draccus.ChoiceRegistry, abc.ABC):
     """What B is. The block knows no time and no solver; its arrays are plain NamedArrays."""
 
-    embed_pdrop: float = 0.0
+    embed_pdrop: ProperShare = 0.0
+
+    def __post_init__(self):
+        check_ranges(self)
 
     @abc.abstractmethod
     def init(self, Embed: Axis, *, key):
@@ -49,11 +53,6 @@ class BlockConfig(draccus.ChoiceRegistry, abc.ABC):
 def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise UserError(f"{name}: {value!r} is not known. Choices: {', '.join(choices)}.")
-
-
-def check_probability(name: str, value: float) -> None:
-    if not 0.0 <= value < 1.0:
-        raise UserError(f"{name} must be a probability in [0, 1), got {value}.")
 
 
 def check_heads(hidden_dim: int, num_heads: int) -> None:

@@ -16,10 +16,11 @@ from levanter.utils.activation import ActivationFunctionEnum
 
 from qkvflow.axes import HEAD_SIZE, HEADS, MLP
 from qkvflow.blocks.attention import Gpt2Attention
-from qkvflow.blocks.config import BlockConfig, check_choice, check_heads, check_probability
+from qkvflow.blocks.config import BlockConfig, check_choice, check_heads
 from qkvflow.blocks.inputs import Inputs
 from qkvflow.blocks.memory import KeysValues
 from qkvflow.errors import UserError
+from qkvflow.ranges import Count, Positive, ProperShare
 
 FORMS = ("parallel", "sequential")
 
@@ -72,19 +73,18 @@ class Gpt2Block(eqx.Module):
 class Gpt2LikeConfig(BlockConfig):
     """What the blocks with GPT-2's attention share: LayerNorm, fused attention, learned positions, a tied head."""
 
-    num_heads: int = 12
+    num_heads: Count = 12
     form: str = "parallel"
     use_bias: bool = True
-    resid_pdrop: float = 0.0
-    attn_pdrop: float = 0.0
-    layer_norm_epsilon: float = 1e-5
+    resid_pdrop: ProperShare = 0.0
+    attn_pdrop: ProperShare = 0.0
+    layer_norm_epsilon: Positive = 1e-5
     attn_backend: AttentionBackend | None = None
-    flash_attention_block_size: int | None = None
+    flash_attention_block_size: Count | None = None
 
     def __post_init__(self):
+        super().__post_init__()
         check_choice("form", self.form, FORMS)
-        for name in ("embed_pdrop", "resid_pdrop", "attn_pdrop"):
-            check_probability(name, getattr(self, name))
 
     def check(self, Embed: Axis) -> None:
         check_heads(Embed.size, self.num_heads)
@@ -119,13 +119,11 @@ class Gpt2LikeConfig(BlockConfig):
 class Gpt2BlockConfig(Gpt2LikeConfig):
     """LayerNorm, fused attention, MLP of `mlp_scale` times the width; learned positions and a tied head around it."""
 
-    mlp_scale: int = 4
+    mlp_scale: Count = 4
     activation: ActivationFunctionEnum = ActivationFunctionEnum.gelu_new
 
     def __post_init__(self):
         super().__post_init__()
-        if self.mlp_scale < 1:
-            raise UserError(f"mlp_scale must be at least 1, got {self.mlp_scale}.")
         if self.activation is ActivationFunctionEnum.xielu:
             raise UserError("activation: xielu has parameters of its own, which this block does not hold.")
 

@@ -19,11 +19,12 @@ from levanter.layers.rotary import DefaultRotaryEmbeddingsConfig, RotaryEmbeddin
 from levanter.utils.activation import ActivationFunctionEnum
 
 from qkvflow.axes import HEAD_SIZE, HEADS, KV_HEAD, MLP
-from qkvflow.blocks.config import BlockConfig, check_choice, check_heads, check_probability
+from qkvflow.blocks.config import BlockConfig, check_choice, check_heads
 from qkvflow.blocks.grouped_query import GroupedQueryAttention
 from qkvflow.blocks.inputs import Inputs
 from qkvflow.blocks.memory import KeysValues
 from qkvflow.errors import UserError
+from qkvflow.ranges import Count, Positive, ProperShare
 
 FORMS = ("parallel", "sequential", "official")
 EPSILON, OFFICIAL_BLOCK_EPSILON = 1e-5, 1e-6
@@ -91,37 +92,31 @@ class LlamaBlockConfig(BlockConfig):
     use_bias: of all linear maps and norms. The norms inside an `official` block always have a bias, as in its source.
     """
 
-    num_heads: int = 16
-    num_kv_heads: int | None = None
-    intermediate_dim: int | None = None
+    num_heads: Count = 16
+    num_kv_heads: Count | None = None
+    intermediate_dim: Count | None = None
     form: str = "parallel"
     rope: RotaryEmbeddingsConfig = field(default_factory=DefaultRotaryEmbeddingsConfig)
     tie_word_embeddings: bool = False
     activation: ActivationFunctionEnum = ActivationFunctionEnum.silu
     use_bias: bool = False
-    embed_pdrop: float = 0.0
-    resid_pdrop: float = 0.0
-    attn_pdrop: float = 0.0
-    layer_norm_epsilon: float | None = None
+    resid_pdrop: ProperShare = 0.0
+    attn_pdrop: ProperShare = 0.0
+    layer_norm_epsilon: Positive | None = None
     attn_backend: AttentionBackend | None = None
-    flash_attention_block_size: int | None = None
+    flash_attention_block_size: Count | None = None
 
     def __post_init__(self):
+        super().__post_init__()
         check_choice("form", self.form, FORMS)
-        if self.num_heads < 1:
-            raise UserError(f"num_heads must be at least 1, got {self.num_heads}.")
-        if self.num_kv_heads is not None and (self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads != 0):
+        if self.num_kv_heads is not None and self.num_heads % self.num_kv_heads != 0:
             divisors = [str(n) for n in range(1, self.num_heads + 1) if self.num_heads % n == 0]
             raise UserError(
                 f"num_kv_heads ({self.num_kv_heads}) must divide num_heads ({self.num_heads}), because each head of"
                 f" keys and values serves an equal group of query heads. Possible: {', '.join(divisors)}."
             )
-        if self.intermediate_dim is not None and self.intermediate_dim < 1:
-            raise UserError(f"intermediate_dim must be at least 1, got {self.intermediate_dim}.")
         if self.activation is ActivationFunctionEnum.xielu:
             raise UserError("activation: xielu has parameters of its own, which this block does not hold.")
-        for name in ("embed_pdrop", "resid_pdrop", "attn_pdrop"):
-            check_probability(name, getattr(self, name))
 
     @property
     def kv_heads(self) -> int:

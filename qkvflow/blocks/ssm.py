@@ -18,7 +18,7 @@ from qkvflow.blocks.gpt2 import Gpt2LikeConfig
 from qkvflow.blocks.inputs import Inputs
 from qkvflow.blocks.memory import KeysValues
 from qkvflow.blocks.state_space import SsmMixer, delta_rank
-from qkvflow.errors import UserError
+from qkvflow.ranges import Count
 
 
 class SsmBlock(eqx.Module):
@@ -60,19 +60,12 @@ class SsmMemory(eqx.Module):
 class SsmBlockConfig(Gpt2LikeConfig):
     """GPT-2's attention and a diagonal state-space model with `state_size` numbers for each channel of the state x.
 
+    state_size: of Mamba 16.
     selective: Delta, B and C depend on the input (Mamba); otherwise on layer-time only, through the weights.
     """
 
-    state_size: int = 16
+    state_size: Count = 16
     selective: bool = False
-
-    def __post_init__(self):
-        super().__post_init__()
-        if self.state_size < 1:
-            raise UserError(
-                f"state_size must be at least 1, got {self.state_size}: it is how many numbers each channel remembers."
-                " Mamba has 16; for a model without memory along positions use block: {type: gpt2}."
-            )
 
     def init(self, Embed: Axis, *, key) -> SsmBlock:
         k_attn, k_ssm = maybe_rng_split(key, 2)

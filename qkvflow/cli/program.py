@@ -13,7 +13,7 @@ from typing import Any, NoReturn, TypeVar
 
 from qkvflow.cli.arguments import parse
 from qkvflow.cli.quiet import notices_on
-from qkvflow.errors import UserError
+from qkvflow.errors import UserError, shortened
 from qkvflow.files import remove_scratch
 
 T = TypeVar("T")
@@ -69,10 +69,12 @@ def _status(main: Callable[[T], Any], config_class: type[T], argv: Sequence[str]
     try:
         if "--help" in argv or "-h" in argv:
             sys.stdout.write(_usage(main, config_class))
-            return 0
-        with notices_on(sys.stderr):
-            config, _ = parse(config_class, argv)
-            main(config)
+        else:
+            with notices_on(sys.stderr):
+                config, _ = parse(config_class, argv)
+                main(config)
+        with contextlib.suppress(BrokenPipeError):  # who reads has enough
+            sys.stdout.flush()  # here, where it is told if that fails
         return 0
     except UserError as error:
         sys.stderr.write(f"error: {error}\n")
@@ -87,9 +89,36 @@ def _status(main: Callable[[T], Any], config_class: type[T], argv: Sequence[str]
         return FAILURE
     except BrokenPipeError:
         return FAILURE
-    except BaseException:
-        traceback.print_exc()
+    except BaseException as error:
+        told = _output_is_refused() if isinstance(error, OSError) else _memory_is_short(error)
+        if told is None:
+            traceback.print_exc()
+        else:
+            sys.stderr.write(f"error: {told}\n")
         return FAILURE
+
+
+def _output_is_refused() -> str | None:
+    """What to tell if standard output takes no more, not even the end of a line."""
+    try:
+        sys.stdout.write("\n")
+        sys.stdout.flush()
+    except BrokenPipeError:
+        return None
+    except OSError as error:
+        return f"standard output cannot be written: {error.strerror}"
+    return None
+
+
+def _memory_is_short(error: BaseException) -> str | None:
+    """What to tell if Python or XLA found no memory. C++ libraries may abort instead, which nothing can catch."""
+    if not (isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error)):
+        return None
+    said = next(iter(str(error).splitlines()), "")
+    return (
+        f"there is not enough memory{f' ({shortened(said, 200)})' if said else ''}. Take smaller batches, shorter"
+        " sequences or a smaller model (python -m qkvflow.describe says what one needs), or a machine with more"
+    )
 
 
 def _terminate(signum: int, frame: Any) -> NoReturn:

@@ -19,7 +19,7 @@ import draccus
 from draccus.utils import is_choice_type
 
 from qkvflow.config.levanter_ranges import LEVANTER
-from qkvflow.config.scalars import LISTS, SCALARS, TEXTS, Typed, describe, is_mapping, show
+from qkvflow.config.scalars import LISTS, SCALARS, TEXTS, Keys, Typed, describe, is_mapping, show
 from qkvflow.config.yaml_text import plain, written
 from qkvflow.errors import UserError, shortened
 from qkvflow.inside.draccus import registered
@@ -52,6 +52,8 @@ def decode(cls: type[T], raw: Any, path: str = "") -> T:
         return raw if isinstance(raw, Hashable) and raw in options else _refuse_choice(path, raw, [*map(str, options)])
     if isinstance(origin, type) and is_choice_type(origin):
         return _decode_choice(origin, raw, path)
+    if origin is Keys:
+        return Keys(raw) if isinstance(raw, Mapping) else _decode_container(dict, dict, raw, path)
     if origin in SCALARS:
         return SCALARS[origin](raw, path)
     if draccus.decode.dispatch(origin) is not None:  # registered by Levanter or draccus
@@ -133,6 +135,8 @@ def _decode_union(cls: Any, raw: Any, path: str) -> Any:
     fitting = [option for option in options if _fits(option, raw)]
     if len(options) == 1:
         fitting = options
+    elif isinstance(raw, Mapping):
+        fitting = _of_its_keys(fitting, raw)
     # The value's own type first; but a quoted number is a number where one may stand.
     fitting.sort(key=lambda option: (option in TEXTS, not _is_of(raw, option)))
     failure = None
@@ -144,6 +148,28 @@ def _decode_union(cls: Any, raw: Any, path: str) -> Any:
     if failure is not None and len(fitting) == 1:
         raise failure
     raise UserError(f"`{path}` must be {describe(cls)}, but is {show(raw)}")
+
+
+def _of_its_keys(options: list, raw: Mapping) -> list:
+    """The options, but of those that are records the one alone that has the most of the mapping's keys.
+
+    So a mistake inside it is told as what it is, not as a value that is none of the options.
+    """
+    names = {option: _names(option) for option in options if dataclasses.is_dataclass(option)}
+    keys = [written(key) for key in raw]
+
+    def known(option: Any) -> tuple[int, int]:
+        near = [key for key in keys if difflib.get_close_matches(key, names[option], n=1)]
+        return sum(key in names[option] for key in keys), len(near)
+
+    best = max(names, key=known, default=None)
+    if len(names) < 2 or known(best) == (0, 0):
+        return options
+    return [option for option in options if option is best or option not in names]
+
+
+def _names(cls: Any) -> list[str]:
+    return [field.name for field in dataclasses.fields(cls) if field.init]
 
 
 def _decode_typed(cls: Any, raw: Typed, path: str) -> Any:

@@ -1,6 +1,7 @@
 """Ranges of the fields of Levanter's classes, which it does not check itself: what is outside cannot train anything."""
 
 from levanter.callbacks.watch import WatchConfig
+from levanter.checkpoint import CheckpointerConfig
 from levanter.models.lm_model import LmConfig
 from levanter.optim import OptimizerConfig
 from levanter.store.cache import CacheOptions
@@ -31,6 +32,8 @@ LEVANTER: Table = {
         "steps_per_eval": _COUNT,
         "max_eval_batches": _COUNT,
     },
+    # All numbers in `keep`: `every`, and `until`.
+    CheckpointerConfig: {"keep": _COUNT, "keep_last_temporary_checkpoints": _COUNT},
     WatchConfig: {"interval": _NOT_NEGATIVE},
     OptimizerConfig: {
         "learning_rate": _NOT_NEGATIVE,

@@ -1,6 +1,7 @@
 """Single values of a configuration: reading them strictly, and naming values and types in words of the user."""
 
 import collections.abc
+import dataclasses
 import math
 import re
 import reprlib
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import jmp
+from draccus.utils import is_choice_type
 
 from qkvflow.config import yaml_text
 from qkvflow.config.yaml_file import read_written
@@ -69,6 +71,10 @@ class Typed:
         return repr(shortened(self.text))
 
 
+class Keys(dict[str, Any]):
+    """Type of a field for keys of another configuration, such as that of a run: they are read together with it."""
+
+
 LISTS = (list, tuple, set, collections.abc.Sequence)
 
 _NAMES = {
@@ -83,6 +89,7 @@ _NAMES = {
     jmp.Policy: "a precision such as f32 or p=f32,c=bf16",
 }
 
+_FEW = 4  # keys of a record that a message has room for
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 100
 
@@ -101,9 +108,11 @@ def describe(cls: Any) -> str:
     if origin in _NAMES:
         return _NAMES[origin]
     if is_mapping(origin):
-        return "a mapping"
+        return "a mapping of keys to values"
     if origin in LISTS:
         return "a list"
+    if dataclasses.is_dataclass(origin) and not is_choice_type(origin) and len(dataclasses.fields(origin)) <= _FEW:
+        return f"a mapping of {', '.join(field.name for field in dataclasses.fields(origin) if field.init)}"
     return getattr(origin, "__name__", str(origin))
 
 

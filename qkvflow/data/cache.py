@@ -13,6 +13,7 @@ from levanter.data.sharded_datasource import ShardedDataSource
 from levanter.data.text import HfDatasetSourceConfig, LmDatasetSourceConfigBase
 from levanter.store.cache import CacheMetadata, CacheOptions, SerialCacheWriter, TreeCache, build_cache
 
+from qkvflow.data import soundness
 from qkvflow.data.control.records import ControlledTokenizer
 from qkvflow.data.hub import check_dataset_reachable
 from qkvflow.data.sources import BuiltinSource, FilesSource
@@ -21,7 +22,6 @@ from qkvflow.locks import locked
 
 logger = logging.getLogger(__name__)
 
-_LEDGER = "shard_ledger.json"
 # Appending rewrites the open end of the store, so that few big writes are much faster than many small ones.
 _TOKENS_PER_WRITE = 1 << 23
 _CHARACTERS_PER_BATCH = 1 << 20
@@ -34,6 +34,10 @@ def load_or_build(
     source: LmDatasetSourceConfigBase,
     processor: BatchProcessor[dict, dict],
     options: CacheOptions,
+    *,
+    build: bool = True,
+    rebuild: bool = False,
+    verify: bool = False,
 ) -> TreeCache[dict] | None:
     """The token cache `folder/split`, built first if it is not there; None if the source has no such split.
 
@@ -41,13 +45,27 @@ def load_or_build(
     behind is never read; a finished cache is read without asking the source (which may need a network); and
     local text, and text with control, is tokenised in this process, whose errors name the file and line.
 
-    Errors: `UserError` if the source cannot be read or the folder cannot be written.
+    Args:
+        build: false refuses a cache that is not there.
+        rebuild: a damaged cache is built again.
+        verify: a big cache is compared with its checksums byte by byte too.
+
+    Raises:
+        UserError: the source cannot be read, the folder cannot be written, or the cache is damaged.
     """
     target, absent = folder / split, folder / f"{split}.absent"
-    if not (_is_finished(target) or absent.is_file()):
+
+    def is_there() -> bool:
+        return absent.is_file() or (
+            _is_finished(target) and not (rebuild and soundness.damage(target, whole=verify) is not None)
+        )
+
+    if not is_there():
+        if not build:
+            raise UserError(f"there is no token cache {target}, and `data.auto_build_caches` is false")
         with _lock(folder, split):
             # Another process may have built it while this one waited.
-            if not (_is_finished(target) or absent.is_file()):
+            if not is_there():
                 shards = open_source(source, split)
                 if shards is None:
                     absent.touch()
@@ -55,8 +73,18 @@ def load_or_build(
                     _build(folder / f"{split}.building", target, source, shards, processor, options)
     if absent.is_file():
         return None
+    what = soundness.damage(target, whole=verify)
+    if what is not None:
+        raise soundness.refusal(target, what)
     # Levanter would compare metadata here and only warn; the folder's name says what the tokens are of.
-    return TreeCache.load(str(target), processor.output_exemplar)
+    try:
+        cache = TreeCache.load(str(target), processor.output_exemplar)
+        soundness.check_counts(target, cache)
+    except UserError:
+        raise
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise soundness.refusal(target, next(iter(str(error).splitlines()), type(error).__name__)) from error
+    return cache
 
 
 def _build(
@@ -87,6 +115,7 @@ def _build(
         build_cache(str(building), shards, processor, options, metadata)
         for entry in filter(_is_shard, [*building.iterdir()]):
             shutil.rmtree(entry)  # the joined arrays hold all of it
+    soundness.seal(building)
     shutil.rmtree(target, ignore_errors=True)
     building.rename(target)
 
@@ -129,7 +158,8 @@ def _batches(shards: ShardedDataSource[dict]) -> Iterator[list[dict]]:
 def open_source(source: LmDatasetSourceConfigBase, split: str) -> ShardedDataSource[dict] | None:
     """The records of a split; None if the source has none for it.
 
-    Errors: `UserError` if it cannot be opened.
+    Raises:
+        UserError: it cannot be opened.
     """
     try:
         if isinstance(source, HfDatasetSourceConfig):
@@ -161,13 +191,13 @@ def _try_first_record(shards: ShardedDataSource[dict], processor: BatchProcessor
 
 def _is_finished(cache: Path) -> bool:
     try:
-        return bool(json.loads((cache / _LEDGER).read_text(encoding="utf-8")).get("is_finished"))
+        return bool(json.loads((cache / soundness.LEDGER).read_text(encoding="utf-8")).get("is_finished"))
     except (OSError, ValueError):
         return False
 
 
 def _is_shard(entry: Path) -> bool:
-    return re.match(r"\d{5}_", entry.name) is not None and (entry / _LEDGER).is_file()
+    return re.match(r"\d{5}_", entry.name) is not None and (entry / soundness.LEDGER).is_file()
 
 
 @contextlib.contextmanager

@@ -24,8 +24,9 @@ def check_enough_tokens(data: LmDataConfig, seq_len: int) -> TokenCounts:
         data: what `DataConfig.resolve` returns.
         seq_len: tokens of one training sequence.
 
-    Errors: `UserError` with the numbers if a component that is trained on, or its validation part, has less
-    than one sequence, and if `num_validation_sequences` leaves nothing to train on.
+    Raises:
+        UserError: a component that is trained on, or its validation part, has less than one sequence, or
+            `num_validation_sequences` leaves nothing to train on; with the numbers.
     """
     train = _counts(data, data.build_caches("train"), seq_len, "training")
     # Components in `num_validation_sequences` are evaluated on a part of their training sequences instead.

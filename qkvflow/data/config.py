@@ -23,11 +23,13 @@ from qkvflow.data.resolved import ResolvedDataConfig
 from qkvflow.data.sources import BuiltinSource, FilesSource
 from qkvflow.data.tokenizers import resolve_tokenizer, tokenizer_fingerprint
 from qkvflow.errors import UserError
+from qkvflow.files import local_path
+from qkvflow.ranges import ProperShare, check_ranges
 
 
 @dataclass(frozen=True)
 class DataConfig(LmDataConfig):
-    """Levanter's `LmDataConfig` with five shortcuts and defaults that need no file and no network.
+    """Levanter's `LmDataConfig` with shortcuts, checked token caches, and defaults that need no file and no network.
 
     With neither `components` nor `train` the data is the English text that every Python carries.
     """
@@ -38,23 +40,27 @@ class DataConfig(LmDataConfig):
     """Paths or globs of .txt, .jsonl (.gz, .zst), .json or .parquet files; replaces all `components`."""
     validation: str | list[str] | None = None
     """The same for validation. Without it `validation_fraction` of the training data is held out."""
-    validation_fraction: float = 0.1
+    validation_fraction: ProperShare = 0.1
     text_key: str = "text"
     """The key of a record of `train` and `validation` that holds the text."""
     control_key: str | None = None
     """The key of a record, of any component, that may hold its control: a list of `model.control.dim` numbers."""
+    rebuild_caches: bool = False
+    """Build token caches again that are damaged, instead of refusing them."""
+    verify_caches: bool = False
+    """Compare big token caches (beyond 256 MB) with their checksums byte by byte too, not only by sizes."""
 
     def __post_init__(self):
         super().__post_init__()
+        check_ranges(self)
         if self.validation is not None and self.train is None:
             raise UserError("`validation` is given without `train`; both name files. Give `train` too.")
-        if not 0.0 <= self.validation_fraction < 1.0:
-            raise UserError(f"`validation_fraction` must be at least 0 and below 1, but is {self.validation_fraction}")
 
     def control_field(self, dim: int | None) -> ControlField | None:
         """Where the records hold their control, for a model with `dim` components of it; None without `control_key`.
 
-        Errors: `UserError` if the model has no control (`dim` is None).
+        Raises:
+            UserError: the model has no control (`dim` is None).
         """
         if self.control_key is None:
             return None
@@ -64,6 +70,19 @@ class DataConfig(LmDataConfig):
                 "and would not hear it. Set `model.control: {dim: N}` of a `type: neuralode`, or leave the key out."
             )
         return ControlField(self.control_key, dim)
+
+    def evaluating(self, validation: str | list[str]) -> "DataConfig":
+        """The same data, to evaluate on other files and to train on none."""
+        source = FilesSource(validation=_as_list(validation), text_key=self.text_key)
+        return dataclasses.replace(
+            self,
+            train=None,
+            validation=None,
+            components={"text": DatasetComponent(source=source)},
+            train_weights={"text": 0.0},
+            max_train_batches=None,
+            num_validation_sequences=None,
+        )
 
     def resolve(self, tokenizer_folder: Path, control_dim: int | None = None) -> ResolvedDataConfig:
         """An ordinary Levanter configuration with the tokenizer in `tokenizer_folder` and safe cache folders.
@@ -75,8 +94,9 @@ class DataConfig(LmDataConfig):
         Args:
             control_dim: components of the model's control; None for a model without.
 
-        Errors: `UserError` for everything that can be seen before tokenising: missing, empty or unreadable
-        files, a tokenizer that cannot be had, components without data, a control that cannot be.
+        Raises:
+            UserError: everything that can be seen before tokenising: missing, empty or unreadable files, a tokenizer
+                that cannot be had, components without data, a control that cannot be.
         """
         plain = self._with_shortcuts()
         control = self.control_field(control_dim)
@@ -100,7 +120,13 @@ class DataConfig(LmDataConfig):
         record: dict[str, str] = {}
         for name, source in _sources(plain.components):
             record |= source_record(name, source)
-        return ResolvedDataConfig(**values, control=control, record=record)
+        return ResolvedDataConfig(
+            **values,
+            control=control,
+            record=record,
+            rebuild_caches=self.rebuild_caches,
+            verify_caches=self.verify_caches,
+        )
 
     def _with_shortcuts(self) -> LmDataConfig:
         """`train` and `validation`, or the built-in text, as components."""
@@ -144,6 +170,7 @@ def _resolve_component(
     base = component.cache_dir or cache_dir
     if base is None:
         raise UserError("`cache_dir` is null; name a folder for the tokens")
+    base = base if "://" in base else str(local_path(base))
     if component.source.format != TextLmDatasetFormat() or component.source.cache_dir is not None:
         raise UserError(
             f"component {name!r}: `format` and `cache_dir` inside `source` are not read; "

@@ -65,7 +65,11 @@ class FileIdentity(NamedTuple):
 
 
 def file_identity(path: Path) -> FileIdentity:
-    """Errors: `UserError` if the file cannot be read."""
+    """Path, size, time of change and hash of a file.
+
+    Raises:
+        UserError: the file cannot be read.
+    """
     try:
         status = path.stat()
         sha256 = _content_hash(path.resolve(), status.st_size, status.st_ctime_ns)

@@ -58,7 +58,8 @@ def record_hash(record: dict[str, Any], text_key: str | None) -> int:
 def record_threshold(files: tuple[Path, ...], text_key: str | None, fraction: float) -> int:
     """The largest `record_hash` held out, so that `fraction` of the distinct documents is, at least one.
 
-    Errors: `UserError` if there are not two distinct documents.
+    Raises:
+        UserError: there are not two distinct documents.
     """
     stamps = tuple((path.stat().st_size, path.stat().st_mtime_ns) for path in files)
     return _record_threshold(files, stamps, text_key, fraction)

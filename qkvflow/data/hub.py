@@ -13,8 +13,9 @@ def check_dataset_reachable(name: str) -> None:
 
     `datasets` itself asks again and again for each file, half a minute and more, before it gives up.
 
-    Errors: `UserError` if there is no way to the hub. A data set that the hub does not know is left to
-    `datasets`, which knows more kinds of names.
+    Raises:
+        UserError: there is no way to the hub. A data set that the hub does not know is left to `datasets`, which knows
+            more kinds of names.
     """
     from huggingface_hub import HfApi, constants
     from huggingface_hub.errors import HfHubHTTPError
@@ -38,7 +39,8 @@ def download_tokenizer(name: str, files: Sequence[str]) -> Path:
 
     Differs from Levanter, which asks its mirrors and the hub again and again (46 s) before it gives up.
 
-    Errors: `UserError` if it cannot be fetched or has no `tokenizer.json`.
+    Raises:
+        UserError: it cannot be fetched or has no `tokenizer.json`.
     """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError

@@ -28,7 +28,9 @@ def read_text(path: Path, text_key: str, start: int = 0, stop: int | None = None
     """One document (bytes `start` to `stop` of the file) as pieces `{text_key, BEGINS, ENDS}`, streamed.
 
     Line ends stay as they are; a byte order mark at the start of the file is left out.
-    Errors: `UserError` with the byte offset for a file that is not UTF-8.
+
+    Raises:
+        UserError: the file is not UTF-8; with the byte offset.
     """
     begins, pending = True, ""
     for block in _decoded_blocks(path, start, stop):
@@ -65,13 +67,16 @@ def read_records(path: Path, text_key: str | None, control: ControlField | None 
 
     With `text_key` each record is cut down to `{text_key: text}`, and its control (fp32 [dim]) if `control` says
     where that is; with None it comes whole.
-    Errors: `UserError` with file and line (or record) for broken content, for a record without the text and for a
-    control that is none.
+
+    Raises:
+        UserError: broken content, a record without the text, half of a character, or a control that is none; with
+            file and line (or record).
     """
     for where, record in _records(path, text_key, control):
         if not isinstance(record, dict):
             raise UserError(f"{where}: a record must be an object with keys, but is {type(record).__name__}")
         if text_key is None:
+            _check_characters(json.dumps(record, ensure_ascii=False, default=str), where)
             yield record
             continue
         if text_key not in record:
@@ -79,10 +84,22 @@ def read_records(path: Path, text_key: str | None, control: ControlField | None 
         if not isinstance(record[text_key], str):
             kind = type(record[text_key]).__name__
             raise UserError(f"{where}: the key {text_key!r} must hold text, but holds {kind}")
+        _check_characters(record[text_key], where)
         kept = {text_key: record[text_key]}
         if control is not None:
             kept[control.key] = control.read(record, where)
         yield kept
+
+
+def _check_characters(text: str, where: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = f"\\u{ord(text[error.start]):04x}"
+        raise UserError(
+            f"{where}: {half} is half of a character, as cutting text in UTF-16 leaves it, and no text. Remove it, or"
+            " write the whole character"
+        ) from None
 
 
 def _records(path: Path, text_key: str | None, control: ControlField | None) -> Iterator[tuple[str, Any]]:

@@ -33,6 +33,8 @@ class ResolvedDataConfig(LmDataConfig):
     control: ControlField | None = None
     record: Mapping[str, str] = field(default_factory=dict)
     """What the data is, file by file, see `source_record`; a run writes it down and compares it later."""
+    rebuild_caches: bool = False
+    verify_caches: bool = False
 
     @cached_property
     def the_tokenizer(self) -> MarinTokenizer:
@@ -71,7 +73,16 @@ class ResolvedDataConfig(LmDataConfig):
             del left_to_levanter[name]
             for part_name, part in own:
                 processor = part.format.build_preprocessor(self.the_tokenizer, enforce_eos=self.enforce_eos)
-                cache = load_or_build(Path(part.cache_dir or ""), split, part.source, processor, self.cache_options)
+                cache = load_or_build(
+                    Path(part.cache_dir or ""),
+                    split,
+                    part.source,
+                    processor,
+                    self.cache_options,
+                    build=self.auto_build_caches,
+                    rebuild=self.rebuild_caches,
+                    verify=self.verify_caches,
+                )
                 if cache is not None:
                     caches[part_name] = cache
         if left_to_levanter:

@@ -15,6 +15,7 @@ from qkvflow.data.holdout import record_hash, record_threshold, text_boundary
 from qkvflow.data.readers import ENDINGS, is_plain_text, read_records, read_text
 from qkvflow.errors import UserError
 from qkvflow.files import local_path
+from qkvflow.ranges import ProperShare, check_ranges
 
 BUILTIN_TEXTS = {"topics": topics_of, "library": modules_of}
 
@@ -32,13 +33,12 @@ class FilesSource(LmDatasetSourceConfigBase):
     train: list[str] = field(default_factory=list)
     """Paths or globs (`*`, `?`, `[...]`, `**`)."""
     validation: list[str] = field(default_factory=list)
-    validation_fraction: float = 0.0
+    validation_fraction: ProperShare = 0.0
     text_key: str | None = "text"
     """The key of a record that holds its text. None: records come whole, for formats other than text."""
 
     def __post_init__(self):
-        if not 0.0 <= self.validation_fraction < 1.0:
-            raise UserError(f"validation_fraction must be at least 0 and below 1, but is {self.validation_fraction}")
+        check_ranges(self)
         if self.validation and self.validation_fraction > 0:
             raise UserError(
                 "validation files and a validation_fraction are both given; the fraction is held out of the "
@@ -48,8 +48,9 @@ class FilesSource(LmDatasetSourceConfigBase):
     def check(self) -> None:
         """Looks at every file before any work.
 
-        Errors: `UserError` for no or missing files, folders, empty files, unsupported endings, a file in both
-        splits, and a first record without the text.
+        Raises:
+            UserError: no or missing files, folders, empty files, unsupported endings, a file in both splits, and a
+                first record without the text.
         """
         if not self.train and not self.validation:
             raise UserError("a source of type `files` needs files: give `train` a path or a list of paths")

@@ -37,7 +37,8 @@ def unigram_entropy(
         validation: int [vocab], the same for the validation data.
         byte_lengths: int [vocab], UTF-8 bytes of each token (`token_byte_lengths`).
 
-    Errors: `UserError` if there are no validation tokens.
+    Raises:
+        UserError: there are no validation tokens.
     """
     total = int(validation.sum())
     if total == 0:

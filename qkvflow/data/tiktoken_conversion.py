@@ -35,7 +35,8 @@ def convert(encoding: tiktoken.Encoding) -> Tokenizer:
     `len(vocabulary)` is the largest id + 1: numbers that the encoding leaves out get an entry that no text
     reaches, because an embedding has one row for each number.
 
-    Errors: `UserError` if the result differs from the encoding on a list of probing texts.
+    Raises:
+        UserError: the result differs from the encoding on a list of probing texts.
     """
     alphabet = byte_alphabet()
     ranks, special_tokens, pattern = definition(encoding)

@@ -41,8 +41,9 @@ def resolve_tokenizer(spec: str, folder: Path) -> Path:
     Returns: `folder`; `levanter.tokenizers.load_tokenizer(str(folder))` and `transformers.AutoTokenizer`
     read it without a network.
 
-    Errors: `UserError` for an unknown name, an incomplete folder, a source that cannot be reached, and a
-    `folder` that holds another tokenizer.
+    Raises:
+        UserError: an unknown name, an incomplete folder, a source that cannot be reached, and a `folder` that holds
+            another tokenizer.
     """
     folder = Path(folder)
     if (folder / "tokenizer.json").is_file():
@@ -91,7 +92,8 @@ def same_tokenizer(one: Path, other: Path) -> bool:
 def load_tokenizer(folder: Path) -> MarinTokenizer:
     """Levanter's tokenizer from a local folder; never looks on a network.
 
-    Errors: `UserError` if there is no `tokenizer.json` in `folder` or it cannot be read.
+    Raises:
+        UserError: there is no `tokenizer.json` in `folder` or it cannot be read.
     """
     check_folder(Path(folder))
     try:
@@ -111,7 +113,11 @@ def tokenizer_fingerprint(folder: Path) -> str:
 
 
 def check_folder(folder: Path) -> None:
-    """Errors: `UserError` if `folder` is no folder with a `tokenizer.json`."""
+    """Looks for the tokenizer in a folder.
+
+    Raises:
+        UserError: `folder` is no folder with a `tokenizer.json`.
+    """
     if not folder.is_dir():
         raise UserError(f"the tokenizer folder {folder} does not exist (current folder: {Path.cwd()})")
     if not (folder / "tokenizer.json").is_file():

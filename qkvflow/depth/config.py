@@ -1,7 +1,6 @@
 """YAML `depth:` how the model travels from t = 0 to t = 1."""
 
 import dataclasses
-import math
 from dataclasses import dataclass
 
 from qkvflow.depth.fixed import FixedPlan
@@ -11,6 +10,7 @@ from qkvflow.depth.plan import AbstractPlan
 from qkvflow.depth.schedule import StepGrowth, StepRange
 from qkvflow.depth.solvers import solver_by_name, tableau
 from qkvflow.errors import UserError
+from qkvflow.ranges import Count, NotNegative, Positive, check_ranges
 
 ENDPOINTS = ("right", "left")
 STEP_SIZES = ("uniform", "residual")
@@ -47,22 +47,21 @@ class DepthConfig:
     """
 
     solver: str = "euler"
-    steps: int | StepRange | StepGrowth = 12
+    steps: Count | StepRange | StepGrowth = 12
     endpoint: str = "right"
     step_size: str = "uniform"
     adjoint: str = "checkpoint"
     coupling: float | None = None
     evaluate: str = "auto"
     time_sampling: str = "fixed"
-    rtol: float | None = None
-    atol: float | None = None
-    max_steps: int | None = None
-    kinetic_weight: float = 0.0
+    rtol: Positive | None = None
+    atol: Positive | None = None
+    max_steps: Count | None = None
+    kinetic_weight: NotNegative = 0.0
 
     def __post_init__(self):
         tab = tableau(solver_by_name(self.solver))
-        if isinstance(self.steps, int) and self.steps < 1:
-            raise UserError(f"steps must be at least 1, got {self.steps}.")
+        check_ranges(self)
         for name, choices in (
             ("endpoint", ENDPOINTS),
             ("step_size", STEP_SIZES),
@@ -82,8 +81,6 @@ class DepthConfig:
                 "step_size: residual has steps of length 1, whose number and places cannot be drawn at random, or grow."
                 " Use step_size: uniform."
             )
-        if not 0.0 <= self.kinetic_weight < math.inf:
-            raise UserError(f"kinetic_weight must be at least 0 and finite, got {self.kinetic_weight}.")
         if self.kinetic_weight and self.adjoint == "reversible":
             raise UserError(
                 "kinetic_weight needs the states after all steps, which adjoint: reversible does not keep: use adjoint:"

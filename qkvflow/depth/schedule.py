@@ -4,8 +4,10 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Annotated
 
 from qkvflow.errors import UserError
+from qkvflow.ranges import Count, Range, check_ranges
 
 
 @dataclass(frozen=True)
@@ -15,17 +17,14 @@ class StepRange:
     Each is compiled once. Evaluation and everything else that is not training takes `max` steps.
     """
 
-    min: int
-    max: int
-    choices: int = 3
+    min: Count
+    max: Count
+    choices: Annotated[int, Range(at_least=2)] = 3
 
     def __post_init__(self):
-        if not 1 <= self.min < self.max:
-            raise UserError(f"steps: min ({self.min}) must be at least 1 and below max ({self.max}).")
-        if self.choices < 2:
-            raise UserError(
-                f"choices must be at least 2, got {self.choices}. For one number of steps write it as steps."
-            )
+        check_ranges(self)
+        if not self.min < self.max:
+            raise UserError(f"steps: min ({self.min}) must be below max ({self.max}).")
 
     @property
     def values(self) -> tuple[int, ...]:
@@ -47,9 +46,10 @@ class StepGrowth:
     stage is compiled once. Everything that is not training takes the last number.
     """
 
-    grow: Mapping[str, int]
+    grow: Mapping[str, Count]
 
     def __post_init__(self):
+        check_ranges(self)
         try:
             stages = _Stages((float(fraction), steps) for fraction, steps in self.grow.items())
         except ValueError:
@@ -67,9 +67,6 @@ class StepGrowth:
                 f"grow: a stage that begins at {fractions[-1]:g} of training is never trained: fractions must be below"
                 " 1."
             )
-        steps = [steps for _, steps in stages.pairs]
-        if min(steps) < 1:
-            raise UserError(f"grow: numbers of steps must be at least 1, got {min(steps)}.")
         object.__setattr__(self, "grow", stages)
 
     @property

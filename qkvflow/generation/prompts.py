@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TextIO
 
 from qkvflow.errors import UserError
+from qkvflow.files import local_path
 
 _ESCAPES = {"\\n": "\n", "\\t": "\t", "\\r": "\r", "\\\\": "\\"}
 
@@ -30,7 +31,7 @@ def read_prompts(prompt: str | None, file: str | None, stdin: TextIO | None = No
     if prompt is not None:
         return [Prompt(prompt, None, "the prompt")]
     if file is not None:
-        return _from_file(Path(file).expanduser())
+        return _from_file(local_path(file))
     stdin = sys.stdin if stdin is None else stdin
     if stdin.isatty():
         raise UserError(

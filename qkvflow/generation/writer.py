@@ -10,6 +10,7 @@ from qkvflow.errors import UserError
 from qkvflow.generation.engine import Engine
 from qkvflow.generation.prepare import PreparedModel
 from qkvflow.models import NeuralOdeLMHeadModel
+from qkvflow.runs.known_loss import warn_if_lost
 from qkvflow.runs.load import load_run
 
 
@@ -41,7 +42,8 @@ def open_writer(
 ) -> Writer:
     """Reads a run and evaluates its weights, at another depth or with another solver if they are given.
 
-    Errors: `UserError` if there is no such run or checkpoint, and if the model cannot be read in this way.
+    Raises:
+        UserError: there is no such run or checkpoint, or the model cannot be read in this way.
     """
     if steps is not None and steps < 1:
         raise UserError(f"steps must be at least 1, got {steps}")
@@ -54,5 +56,8 @@ def open_writer(
             raise UserError(f"{run} is no flow but a Levanter model of one depth: leave out steps and solver")
         depth = model.config.depth
         model = model.with_depth(depth.on_grid(steps, solver=depth.solver if solver is None else solver))
+        if model.config.depth != depth:
+            depth = model.config.depth
+            warn_if_lost(loaded, model, f"{depth.solver} with {depth.reading_steps} steps")
     stop = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
     return Writer(loaded.path.name, loaded.step, PreparedModel(model, use_cache), tokenizer, stop)

@@ -10,7 +10,8 @@ import jax
 import levanter.checkpoint
 from fsspec.core import url_to_fs
 from jax.experimental.array_serialization.serialization import GlobalAsyncCheckpointManager
-from levanter.checkpoint import Checkpointer, save_checkpoint
+from levanter.checkpoint import Checkpointer as Checkpointer
+from levanter.checkpoint import save_checkpoint as save_checkpoint
 from levanter.trainer import Trainer, TrainerConfig
 from levanter.trainer_state import TrainerState
 
@@ -18,11 +19,11 @@ __all__ = [
     "Checkpointer",
     "StepTrainer",
     "StoppableCheckpointer",
+    "bare_step",
     "checkpoint_of",
     "save_checkpoint",
     "set_manager",
     "settle_devices",
-    "step",
 ]
 
 
@@ -119,7 +120,7 @@ class StepTrainer(Trainer):
         return self.see(state, super()._train_step(state, batch, batch_kwargs, _no_hooks=_no_hooks))
 
 
-def step(trainer: Trainer, state: TrainerState, batch: Any) -> Any:
+def bare_step(trainer: Trainer, state: TrainerState, batch: Any) -> Any:
     """One step without hooks, to be traced.
 
     Reason: what Levanter offers, `train_step`, is compiled already and wants arrays; shapes can only be given to this.

@@ -34,7 +34,8 @@ def compile_ahead(config: TrainConfig, tokens: int, large: int = LARGE, start: S
         large: bytes above which an undivided array is told.
         start: where the model comes from, if it is not drawn at random: what a fine-tune trains of it.
 
-    Errors: `UserError` for everything that training would refuse, before anything is compiled.
+    Raises:
+        UserError: everything that training would refuse, before anything is compiled.
     """
     check_config(config)
     trainer_config = config.trainer

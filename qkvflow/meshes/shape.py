@@ -6,9 +6,11 @@ from math import prod
 
 from levanter.trainer import TrainerConfig
 
-from qkvflow.errors import UserError
+from qkvflow.errors import UserError, shortened
 
 _AXES = {2: ("data", "model"), 3: ("replica", "data", "model")}
+# The largest pods have some ten thousand; for many more, the compiler on this machine runs out of memory or threads.
+_LARGEST = 1 << 16
 _FORMS = "`64` (devices, divided as `trainer.mesh` says), `8x8` (data x model) or `2x4x8` (replica x data x model)"
 
 
@@ -26,18 +28,22 @@ class MeshShape:
     def read(text: str) -> "MeshShape":
         """From the command line.
 
-        Errors: `UserError` for anything else than one to three positive numbers with `x` between them.
+        Raises:
+            UserError: anything else than one to three positive numbers with `x` between them, or too many devices.
         """
         words = text.lower().split("x")
-        if not all(w.isdecimal() and int(w) > 0 for w in words) or len(words) > 3:
-            raise UserError(f"--mesh {text}: give {_FORMS}")
-        sizes = [int(w) for w in words]
+        sizes = [int(w[:20]) if w.isascii() and w.isdecimal() else 0 for w in words]
+        if not all(sizes) or len(sizes) > 3:
+            raise UserError(f"--mesh {shortened(text)}: give {_FORMS}")
+        if prod(sizes) > _LARGEST:
+            raise UserError(f"--mesh {shortened(text)}: the step can be compiled for up to {_LARGEST:,} devices here")
         return MeshShape(prod(sizes), tuple(zip(_AXES[len(sizes)], sizes, strict=True)) if len(sizes) > 1 else ())
 
     def applied(self, trainer: TrainerConfig) -> TrainerConfig:
         """A copy of the trainer's configuration whose mesh has this shape.
 
-        Errors: `UserError` if the configuration has a mesh axis of its own that the shape does not speak of.
+        Raises:
+            UserError: the configuration has a mesh axis of its own that the shape does not speak of.
         """
         if not self.axes:
             return dataclasses.replace(trainer)

@@ -30,8 +30,9 @@ def describe_mesh(config: TrainConfig, tokens: int, shape: MeshShape, run: RunDi
     Args:
         run: the run whose configuration it is, if it is that of one.
 
-    Errors: `UserError` for a configuration that cannot be trained on that mesh, and if this machine has too little
-    memory to compile.
+    Raises:
+        UserError: a configuration that cannot be trained on that mesh, and if this machine has too little memory to
+            compile.
     """
     trainer = dataclasses.replace(shape.applied(config.trainer), require_accelerator=False)
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile() as output:

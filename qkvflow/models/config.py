@@ -2,7 +2,7 @@
 
 import dataclasses
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from haliax import Axis
 from levanter.models.lm_model import LmConfig, LmHeadModel
@@ -11,6 +11,7 @@ from qkvflow.axes import EMBED
 from qkvflow.blocks import BlockConfig, Gpt2BlockConfig
 from qkvflow.depth import AbstractPlan, DepthConfig, FixedPlan
 from qkvflow.errors import UserError
+from qkvflow.ranges import Count, Range, check_ranges
 from qkvflow.weights import GeneratedConfig, PerLayerConfig, WeightsConfig
 
 
@@ -19,12 +20,11 @@ class ControlConfig:
     """A control signal of `dim` components and a shift by layer-time move the input of the vector field, whose output
     is scaled by a learned alpha (initial value `alpha`): the ODE flow hybrid. See `qkvflow.blocks.controlled`."""
 
-    dim: int = 4
-    alpha: float = 0.1
+    dim: Count = 4
+    alpha: Annotated[float, Range()] = 0.1
 
     def __post_init__(self):
-        if self.dim < 1:
-            raise UserError(f"dim must be at least 1, got {self.dim}. For a model without control leave out `control`.")
+        check_ranges(self)
 
 
 @LmConfig.register_subclass("neuralode")
@@ -38,10 +38,10 @@ class NeuralOdeConfig(LmConfig):
     gradient_checkpointing: of the ordinary layers; the flow has `depth.adjoint`.
     """
 
-    max_seq_len: int = 1024
-    hidden_dim: int = 768
-    prelude_layers: int = 0
-    coda_layers: int = 0
+    max_seq_len: Count = 1024
+    hidden_dim: Count = 768
+    prelude_layers: Annotated[int, Range(at_least=0)] = 0
+    coda_layers: Annotated[int, Range(at_least=0)] = 0
     block: BlockConfig = field(default_factory=Gpt2BlockConfig)
     weights: WeightsConfig = field(default_factory=GeneratedConfig)
     depth: DepthConfig = field(default_factory=DepthConfig)
@@ -51,9 +51,7 @@ class NeuralOdeConfig(LmConfig):
     model_class: ClassVar[type[LmHeadModel]]  # set where the model is defined, which needs this configuration
 
     def __post_init__(self):
-        for name, least in (("max_seq_len", 1), ("hidden_dim", 1), ("prelude_layers", 0), ("coda_layers", 0)):
-            if getattr(self, name) < least:
-                raise UserError(f"{name} must be at least {least}, got {getattr(self, name)}.")
+        check_ranges(self)
         self.block.check(self.Embed)
         is_one_grid = not (self.depth.is_general or self.training_plans) and len(self.depth.stages) == 1
         if isinstance(self.weights, PerLayerConfig) and not is_one_grid:

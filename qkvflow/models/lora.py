@@ -15,7 +15,7 @@ import haliax as hax
 import haliax.nn as hnn
 import jax
 import jax.numpy as jnp
-from haliax import Axis, NamedArray
+from haliax import Axis, NamedArray, axis_size
 from haliax.util import ensure_tuple
 from levanter.adaptor.lora import (
     LORA_R,
@@ -37,18 +37,30 @@ RandomKey = Axis("random_key", 2)
 
 
 def add_lora(
-    model: M, r: int, alpha: float, dropout: float, target_modules: list[str] | str | None, *, key: jax.Array
+    model: M,
+    r: int,
+    alpha: float,
+    dropout: float,
+    target_modules: list[str] | str | None,
+    *,
+    a_init: str = "normal",
+    key: jax.Array,
 ) -> M:
     """The model with a low-rank term beside each linear map that is aimed at.
 
     target_modules: ends of paths such as `attn.c_attn`, or a regular expression for whole paths; None is all linear
         maps. The head is never one of them: it is read as a matrix.
+    a_init: how A is drawn: `normal`, truncated, with a deviation of 1/sqrt(In); or `uniform` between -1/sqrt(In) and
+        1/sqrt(In) as PEFT draws it, sqrt(3) narrower.
 
-    Errors: UserError if a target matches nothing, with the paths there are.
+    Raises:
+        UserError: a target matches nothing, with the paths there are.
     """
     _check_targets(model, target_modules)
     config = LoraConfig(target_modules, r=r, alpha=alpha, zero_init_b=True, a_init_mode="random")
     model = loraize(model, config, key=key)
+    if a_init == "uniform":
+        model = _draw_uniformly(model, jax.random.fold_in(key, 1))
     if dropout == 0.0:
         return model
     return _map_lora(lambda term: dataclasses.replace(term, dropout=LoraDropout.beside(term, dropout)), model)
@@ -120,6 +132,18 @@ def merge(model: M) -> M:
 
 def _map_lora(change: Callable[[LowRankLinear], LowRankLinear], model: M) -> M:
     return jax.tree.map(lambda x: change(x) if is_lora_param(x) else x, model, is_leaf=is_lora_param)
+
+
+def _draw_uniformly(model: M, key: jax.Array) -> M:
+    count = sum(is_lora_param(x) for x in jax.tree.leaves(model, is_leaf=is_lora_param))
+    keys = iter(jax.random.split(key, count))
+
+    def draw(term: LowRankLinear) -> LowRankLinear:
+        limit = axis_size(term.lora_A.In) ** -0.5
+        uniform = hax.random.uniform(next(keys), term.lora_A.weight.axes, minval=-limit, maxval=limit)
+        return eqx.tree_at(lambda t: t.lora_A.weight, term, uniform)
+
+    return _map_lora(draw, model)
 
 
 def _is_dropout(x: object) -> bool:

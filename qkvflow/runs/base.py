@@ -21,6 +21,7 @@ from qkvflow.config import decode
 from qkvflow.errors import UserError
 from qkvflow.config import encode
 from qkvflow.files import local_path, write_text
+from qkvflow.ranges import Count
 from qkvflow.runs.directory import RunDirectory
 from qkvflow.runs.places import Place, is_remote
 
@@ -39,15 +40,16 @@ class OfficialConfig:
     """
 
     path: str
-    num_heads: int
-    steps: int
-    max_seq_len: int = 2048
+    num_heads: Count
+    steps: Count
+    max_seq_len: Count = 2048
     block: dict[str, Any] = field(default_factory=dict)
 
     def read(self) -> LmHeadModel:
         """The model.
 
-        Errors: UserError if the folder holds no official model, or the sizes do not fit.
+        Raises:
+            UserError: the folder holds no official model, or the sizes do not fit.
         """
         arrays = official.read_checkpoint(local_path(self.path))
         try:
@@ -81,7 +83,8 @@ class BaseRecord:
     def read(directory: RunDirectory) -> "BaseRecord | None":
         """What the run says of its base; None for a run without one.
 
-        Errors: UserError if the file is damaged.
+        Raises:
+            UserError: the file is damaged.
         """
         if not directory.base.is_file():
             return None
@@ -93,7 +96,8 @@ class BaseRecord:
     def find(self, directory: RunDirectory) -> Path | Place:
         """Where the base lies now: at the recorded place, or moved together with the run.
 
-        Errors: UserError if it is at neither.
+        Raises:
+            UserError: it is at neither.
         """
         places = [_at(self.path), _at(self.relative, directory.location)]
         found = next((place for place in places if place.exists()), None)
@@ -105,7 +109,11 @@ class BaseRecord:
         return found
 
     def check(self, base: "Base", loaded: LmHeadModel) -> None:
-        """Errors: UserError if `base`, whose parameters are those of `loaded`, is not the one recorded."""
+        """Compares a base with this record.
+
+        Raises:
+            UserError: `base`, whose parameters are those of `loaded`, is not the one recorded.
+        """
         if decode(LmConfig, self.model) != base.model or fingerprint(loaded) != self.sha256:
             raise UserError(
                 f"{base.path} is not the base that this run was made from: its parameters or its model have changed since"

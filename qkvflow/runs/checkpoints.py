@@ -4,10 +4,12 @@ import contextlib
 import itertools
 import json
 import os
+import re
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import datetime
+from pathlib import Path
 
 from qkvflow.errors import UserError
 from qkvflow.runs.checksums import damage_of
@@ -61,12 +63,19 @@ def newest_good(
     return None, damaged
 
 
+def has_checkpoint(folder: Folder) -> bool:
+    """Whether this is a checkpoint of Levanter's, or a folder with some."""
+    place = Place.of(folder)
+    return any(p.has(_METADATA) for p in (place, *(place / name for name in place.folders())))
+
+
 def sound_checkpoint(
     path: Folder, damage_of: Callable[[Place], str | None] = damage_of
 ) -> tuple[Place, list[Damaged]]:
     """The checkpoint that `path` means: itself, or the newest good one in it; and the damaged ones that are newer.
 
-    Errors: `UserError` if it is damaged, or if all are.
+    Raises:
+        UserError: it is damaged, or all are.
     """
     place = Place.of(path)
     if place.has(_METADATA):
@@ -126,7 +135,8 @@ def remove_checkpoint(checkpoint: Folder) -> None:
 def _step_folders(folder: Folder) -> list[tuple[int, Place]]:
     place = Place.of(folder)
     numbers = [(name.removeprefix("step-"), name) for name in place.folders() if name.startswith("step-")]
-    return [(int(number), place / name) for number, name in numbers if number.isdecimal() and number.isascii()]
+    # As Levanter writes them: step-07 is another folder than step-7.
+    return [(int(number), place / name) for number, name in numbers if re.fullmatch("0|[1-9][0-9]{0,18}", number)]
 
 
 def _is_sound(place: Place, step: int) -> bool:

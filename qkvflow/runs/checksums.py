@@ -1,6 +1,5 @@
 """Checksums of a checkpoint: written before it counts as complete, compared before anything of it is read."""
 
-import hashlib
 import itertools
 import json
 import os
@@ -12,13 +11,12 @@ from typing import Any
 
 import jax
 
+from qkvflow.checksums import CHECKSUMS, THREADS, sha256_of
 from qkvflow.inside.jax import SharedManager, name_files
 from qkvflow.inside.levanter import checkpoint_of
 from qkvflow.runs.places import Place
 
-CHECKSUMS = "checksums.json"
 _WRITTEN_LATER = {CHECKSUMS, "metadata.json"}
-_THREADS = min(8, os.cpu_count() or 1)
 _saves = itertools.count()  # all processes of a run count alike
 
 
@@ -105,7 +103,7 @@ def damage_of(
         expected = _from_json(place.read(CHECKSUMS).decode())
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         return f"its {CHECKSUMS} cannot be read ({error})"
     there = place.files()
     for name, checksum in expected.items():  # cheap, so first
@@ -123,14 +121,14 @@ def damage_of(
 
 def first_changed(place: Place, expected: dict[str, Checksum]) -> str | None:
     """The first file of a checkpoint on a disk whose content is not the expected one."""
-    with ThreadPoolExecutor(_THREADS) as pool:
+    with ThreadPoolExecutor(THREADS) as pool:
         changes = pool.map(lambda item: _change(place, *item), expected.items())
         return next((name for name, change in zip(expected, changes, strict=True) if change is not None), None)
 
 
 def _change(place: Place, name: str, expected: Checksum) -> str | None:
     try:
-        is_same = expected.sha256 is None or _sha256(place.local / name) == expected.sha256
+        is_same = expected.sha256 is None or sha256_of(place.local / name) == expected.sha256
     except OSError as error:
         return f"cannot be read ({error.strerror})"
     return None if is_same else "is not as it was written (sha256 differs)"
@@ -147,15 +145,10 @@ def _new_files(place: Place, prefix: str, known: dict[str, Checksum]) -> dict[st
 
 def _hashed(place: Place, names: Iterable[str]) -> dict[str, Checksum]:
     def checksum(name: str) -> tuple[str, Checksum]:
-        return name, Checksum((place.local / name).stat().st_size, _sha256(place.local / name))
+        return name, Checksum((place.local / name).stat().st_size, sha256_of(place.local / name))
 
-    with ThreadPoolExecutor(_THREADS) as pool:
+    with ThreadPoolExecutor(THREADS) as pool:
         return dict(pool.map(checksum, names))
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _is_inside(place: Place, name: str) -> bool:

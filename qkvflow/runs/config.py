@@ -1,6 +1,7 @@
 """The configurations of training and of fine-tuning: what a YAML file gives and a run's `config.yaml` holds."""
 
 from dataclasses import dataclass, field
+from typing import Annotated
 
 from haliax import Axis
 from levanter.callbacks.watch import WatchConfig
@@ -13,6 +14,7 @@ from optax import GradientTransformation
 from qkvflow.data import DataConfig
 from qkvflow.errors import UserError
 from qkvflow.models import decay
+from qkvflow.ranges import Count, NotNegative, Range
 from qkvflow.runs.adam import ScaledAdamConfig
 from qkvflow.runs.base import OfficialConfig
 from qkvflow.runs.modes import FinetuneMode
@@ -26,6 +28,8 @@ FREE_KEYS = (
     "data.auto_build_caches",
     "data.cache_dir",
     "data.cache_options",
+    "data.rebuild_caches",
+    "data.verify_caches",
     "merge",
     "trainer.checkpointer",
     "trainer.crash_on_inf",
@@ -96,10 +100,10 @@ class TrainConfig:
     optimizer: OptimizerConfig = field(default_factory=ScaledAdamConfig)
     weight_decay_on: str = "matrices"
     run_dir: str = "runs"
-    train_seq_len: int | None = None
-    vocab_size: int | None = None
-    z_loss_weight: float = 0.0
-    max_skipped_steps: int = 0
+    train_seq_len: Annotated[int, Range(at_least=2)] | None = None
+    vocab_size: Count | None = None
+    z_loss_weight: NotNegative = 0.0
+    max_skipped_steps: Annotated[int, Range(at_least=0)] = 0
     accept_changes: bool = False
     config_path: str | None = None
 
@@ -111,7 +115,8 @@ class TrainConfig:
     def build_optimizer(self) -> GradientTransformation:
         """The optimizer for all steps of the training, decaying what `weight_decay_on` says.
 
-        Errors: `UserError` if it cannot be built, such as a `warmup` that is no share of the steps.
+        Raises:
+            UserError: it cannot be built, such as a `warmup` that is no share of the steps.
         """
         optimizer = decay.configure(self.optimizer, self.weight_decay_on)
         try:
@@ -150,6 +155,6 @@ class FinetuneConfig(TrainConfig):
     run: str | None = None
     checkpoint_step: int | None = None
     official: OfficialConfig | None = None
-    steps: int | None = None
+    steps: Count | None = None
     mode: FinetuneMode | None = None
     merge: bool = False

@@ -20,7 +20,8 @@ def changes(path: Path, data: Mapping[str, str]) -> dict[str, tuple[str | None, 
 
     Data that was only moved, and a run that has no `data.json` yet, have no changes.
 
-    Errors: `UserError` if the file is damaged.
+    Raises:
+        UserError: the file is damaged.
     """
     if not path.is_file():
         return {}

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from qkvflow.errors import UserError
+from qkvflow.errors import UserError, shortened
 from qkvflow.files import local_path, scratch_folder
 from qkvflow.runs.buckets import bucket_errors_are_told, require_bucket
 from qkvflow.runs.mirror import LOCK, Mirror
@@ -151,7 +151,8 @@ def run_id(given: str | None, config_path: str | None) -> str:
 
     `configs/quickstart.yaml` -> `quickstart`; `configs/wikitext103/small.yaml` -> `wikitext103-small`.
 
-    Errors: `UserError` if neither is given, or if the name is not one plain path component.
+    Raises:
+        UserError: neither is given, or the name is not one plain path component.
     """
     if given is None:
         if config_path is None:
@@ -161,7 +162,7 @@ def run_id(given: str | None, config_path: str | None) -> str:
         given = re.sub(r"[^A-Za-z0-9._-]+", "-", "-".join(parts[below + 1 :])).strip("-.")
     if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,200}", given):
         raise UserError(
-            f"`trainer.id` is {given!r}, but must be one folder name of letters, digits, `.`, `_` and `-` "
+            f"`trainer.id` is {shortened(given)!r}, but must be one folder name of letters, digits, `.`, `_` and `-` "
             "that begins with a letter or a digit"
         )
     return given

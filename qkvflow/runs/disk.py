@@ -40,7 +40,11 @@ def write_a_trial(path: Path) -> None:
 
 
 def require_space(path: Path, size: int) -> None:
-    """Errors: `UserError` if the disk of `path` has no room for two checkpoints, of `size` bytes together."""
+    """Compares the free space of a disk with what checkpoints take.
+
+    Raises:
+        UserError: the disk of `path` has no room for two checkpoints, of `size` bytes together.
+    """
     free = shutil.disk_usage(path).free
     if free < size:
         there, needed = (scaled(count, 1000, DECIMAL, digits=3) for count in (free, size))

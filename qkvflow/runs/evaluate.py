@@ -1,5 +1,9 @@
-"""Validation loss of any language model on the text of a run, by Levanter's evaluator."""
+"""Validation loss of any language model on the text of a run, or another text, by Levanter's evaluator."""
 
+import dataclasses
+import typing
+from collections.abc import Mapping
+from typing import Any
 
 import haliax as hax
 import jax
@@ -12,9 +16,30 @@ from levanter.models.lm_model import LmExample, LmHeadModel
 from levanter.trainer import TrainerConfig
 
 from qkvflow.axes import BATCH
+from qkvflow.config import decode, encode
 from qkvflow.data import check_enough_tokens
 from qkvflow.errors import UserError
 from qkvflow.runs.load import Run
+
+
+def on_other_text(run: Run, keys: Mapping[str, Any]) -> Run:
+    """The run with other keys of its `data`. `validation` alone is the text to evaluate on, whatever the run had.
+
+    Raises:
+        UserError: a key that there is not, a wrong value, or another tokenizer.
+    """
+    if "tokenizer" in keys:
+        raise UserError("`data.tokenizer` is that of the run, whose embeddings mean nothing for other tokens. Leave it out")
+    stored = run.config.data
+    if "validation" in keys and not {"train", "components"} & set(keys):
+        kind = typing.get_type_hints(type(stored))["validation"]
+        files = decode(kind, keys["validation"], "data.validation")
+        rest = {key: value for key, value in keys.items() if key != "validation"}
+        data = decode(type(stored), encode(stored) | rest, "data")
+        data = data.evaluating(files) if files is not None else data
+    else:
+        data = decode(type(stored), encode(stored) | dict(keys), "data")
+    return dataclasses.replace(run, config=dataclasses.replace(run.config, data=data))
 
 
 class RunEvaluator:
@@ -27,7 +52,8 @@ class RunEvaluator:
             batch_size: sequences at a time; as in training by default.
             max_batches: of each validation set; all by default.
 
-        Errors: `UserError` if the run has no validation text.
+        Raises:
+            UserError: the run has no validation text.
         """
         config = run.config
         size = batch_size or max(1, config.trainer.batch_schedule.batch_size_at_step(0))

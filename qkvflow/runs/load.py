@@ -72,8 +72,9 @@ def load_run(path: str | os.PathLike, checkpoint_step: int | None = None, *, mer
         merge: of a LoRA run: what it trained is added to its base's weights, which gives an ordinary model;
             otherwise it stands beside them, as in training.
 
-    Errors: `UserError` if there is no such run, no checkpoint, or no checkpoint of that step; if that checkpoint or all
-        are damaged; and if the base of a LoRA run is gone or has changed.
+    Raises:
+        UserError: there is no such run, no checkpoint, or no checkpoint of that step; if that checkpoint or all are
+            damaged; and if the base of a LoRA run is gone or has changed.
     """
     directory = find_run(path)
     with disk_errors_are_told(directory.path), bucket_errors_are_told(directory.place):
@@ -83,7 +84,7 @@ def load_run(path: str | os.PathLike, checkpoint_step: int | None = None, *, mer
 def _read_run(directory: RunDirectory, step: int, merge: bool = True) -> Run:
     config = read_config(directory.config, TrainConfig)
     tokenizer = load_tokenizer(directory.tokenizer)
-    vocab = Axis("vocab", config.vocab_size or len(tokenizer))
+    vocab = Axis("vocab", len(tokenizer) if config.vocab_size is None else config.vocab_size)
     checkpoint = directory.checkpoints / f"step-{step}"
     if is_adapter(directory):
         model = _read_adapter(directory, checkpoint)
@@ -111,14 +112,20 @@ class RunBase(Base):
     step: int
 
     @staticmethod
-    def open(path: str | os.PathLike, checkpoint_step: int | None = None) -> "RunBase":
+    def open(
+        path: str | os.PathLike, checkpoint_step: int | None = None, child: Path | Place | None = None
+    ) -> "RunBase":
         """A run at a checkpoint; the last one of a finished run if none is named.
 
-        Errors: `UserError` if there is no such run or checkpoint, if it is damaged, or if the run is unfinished.
+        Args:
+            child: a run that was made from this checkpoint, for messages.
+
+        Raises:
+            UserError: there is no such run or checkpoint, it is damaged, or the run is unfinished.
         """
         directory = find_run(path)
         config = read_config(directory.config, TrainConfig)
-        step, total = _choose_step(directory, checkpoint_step), config.trainer.num_train_steps
+        step, total = _choose_step(directory, checkpoint_step, child), config.trainer.num_train_steps
         if checkpoint_step is None and step + 1 < total:
             raise UserError(
                 f"the run {directory} is unfinished: its newest checkpoint is step-{step}, after {step + 1} of"
@@ -139,7 +146,8 @@ class RunBase(Base):
 def load_base(directory: RunDirectory) -> LmHeadModel:
     """The parameters that the run in `directory` was fine-tuned from, checked against its record.
 
-    Errors: `UserError` if they are gone or have changed.
+    Raises:
+        UserError: they are gone or have changed.
     """
     record = BaseRecord.read(directory)
     assert record is not None
@@ -149,7 +157,7 @@ def load_base(directory: RunDirectory) -> LmHeadModel:
         assert source is not None
         base = OfficialBase.open(dataclasses.replace(source, path=str(path)))
     else:
-        base = RunBase.open(path, record.checkpoint_step)
+        base = RunBase.open(path, record.checkpoint_step, directory.location)
     loaded = base.load()
     record.check(base, loaded)
     return loaded
@@ -231,9 +239,10 @@ def _without_warnings(name: str) -> Iterator[None]:
         logger.setLevel(level)
 
 
-def _choose_step(directory: RunDirectory, wanted: int | None) -> int:
+def _choose_step(directory: RunDirectory, wanted: int | None, child: Path | Place | None = None) -> int:
+    """The step to read; `child`: a run that was made from exactly `wanted`, and has no choice."""
     steps = checkpoint_steps(directory.checkpoints)
-    if not steps:
+    if not steps and child is None:
         raise UserError(f"the run {directory} has no checkpoint yet; it writes one when it ends or is stopped")
     if wanted is None:
         newest, damaged = newest_good(directory.checkpoints)
@@ -242,15 +251,15 @@ def _choose_step(directory: RunDirectory, wanted: int | None) -> int:
         for checkpoint in damaged:
             warnings.warn(Notice(f"{checkpoint}. Taking step-{newest}, the newest good one, instead"), stacklevel=2)
         return newest
+    path = directory.checkpoints / f"step-{wanted}"
+    others = ", ".join(str(step) for step in steps if step != wanted)
+    mend = f"The run {child} was made from it and needs it: put it back from a copy" if child is not None else ""
     if wanted not in steps:
         raise UserError(
-            f"the run {directory} has no checkpoint of step {wanted}; there are: " + ", ".join(map(str, steps))
+            f"the run {directory} has no checkpoint of step {wanted}{f'. {mend}' if mend else f'; there are: {others}'}"
         )
-    path = directory.checkpoints / f"step-{wanted}"
     what = damage_of(path)
     if what is not None:
-        raise UserError(
-            f"{Damaged(path, what)}. Leave --checkpoint_step out for the newest good one, or give another: "
-            + ", ".join(str(step) for step in steps if step != wanted)
-        )
+        another = f"Leave --checkpoint_step out for the newest good one, or give another: {others}" if others else ""
+        raise UserError(f"{Damaged(path, what)}. {mend or another or 'Put it back from a copy'}")
     return wanted

@@ -27,8 +27,9 @@ def merge_run(path: str | os.PathLike, target: Path | Place, checkpoint_step: in
 
     Returns: `target`.
 
-    Errors: `UserError` if there is no such run or it is none of LoRA, if its base is gone or has changed, and if
-        `target` exists.
+    Raises:
+        UserError: there is no such run or it is none of LoRA, if its base is gone or has changed, and if `target`
+            exists.
     """
     source = find_run(path)
     if not is_adapter(source):

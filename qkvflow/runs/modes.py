@@ -3,7 +3,7 @@
 import abc
 import dataclasses
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import draccus
 import equinox as eqx
@@ -13,6 +13,7 @@ from levanter.utils.types import FilterTree
 
 from qkvflow.errors import UserError
 from qkvflow.models import NeuralOdeConfig, lora
+from qkvflow.ranges import Count, Positive, ProperShare
 from qkvflow.weights import PerLayerConfig
 
 
@@ -24,7 +25,8 @@ class FinetuneMode(draccus.ChoiceRegistry, abc.ABC):
     def model_config(self, base: LmConfig, steps: int | None) -> Any:
         """The configuration of the trained model at `steps` steps, by default those of the base.
 
-        Errors: UserError if the base cannot be had at that depth.
+        Raises:
+            UserError: the base cannot be had at that depth.
         """
 
     @abc.abstractmethod
@@ -97,25 +99,22 @@ class LoraMode(FullMode):
     dropout: of the input of A.
     target_modules: ends of the paths of linear maps (`[c_attn, mlp.c_fc]`) or a regular expression; null is all.
     train_embeddings: the tables at the model's entrance are trained too.
+    a_init: how A is drawn: `normal`, or `uniform` as PEFT draws it, sqrt(3) narrower: learning rates of the one are not
+        those of the other.
     """
 
-    r: int = 8
-    alpha: float = 8.0
-    dropout: float = 0.0
+    r: Count = 8
+    alpha: Positive = 8.0
+    dropout: ProperShare = 0.0
     target_modules: list[str] | str | None = None
     train_embeddings: bool = False
-
-    def __post_init__(self):
-        if self.r < 1:
-            raise UserError(f"r must be at least 1, got {self.r}: it is the rank of the term beside each matrix.")
-        if not self.alpha > 0.0:
-            raise UserError(f"alpha must be positive, got {self.alpha}: the term beside each matrix is alpha / r B A.")
-        if not 0.0 <= self.dropout < 1.0:
-            raise UserError(f"dropout must be at least 0 and below 1, got {self.dropout}.")
+    a_init: Literal["normal", "uniform"] = "normal"
 
     def adapt(self, base: LmHeadModel, config: Any, *, key: jax.Array) -> LmHeadModel:
         ordinary = super().adapt(base, config, key=key)
-        return lora.add_lora(ordinary, self.r, self.alpha, self.dropout, self.target_modules, key=key)
+        return lora.add_lora(
+            ordinary, self.r, self.alpha, self.dropout, self.target_modules, a_init=self.a_init, key=key
+        )
 
     def trainable(self, model: eqx.Module) -> FilterTree:
         return lora.trainable(model, embeddings=self.train_embeddings)

@@ -131,7 +131,11 @@ class Place:
         return self._fs.isfile(self._at(name))
 
     def read(self, name: str) -> bytes:
-        """Errors: `FileNotFoundError`, and whatever else the store says."""
+        """The content of a file.
+
+        Raises:
+            FileNotFoundError: it is not there; whatever else the store says.
+        """
         return self._fs.cat_file(self._at(name))
 
     def write(self, name: str, content: bytes) -> None:

@@ -66,7 +66,8 @@ class PreparedRun(Generic[C]):
         Args:
             data: the files and their content, as `ResolvedDataConfig.record` has them.
 
-        Errors: `UserError` naming the files that differ, unless changes are accepted.
+        Raises:
+            UserError: names the files that differ, unless changes are accepted.
         """
         changes = data_record.changes(self.directory.data, data)
         if changes and not self.config.accept_changes:
@@ -119,9 +120,10 @@ def prepare_run(config: C, phase: Phase | None = None) -> Iterator[PreparedRun[C
     Args:
         phase: names for people what takes long.
 
-    Errors: `UserError` if the place is not a directory, not writable, full, not empty and not a run, in use
-    by another process, if its run is finished, if its configuration differs in a key that matters, or if all
-    its checkpoints are damaged.
+    Raises:
+        UserError: the place is not a directory, not writable, full, not empty and not a run, in use by another
+            process, if its run is finished, if its configuration differs in a key that matters, or if all its
+            checkpoints are damaged.
     """
     name = run_id(config.trainer.id, config.config_path)
     config = dataclasses.replace(config, trainer=dataclasses.replace(config.trainer, id=name))
@@ -182,8 +184,12 @@ def _opened(directory: RunDirectory) -> Iterator[None]:
         is_made = False
         with disk.refusals_are_told(folder):
             for attempt in range(_ATTEMPTS):
-                is_made |= not folder.exists()
-                folder.mkdir(parents=True, exist_ok=True)
+                try:
+                    folder.mkdir(parents=True)
+                    is_made = True
+                except FileExistsError:
+                    if folder.exists() and not folder.is_dir():
+                        raise
                 try:
                     stack.enter_context(locked(lock, wait=False))
                     break
@@ -200,7 +206,10 @@ def _opened(directory: RunDirectory) -> Iterator[None]:
             if was_empty and not directory.config.exists():
                 _empty(folder, lock)
                 if is_made:
-                    shutil.rmtree(folder, ignore_errors=True)
+                    # File by file: once the lock is gone another start may have begun, whose files are its own.
+                    with contextlib.suppress(OSError):
+                        lock.unlink(missing_ok=True)
+                        folder.rmdir()
             raise
 
 

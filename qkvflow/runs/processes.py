@@ -22,7 +22,8 @@ def tell_others(place: Place | None) -> None:
     Args:
         place: the run directory, whose lock all processes must see; None if it could not be opened.
 
-    Errors: `UserError` if another process does not see the directory.
+    Raises:
+        UserError: another process does not see the directory.
     """
     if jax.process_count() == 1:
         return
@@ -36,7 +37,8 @@ def tell_others(place: Place | None) -> None:
 def follow(place: Place) -> None:
     """Another process waits for the first one, and reads its share of what that one checks.
 
-    Errors: `UserError` if the first one could not open the directory, or if it is not to be seen from here.
+    Raises:
+        UserError: the first one could not open the directory, or it is not to be seen from here.
     """
     while (told := int(multihost_utils.broadcast_one_to_all(np.int32(0)))) >= 0:
         damage_found_together(place / "checkpoints" / f"step-{told}")

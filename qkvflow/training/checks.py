@@ -5,14 +5,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from haliax import Axis
-from levanter.checkpoint import is_checkpoint_path
 from levanter.models.lm_model import LmConfig
 from levanter.schedule import distinct_values
 from levanter.trainer import TrainerConfig
 
+from qkvflow.config.levanter_ranges import LEVANTER
 from qkvflow.errors import UserError
 from qkvflow.inside.levanter import settle_devices
 from qkvflow.models import NeuralOdeConfig
+from qkvflow.ranges import check_ranges
+from qkvflow.runs.checkpoints import has_checkpoint
 from qkvflow.runs.config import TrainConfig
 from qkvflow.runs.directory import location_of
 
@@ -20,14 +22,7 @@ from qkvflow.runs.directory import location_of
 def check_config(config: TrainConfig) -> None:
     """Checks that need no devices and no data."""
     trainer, model = config.trainer, config.model
-    if trainer.num_train_steps < 1:
-        raise UserError(f"`trainer.num_train_steps` must be at least 1, but is {trainer.num_train_steps}")
-    if trainer.steps_per_eval < 1:
-        raise UserError(f"`trainer.steps_per_eval` must be at least 1, but is {trainer.steps_per_eval}")
-    if trainer.max_eval_batches is not None and trainer.max_eval_batches < 1:
-        raise UserError(f"`trainer.max_eval_batches` must be at least 1 or null, but is {trainer.max_eval_batches}")
-    if config.max_skipped_steps < 0:
-        raise UserError(f"`max_skipped_steps` must be at least 0, but is {config.max_skipped_steps}")
+    check_ranges(config, LEVANTER)
     for mapping in ("shared_mapping", "compute_mapping"):
         if "vocab" in getattr(trainer.mesh, mapping):
             raise UserError(
@@ -38,13 +33,10 @@ def check_config(config: TrainConfig) -> None:
     if isinstance(model, NeuralOdeConfig):
         model.depth.first_steps(trainer.num_train_steps)  # refuses stages without a step
     config.data.control_field(config.control_dim)
-    if model.max_seq_len < 1:
-        raise UserError(f"`model.max_seq_len` must be at least 1, but is {model.max_seq_len}")
     length = config.train_seq_len
-    if length is not None and not 1 < length <= model.max_seq_len:
+    if length is not None and length > model.max_seq_len:
         raise UserError(
-            f"`train_seq_len` is {length}, but must be at least 2 and at most `model.max_seq_len`, "
-            f"which is {model.max_seq_len}"
+            f"`train_seq_len` is {length}, but at most `model.max_seq_len`, {model.max_seq_len}, is possible"
         )
     _check_levanter_paths(trainer)
 
@@ -109,7 +101,7 @@ def _check_levanter_paths(trainer: TrainerConfig) -> None:
             "`trainer.load_checkpoint_path` cannot be set: a run continues from its own newest checkpoint. "
             "To begin from another run's state, use `trainer.initialize_from`"
         )
-    if trainer.initialize_from is not None and not is_checkpoint_path(str(location_of(trainer.initialize_from))):
+    if trainer.initialize_from is not None and not _has_checkpoint(trainer.initialize_from):
         raise UserError(
             f"`trainer.initialize_from` is {trainer.initialize_from}, where no checkpoint is; give a run's "
             "folder `checkpoints`, or one `step-N` in it"
@@ -121,6 +113,10 @@ def _check_levanter_paths(trainer: TrainerConfig) -> None:
         )
     if trainer.shutdown_at_exit is not False:
         raise UserError("`trainer.shutdown_at_exit` is not supported: shut the machine down after the program")
+
+
+def _has_checkpoint(source: str) -> bool:
+    return has_checkpoint(location_of(source))
 
 
 def _assertion_line(error: BaseException) -> str:

@@ -44,8 +44,9 @@ def open_corpus(run: PreparedRun[TrainConfig], trainer: TrainerConfig, Pos: Axis
         Pos: axis of one training sequence.
         key: of the order in which sequences are drawn.
 
-    Errors: `UserError` for text that is missing, unreadable or shorter than one sequence, and for controls that
-    are wrong or nowhere; before any work if the data is not what the run was started with.
+    Raises:
+        UserError: text that is missing, unreadable or shorter than one sequence, and for controls that are wrong or
+            nowhere; before any work if the data is not what the run was started with.
     """
     config = run.config
     data = config.data.resolve(run.directory.tokenizer, config.control_dim)

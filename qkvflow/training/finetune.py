@@ -4,8 +4,10 @@ import dataclasses
 import tempfile
 from pathlib import Path
 
+from qkvflow.config.levanter_ranges import LEVANTER
 from qkvflow.data import load_tokenizer, resolve_tokenizer, same_tokenizer
 from qkvflow.errors import UserError
+from qkvflow.ranges import check_ranges
 from qkvflow.runs.base import Base, BaseRecord, OfficialBase
 from qkvflow.runs.config import FinetuneConfig
 from qkvflow.runs.directory import RunDirectory, location_of, run_id
@@ -18,16 +20,16 @@ from qkvflow.training.start import FromBase, adapted_shape
 def settle(config: FinetuneConfig) -> tuple[FinetuneConfig, Base, FinetuneMode]:
     """The configuration with everything that follows from the base: model, vocabulary, tokenizer, checkpoint.
 
-    Errors: `UserError` for a base that is not there, unfinished, or has another tokenizer or vocabulary than asked for;
-        for a depth that it cannot have; for LoRA targets that match nothing.
+    Raises:
+        UserError: a base that is not there, unfinished, or has another tokenizer or vocabulary than asked for; for a
+            depth that it cannot have; for LoRA targets that match nothing.
     """
     mode = config.mode
     if mode is None:
         raise UserError("the key `mode` is missing: {type: flow}, {type: full} or {type: lora, r: 8, alpha: 8}")
     if (config.run is None) == (config.official is None):
         raise UserError("say what to begin from: either `run: runs/<id>`, or `official: {path, num_heads, steps}`")
-    if config.steps is not None and config.steps < 1:
-        raise UserError(f"`steps` must be at least 1, but is {config.steps}: it is the depth to fine-tune at")
+    check_ranges(config, LEVANTER)
     if config.merge and mode.stores_base:
         raise UserError(
             "`merge` writes LoRA into the weights, and this mode trains the weights themselves: leave it out"
@@ -77,11 +79,10 @@ def _open(config: FinetuneConfig, directory: RunDirectory) -> Base:
     if config.official is not None:
         return OfficialBase.open(config.official)
     assert config.run is not None
-    step = config.checkpoint_step
     record = BaseRecord.read(directory)
-    if step is None and record is not None:  # the base may have been trained on since this run began
-        step = record.checkpoint_step
-    return RunBase.open(config.run, step)
+    if config.checkpoint_step is None and record is not None:  # the base may have been trained on since this run began
+        return RunBase.open(config.run, record.checkpoint_step, directory.location)
+    return RunBase.open(config.run, config.checkpoint_step)
 
 
 def _tokenizer(asked: str | None, base: Base) -> str:

@@ -59,7 +59,8 @@ class BadSteps:
     def see(self, loss: float) -> bool:
         """Whether the step with this loss was skipped.
 
-        Errors: `TooManyBadSteps`.
+        Raises:
+            TooManyBadSteps: more steps in a row are not finite than may be skipped.
         """
         if not self.limit or math.isfinite(loss):
             self.in_a_row = 0

@@ -24,25 +24,29 @@ def configure_jax(trainer: TrainerConfig) -> None:
 def levanter_trainer(run: PreparedRun[TrainConfig], phase: Phase) -> TrainerConfig:
     """A copy of the trainer's configuration that writes into the run directory and reads a checked checkpoint.
 
-    Errors: `UserError` if the checkpoints of `trainer.initialize_from` are damaged.
+    Raises:
+        UserError: the checkpoints of `trainer.initialize_from` are damaged.
     """
-    config, directory = run.config, run.directory
-    trainer = config.trainer
+    config, trainer = run.config, run.config.trainer
+    # Absolute: Levanter takes what is before the first colon of a relative path for the name of a protocol.
+    folder, checkpoints = run.directory.path.absolute(), run.directory.checkpoints
     changes: dict[str, Any] = {}
     if run.last_step >= 0:
         # The one that was compared with its checksums: Levanter would choose by itself.
-        checkpoint = directory.checkpoints / f"step-{run.last_step}"
+        checkpoint = checkpoints / f"step-{run.last_step}"
         changes |= {"load_checkpoint": True, "load_checkpoint_path": str(checkpoint)}
-    elif trainer.initialize_from is not None:
-        with phase(f"Checking {trainer.initialize_from}"):
-            source, damaged = sound_checkpoint(location_of(trainer.initialize_from), damage_found_together)
-        for checkpoint in damaged:
-            warnings.warn(Notice(f"{checkpoint}. Taking {source.name}, the newest good one, instead"), stacklevel=2)
-        changes["initialize_from"] = str(source)
+    else:
+        changes["load_checkpoint"] = trainer.load_checkpoint or False  # None: it would look by itself
+        if trainer.initialize_from is not None:
+            with phase(f"Checking {trainer.initialize_from}"):
+                source, damaged = sound_checkpoint(location_of(trainer.initialize_from), damage_found_together)
+            for checkpoint in damaged:
+                warnings.warn(Notice(f"{checkpoint}. Taking {source.name}, the newest good one, instead"), stacklevel=2)
+            changes["initialize_from"] = str(source)
     if config.max_skipped_steps:  # the loop itself looks at the loss
         changes |= {"crash_on_nan": False, "crash_on_inf": False}
     checkpointer = dataclasses.replace(
-        trainer.checkpointer, base_path=str(directory.checkpoints), append_run_id_to_base_path=False
+        trainer.checkpointer, base_path=str(checkpoints), append_run_id_to_base_path=False
     )
     # Levanter puts profiles and the like into <log_dir>/<id>.
-    return dataclasses.replace(trainer, checkpointer=checkpointer, log_dir=directory.path.parent, **changes)
+    return dataclasses.replace(trainer, checkpointer=checkpointer, log_dir=folder.parent, **changes)

@@ -79,7 +79,8 @@ def train(
     a step's metrics are on disk before the checkpoint of that step begins, so that none is lost when the
     process is killed and the run continued.
 
-    Errors: `UserError` when the loss is not finite (in more than `max_skipped_steps` steps in a row) or the data ends.
+    Raises:
+        UserError: the loss is not finite (in more than `max_skipped_steps` steps in a row) or the data ends.
     """
     config = trainer.config
     total, done = config.num_train_steps, int(state.step)

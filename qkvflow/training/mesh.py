@@ -42,8 +42,9 @@ def _as(trainer: TrainerConfig, model: eqx.Module, name: str, other: str) -> dic
 def check_mesh(trainer: TrainerConfig, model: eqx.Module, Pos: Axis) -> None:
     """Checks that every array of a model, given by its shapes, and a sequence can be divided as the mesh says.
 
-    Errors: `UserError` for an axis whose size the devices do not divide, and for an array that would be divided twice
-    over the same devices. JAX would fail late, without the name of the array.
+    Raises:
+        UserError: an axis whose size the devices do not divide, and for an array that would be divided twice over the
+            same devices. JAX would fail late, without the name of the array.
     """
     sizes = trainer.device_mesh.shape
     compute, stored = trainer.compute_axis_mapping, trainer.parameter_axis_mapping

@@ -45,7 +45,8 @@ class Start(abc.ABC):
     def shape(self, Vocab: Axis) -> eqx.Module:
         """The model's shapes.
 
-        Errors: `UserError` if it cannot be built.
+        Raises:
+            UserError: it cannot be built.
         """
         return model_shape(self.local_model, Vocab)
 
@@ -143,7 +144,8 @@ def start_of(directory: RunDirectory) -> tuple[TrainConfig, Start]:
 def adapted_shape(base: Base, mode: FinetuneMode, model: Any) -> eqx.Module:
     """The shapes of a base that is adapted to be a `model`.
 
-    Errors: `UserError` if it cannot be: times that per-layer weights do not have, LoRA targets that match nothing.
+    Raises:
+        UserError: it cannot be: times that per-layer weights do not have, LoRA targets that match nothing.
     """
     config = base.model if base.tokenizer is None else with_local_tokenizer(base.model, base.tokenizer[0])
     shape = model_shape(config, base.Vocab)

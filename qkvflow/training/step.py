@@ -20,6 +20,7 @@ from optax import GradientTransformation
 from qkvflow.axes import CONTROL
 from qkvflow.data.control.sequences import ControlledExample
 from qkvflow.errors import UserError
+from qkvflow.inside.levanter import bare_step
 from qkvflow.models import NeuralOdeLMHeadModel
 from qkvflow.models.metrics import penalised
 from qkvflow.named import is_named
@@ -130,7 +131,7 @@ def lower_step(trainer: FiniteTrainer, state: TrainerState, batch: LmExample) ->
     arrays, static = eqx.partition(state, _is_shape)
 
     def step(arrays, batch):
-        result = trainer._train_step(eqx.combine(arrays, static), (batch,), {}, _no_hooks=True)
+        result = bare_step(trainer, eqx.combine(arrays, static), batch)
         return eqx.filter(result, eqx.is_array)
 
     batch_arrays, batch_static = eqx.partition(batch, _is_shape)

@@ -1,7 +1,6 @@
 """YAML `weights:` the choices for W(t), each of which builds a time-dependent block from an ordinary one."""
 
 import abc
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -9,6 +8,7 @@ import draccus
 import jax
 
 from qkvflow.errors import UserError
+from qkvflow.ranges import Count, NotNegative, Share, check_ranges
 from qkvflow.weights.bases import BASES, FunctionBasis
 from qkvflow.weights.galerkin import expand
 from qkvflow.weights.generated import generate
@@ -17,14 +17,12 @@ from qkvflow.weights.per_layer import PerLayer
 from qkvflow.weights.scales import PRESETS, GeneratedScales
 
 
-def _check_frozen(time: float | None) -> None:
-    if time is not None and not 0.0 <= time <= 1.0:
-        raise UserError(f"frozen_time must be null or a time in [0, 1], got {time}: layer-time goes from 0 to 1.")
-
-
 @dataclass(frozen=True)
 class WeightsConfig(draccus.ChoiceRegistry, abc.ABC):
     """What W(t) is."""
+
+    def __post_init__(self):
+        check_ranges(self)
 
     @abc.abstractmethod
     def build(self, init_block: Callable, times: tuple[float, ...], *, key):
@@ -49,18 +47,15 @@ class GeneratedConfig(WeightsConfig):
     frozen_time: null, or a time in [0, 1] at which weights are generated whatever t is (the control without time).
     """
 
-    time_embed_dim: int = 20
-    sinusoidal_dim: int = 128
+    time_embed_dim: Count = 20
+    sinusoidal_dim: Count = 128
     init: str = "matched"
-    frozen_time: float | None = None
+    frozen_time: Share | None = None
 
     def __post_init__(self):
-        for name in ("time_embed_dim", "sinusoidal_dim"):
-            if getattr(self, name) < 1:
-                raise UserError(f"{name} must be at least 1, got {getattr(self, name)}.")
+        super().__post_init__()
         if self.init not in PRESETS:
             raise UserError(f"init: {self.init!r} is not known. Choices: {', '.join(PRESETS)}.")
-        _check_frozen(self.frozen_time)
 
     def build(self, init_block: Callable, times: tuple[float, ...], *, key):
         del times  # generated weights exist at every t
@@ -86,18 +81,15 @@ class ModulatedConfig(WeightsConfig):
     frozen_time: null, or a time in [0, 1] at which the gates are evaluated whatever t is (the control without time).
     """
 
-    hidden_dim: int = 64
+    hidden_dim: Count = 64
     gate: str = "sigmoid"
-    frozen_time: float | None = None
-    sinusoidal_dim: int = 32
+    frozen_time: Share | None = None
+    sinusoidal_dim: Count = 32
 
     def __post_init__(self):
-        for name in ("hidden_dim", "sinusoidal_dim"):
-            if getattr(self, name) < 1:
-                raise UserError(f"{name} must be at least 1, got {getattr(self, name)}.")
+        super().__post_init__()
         if self.gate not in GATES:
             raise UserError(f"gate: {self.gate!r} is not known. Choices: {', '.join(GATES)}.")
-        _check_frozen(self.frozen_time)
 
     def build(self, init_block: Callable, times: tuple[float, ...], *, key):
         del times  # modulated weights exist at every t
@@ -122,19 +114,16 @@ class BasisConfig(WeightsConfig):
     """
 
     basis: str = "chebyshev"
-    dim: int = 4
+    dim: Count = 4
     init: str = "matched"
-    smoothness_weight: float = 0.0
+    smoothness_weight: NotNegative = 0.0
 
     def __post_init__(self):
+        super().__post_init__()
         if self.basis not in BASES:
             raise UserError(f"basis: {self.basis!r} is not known. Choices: {', '.join(BASES)}.")
-        if self.dim < 1:
-            raise UserError(f"dim must be at least 1, got {self.dim}: it is the number of functions of time.")
         if self.init != "matched":
             raise UserError(f"init: {self.init!r} is not known. Choices: matched.")
-        if not 0.0 <= self.smoothness_weight < math.inf:
-            raise UserError(f"smoothness_weight must be at least 0 and finite, got {self.smoothness_weight}.")
         if self.smoothness_weight and self.basis == "piecewise":
             raise UserError(
                 "smoothness_weight needs weights with a derivative in time, and piecewise weights jump: use another"

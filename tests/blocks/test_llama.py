@@ -212,9 +212,9 @@ def test_yaml():
     ("kwargs", "message"),
     [
         ({"form": "serial"}, "parallel, sequential, official"),
-        ({"num_heads": 0}, "num_heads must be at least 1"),
+        ({"num_heads": 0}, "`num_heads` must be at least 1"),
         ({"num_heads": 6, "num_kv_heads": 4}, r"num_kv_heads \(4\) must divide num_heads \(6\).*Possible: 1, 2, 3, 6"),
-        ({"num_kv_heads": 0}, "must divide"),
+        ({"num_kv_heads": 0}, "`num_kv_heads` must be at least 1"),
         ({"intermediate_dim": 0}, "intermediate_dim"),
         ({"activation": ActivationFunctionEnum.xielu}, "xielu"),
         ({"resid_pdrop": 1.0}, "resid_pdrop"),

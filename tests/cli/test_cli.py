@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -35,12 +36,24 @@ class Inner:
             raise UserError("size must not be negative")
 
 
+@dataclass(frozen=True)
+class Span:
+    least: int
+    most: int = 3
+
+
+@dataclass(frozen=True)
+class Stages:
+    stages: dict[str, int]
+
+
 @dataclass
 class Outer:
     needed: int
     inner: Inner = field(default_factory=Inner)
     table: dict[str, Inner] = field(default_factory=dict)
     either: bool | Inner = False
+    record: int | Span | Stages = 1
     path: Path = Path("x")
     wait: timedelta = timedelta(minutes=1)
     text: str = ""
@@ -100,6 +113,17 @@ def test_flags_take_lists(value):
         ({"needed": 1, "inner": {"mode": "slwo"}}, ["`inner.mode`", "did you mean `slow`", "fast, slow"]),
         ({"needed": 1, "inner": {"size": -1}}, ["`inner`", "size must not be negative"]),
         ({"needed": 1, "inner": 7}, ["`inner`", "a mapping", "7"]),
+        (
+            {"needed": 1, "record": {"least": 1, "mst": 2}},
+            ["`record.mst`", "mean `record.most`", "least, most"],
+        ),
+        ({"needed": 1, "record": {"most": 2}}, ["`record.least`", "missing"]),
+        ({"needed": 1, "record": {"stages": "x"}}, ["`record.stages`", "a mapping"]),
+        ({"needed": 1, "record": {"stgaes": {}}}, ["`record.stgaes`", "did you mean `record.stages`"]),
+        (
+            {"needed": 1, "record": {"x": 1}},
+            ["`record`", "an integer or a mapping of least, most or"],
+        ),
         ({"needed": 1, "wait": "soon"}, ["`wait`", "a time span", "'soon'"]),
         ({}, ["`needed`", "missing", "--config_path"]),
     ],
@@ -213,6 +237,13 @@ def main(config):
         raise UserError("a clear message")
     elif config.what == "fault":
         raise RuntimeError("a fault")
+    elif config.what == "memory":
+        bytes(1 << 62)
+    elif config.what == "xla":
+        import jax.numpy
+        jax.numpy.zeros(1 << 50)
+    elif config.what == "print":
+        print("a reading")
     elif config.what == "exit":
         raise SystemExit(5)
     elif config.what == "wait":
@@ -245,6 +276,21 @@ def test_a_fault_keeps_its_traceback():
     assert done.returncode == 1
     assert "Traceback" in done.stderr
     assert "RuntimeError: a fault" in done.stderr
+
+
+@pytest.mark.parametrize("flags", [("--what", "print"), ("--help",)])
+def test_output_that_cannot_be_written_is_told(flags):
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([sys.executable, "-c", PROGRAM, *flags], stdout=full, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (1, "error: standard output cannot be written: No space left on device\n")
+
+
+@pytest.mark.parametrize("what", ["memory", "xla"])
+def test_too_little_memory_is_told(what):
+    done = _program("--what", what)
+    assert done.returncode == 1
+    assert re.match(r"error: there is not enough memory.* Take smaller batches", done.stderr), done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_help_names_the_keys():

@@ -319,6 +319,7 @@ def bad_files():
     Path("broken.jsonl.gz").write_text("not compressed")
     Path("number.jsonl").write_text('{"text": 3}\n')
     Path("array.jsonl").write_text("[1]\n")
+    Path("half.jsonl").write_text('{"text": "a\\ud800b"}\n')
     Path("broken.parquet").write_text("not parquet")
     write_jsonl("body.jsonl", ["x"], key="body")
 
@@ -337,6 +338,9 @@ def bad_files():
         ("broken.jsonl.gz", "cannot be read"),
         ("number.jsonl", r"number\.jsonl:1: the key 'text' must hold text, but holds int"),
         ("array.jsonl", "must be an object"),
+        ("half.jsonl", r"half\.jsonl:1: \\ud800 is half of a character"),
+        ("x" * 300, "too long for a path"),
+        ("~nobodyknows/x", "no home"),
         ("broken.parquet", "not a readable parquet file"),
         ("body.jsonl", r"body\.jsonl:1 has no key 'text'; keys found: body, n"),
         ("https://host/a.txt", "no local path"),
@@ -348,6 +352,27 @@ def test_file_mistakes_are_named_before_any_work(train, message):
     with pytest.raises(UserError, match=message):
         resolve(train=train)
     assert not Path("cache").exists()
+
+
+def test_halves_of_characters_are_named_wherever_they_stand():
+    lines = ['{"text": "fine"}', '{"text": "whole \\ud83d\\ude00"}', '{"text": "half \\ude00"}']
+    Path("late.jsonl").write_text("\n".join(lines))
+    Path("list.json").write_text(f"[{', '.join(lines)}]")
+    for name, where in (("late.jsonl", r"late\.jsonl:3"), ("list.json", r"list\.json, record 3")):
+        for fraction in (0.0, 0.5):
+            data = resolve(train=name, validation_fraction=fraction)
+            with pytest.raises(UserError, match=rf"{where}: \\ude00 is half of a character"):
+                data.build_caches("train")
+    source = FilesSource(train=["late.jsonl"], text_key=None)  # whole records, for formats other than text
+    with pytest.raises(UserError, match="half of a character"):
+        [*source.records(Path("late.jsonl"))]
+
+
+@pytest.mark.parametrize(("folder", "told"), [("~nobodyknows/x", "no home"), ("x" * 300, "too long")])
+def test_folders_of_caches_that_cannot_be_are_refused(folder, told):
+    Path("a.txt").write_text("fine\n")
+    with pytest.raises(UserError, match=told):
+        resolve(train="a.txt", cache_dir=folder)
 
 
 def test_other_mistakes_are_named():

@@ -175,8 +175,8 @@ def test_trajectory_ends_at_x1_and_has_every_step(tokens):
     ("kwargs", "message"),
     [
         ({"solver": "eular"}, "Choices: euler"),
-        ({"steps": 0}, "steps must be at least 1"),
-        ({"steps": -3}, "got -3"),
+        ({"steps": 0}, "`steps` must be at least 1"),
+        ({"steps": -3}, "but is -3"),
         ({"endpoint": "middle"}, "right, left"),
         ({"adjoint": "magic"}, "checkpoint"),
         ({"evaluate": "never"}, "in_scan"),

@@ -13,7 +13,7 @@ from qkvflow.blocks import Gpt2BlockConfig, Inputs
 from qkvflow.depth import DepthConfig
 from qkvflow.errors import UserError
 from qkvflow.models import ControlConfig
-from qkvflow.models.metrics import depth_metrics
+from qkvflow.models.metrics import penalised
 
 INPUTS = Inputs.of()
 
@@ -138,10 +138,11 @@ def test_statistics_of_a_training_step(tokens):
     loss, solution = eqx.filter_jit(lambda m: m.next_token_loss(example))(model)
     assert float(loss.array) == pytest.approx(float(model.compute_next_token_loss(example).scalar()), rel=1e-6)
     assert int(solution.statistics.evaluations) >= 12
-    assert set(depth_metrics(solution)) == {"depth_evaluations", "depth_rejected_steps"}
-    fixed = build(small_config()).next_token_loss(example)[1]
+    assert set(penalised(model, loss, solution)[1]) == {"depth_evaluations", "depth_rejected_steps"}
+    model = build(small_config())
+    loss, fixed = model.next_token_loss(example)
     assert fixed.statistics is None
-    assert depth_metrics(fixed) == {}
+    assert penalised(model, loss, fixed) == (loss, {})
 
 
 def test_adaptive_steps_are_not_causal():
@@ -212,8 +213,8 @@ def test_discretise_needs_a_number_of_steps(tokens):
     [
         ({"rtol": 1e-3}, "euler estimates no error"),
         ({"solver": "rk4", "atol": 1e-3}, "rk4 estimates no error"),
-        ({"solver": "tsit5", "rtol": -1.0}, "rtol must be positive"),
-        ({"solver": "tsit5", "rtol": 1e-3, "max_steps": 0}, "max_steps must be at least 1"),
+        ({"solver": "tsit5", "rtol": -1.0}, "`rtol` must be above 0"),
+        ({"solver": "tsit5", "rtol": 1e-3, "max_steps": 0}, "`max_steps` must be at least 1"),
         ({"solver": "tsit5", "max_steps": 10}, "this grid is fixed"),
         ({"solver": "tsit5", "rtol": 1e-3, "endpoint": "left"}, "do not read it"),
         ({"solver": "tsit5", "rtol": 1e-3, "adjoint": "reversible"}, "walks a fixed grid back"),

@@ -1,47 +1,48 @@
 """The experiment of adaptive fine-tuning: what it compares is comparable."""
 
-import json
-from pathlib import Path
-
 import equinox as eqx
 import haliax as hax
 import jax
 import pytest
+from support.studies import smoke
 
-from experiments.adaptive_depth.__main__ import AdaptiveDepthConfig, main
-from experiments.adaptive_depth.plan import SMOKE, Scale, planned_jobs, settings
-from experiments.adaptive_depth.report import draw, table
-from experiments.texts import Text, builtin
-from qkvflow.config import decode
-from qkvflow.data.sources import BUILTIN_TEXTS
+from experiments.adaptive_depth.__main__ import STUDY
+from experiments.adaptive_depth.plan import AdaptiveDepthConfig, arms
+from experiments.adaptive_depth.report import AdaptiveDepth, Settings, Trained
+from experiments.jobs import reported
+from experiments.study import FOLDER
+from experiments.texts import Builtin
+from qkvflow.cli import parse
 from qkvflow.errors import UserError
-from qkvflow.runs.config import FinetuneConfig, TrainConfig
+from qkvflow.runs.config import FinetuneConfig
 
 
-@pytest.fixture
-def texts(tmp_path) -> list[Text]:
-    return [builtin(name, tmp_path / "texts") for name in BUILTIN_TEXTS]
+@pytest.fixture(scope="module")
+def planned(tmp_path_factory):
+    """All trainings in their order, on texts that Python carries."""
+    folder = tmp_path_factory.mktemp("adaptive_depth")
+    config = parse(AdaptiveDepthConfig, STUDY.arguments([]))[0]
+    texts = [Builtin(name).prepare(folder / "texts") for name in ("topics", "library")]
+    return reported(arms(config, texts, folder), config.seeds)
 
 
-def test_every_job_is_a_configuration_and_bases_come_first(texts, tmp_path):
-    planned = list(planned_jobs(texts, Scale(), tmp_path))
+def test_every_job_is_a_configuration_and_bases_come_first(planned):
     assert len(planned) == 3 * 2 * (2 + 1 + 2 * (1 + 4))
     assert len({job.name for job in planned}) == len(planned)
     made = set()
     for job in planned:
-        if job.is_finetune:
-            config = decode(FinetuneConfig, job.config)
+        config = job.recipe.config
+        if isinstance(config, FinetuneConfig):
             assert config.run in made
-            assert job.depth in (None, 8, 6, 4, 3)
+            assert config.steps == job.arm.what.depth in (None, 8, 6, 4, 3)
         else:
-            decode(TrainConfig, job.config)
-        made.add(str(tmp_path / job.name))
-    assert {job.depth / 6 for job in planned if job.depth} == {4 / 3, 1, 2 / 3, 1 / 2}
+            assert job.arm.what.kind in ("pretrain", "scratch")
+        made.add(str(job.recipe.run.path))
+    assert {job.arm.what.depth / 6 for job in planned if job.arm.what.depth} == {4 / 3, 1, 2 / 3, 1 / 2}
 
 
-def test_flow_and_gpt2_have_the_same_size_once_materialised(texts, tmp_path):
-    planned = planned_jobs(texts, Scale(), tmp_path)
-    models = {job.system: decode(TrainConfig, job.config).model for job in planned if not job.source}
+def test_flow_and_gpt2_have_the_same_size_once_materialised(planned):
+    models = {j.arm.what.system: j.recipe.config.model for j in planned if j.arm.what.kind == "pretrain"}
     vocab = hax.Axis("vocab", 257)
 
     def size(build):
@@ -52,27 +53,34 @@ def test_flow_and_gpt2_have_the_same_size_once_materialised(texts, tmp_path):
     assert flow == size(lambda key: models["gpt2"].build(vocab, key=key))
 
 
-def test_texts_are_split_without_overlap(texts, tmp_path):
-    for text in texts:
-        parts = [Path(text.file(part)).read_text() for part in ("select", "report")]
-        assert all(len(part) > 20_000 for part in parts)
-        assert parts[0][-1] == "\n"
+def test_both_texts_are_needed_and_results_go_beside_the_study(tmp_path):
     with pytest.raises(UserError, match="give both texts"):
-        main(AdaptiveDepthConfig(run_dir=str(tmp_path)))
+        STUDY.carry_out(AdaptiveDepthConfig(run_dir=str(tmp_path), seeds=[0, 1]))
+    with pytest.raises(UserError, match="give both texts"):
+        smoke(STUDY, wikitext2="nowhere").texts(tmp_path)
     with pytest.raises(UserError, match="cannot be read"):
-        main(AdaptiveDepthConfig(wikitext2="nowhere", shakespeare="nowhere", run_dir=str(tmp_path)))
+        AdaptiveDepthConfig(wikitext2="nowhere", shakespeare="nowhere/input.txt").texts(tmp_path)
+    full, small = parse(AdaptiveDepthConfig, STUDY.arguments([]))[0], smoke(STUDY)
+    assert full.results(full.runs("adaptive_depth")) == FOLDER / "adaptive_depth" / "results"
+    assert str(small.results(small.runs("adaptive_depth"))) == "runs/adaptive_depth_smoke/results"
 
 
-def test_table_and_figure_come_from_the_json_alone(texts, tmp_path):
-    results = []
-    for index, job in enumerate(planned_jobs(texts, SMOKE, tmp_path)):
-        record = {key: getattr(job, key) for key in ("system", "kind", "depth", "source", "target", "seed")}
-        before = 3.0 if job.is_finetune else None
-        numbers = {"before": before, "curve": [[8, 2.5], [24, 2.0]], "report_loss": 2.0 + index / 100}
-        results.append(record | numbers | {"parameters": 10, "trained_parameters": 5})
-    record = json.loads(json.dumps({"settings": settings(SMOKE), "results": results}))
-    text = table(record)
-    assert text.count("| flow | 4 |") == 2
+def test_the_table_comes_from_the_record_alone(tmp_path):
+    config = smoke(STUDY)
+    results = [
+        Trained(
+            **vars(job.arm.what),
+            seed=job.seed,
+            curve=[(8, 2.5), (24, 2.0)],
+            report_loss=2.0 + index / 100,
+            parameters=10,
+            trained_parameters=5,
+            before=3.0 if job.arm.base else None,
+        )
+        for index, job in enumerate(reported(arms(config, config.texts(tmp_path), tmp_path), config.seeds))
+    ]
+    record = AdaptiveDepth(settings=Settings(3, 40, 24, config.seeds), texts={}, results=results)
+    text = STUDY.filled_page(record)
+    assert text.count("| flow | 4 | 50.0% | 3.000 ± 0.000 |") == 2
     assert "topics -> library: LoRA and embeddings" in text
-    draw(record, tmp_path / "figure.png")
-    assert (tmp_path / "figure.png").stat().st_size > 10_000
+    assert [name for name, _ in STUDY.figures(record)] == ["figure"]

@@ -4,7 +4,6 @@ import dataclasses
 import json
 import math
 import shutil
-from pathlib import Path
 
 import equinox as eqx
 import haliax as hax
@@ -16,41 +15,40 @@ from levanter.models.lm_model import LmExample
 from levanter.trainer import Trainer
 from levanter.utils.tree_utils import inference_mode
 from support.models import build, random_tokens, small_config
+from support.studies import ABOUT, ORIGIN, smoke
 
 from experiments import jobs
 from experiments.cost import cost_of
 from experiments.gradient_flow import __main__ as program
-from experiments.gradient_flow import tables
-from experiments.gradient_flow.config import GradientFlowConfig
-from experiments.gradient_flow.control import control_effect
-from experiments.gradient_flow.figures import draw
-from experiments.gradient_flow.invariance import centred_logits, left_out, passes, refine, refined_readings
-from experiments.gradient_flow.norms import clipped, component_norms, counts
-from experiments.gradient_flow.plan import Job, planned_jobs
-from experiments.gradient_flow.verdict import verdict
-from experiments.systems import merged
+from experiments.gradient_flow.norms import clipped, component_norms, counts, verdict
+from experiments.gradient_flow.plan import arms
+from experiments.gradient_flow.readings import (
+    BySteps,
+    Changed,
+    Reader,
+    Refined,
+    centred_logits,
+    control_effect,
+    left_out,
+    refine,
+)
+from experiments.gradient_flow.report import GradientFlow
+from experiments.jobs import Job
+from experiments.recipes import Recipe
+from experiments.records import read
 from qkvflow.blocks import Inputs
-from qkvflow.cli import parse
-from qkvflow.config import decode, read_yaml
 from qkvflow.depth import DepthConfig
 from qkvflow.errors import UserError
 from qkvflow.models.config import ControlConfig
-from qkvflow.runs.config import TrainConfig
 from qkvflow.tracking import read_metrics
 
-ROOT = Path(__file__).parents[2]
+STUDY = program.STUDY
 
 
-def smoke(**changes) -> GradientFlowConfig:
-    words = [word for key, value in changes.items() for word in (f"--{key}", json.dumps(value))]
-    return parse(GradientFlowConfig, ["--config_path", str(program.SMOKE), *words])[0]
-
-
-def planned(tmp_path, **changes) -> dict[str, Job]:
-    """The jobs of one seed by system."""
-    config = smoke(**changes)
-    found = planned_jobs(config, config.text.prepare(tmp_path / "texts"), tmp_path / "runs")
-    return {job.system: job for job in found if job.seed == config.seeds[0]}
+def planned(tmp_path, **changes) -> dict[str, Recipe]:
+    """The recipes by system."""
+    config = smoke(STUDY, **changes)
+    return {a.label: a.recipe for a in arms(config, config.text.prepare(tmp_path / "texts"), tmp_path / "runs")}
 
 
 def flow_model(steps=3, weights="constant", **kwargs):
@@ -97,32 +95,26 @@ def test_the_seeds_rule_can_say_both():
 
 
 def test_systems_differ_in_their_middle_alone(tmp_path):
-    found = planned(
-        tmp_path, overrides={"trainer": {"num_train_steps": 7}, "model": {"max_seq_len": 64}}, final_steps=2
-    )
-    for job in found.values():
-        config = decode(TrainConfig, job.config)
-        assert config.trainer.num_train_steps == 7
-        assert "report.txt" not in json.dumps(job.config)
-        rest = job.config | {"model": None, "trainer": job.config["trainer"] | {"id": None}}
-        assert rest == found["hybrid"].config | {
-            "model": None,
-            "trainer": found["hybrid"].config["trainer"] | {"id": None},
-        }
-    model = {name: job.config["model"] for name, job in found.items()}
+    overrides = {"trainer": {"num_train_steps": 7}, "model": {"max_seq_len": 64}}
+    found = planned(tmp_path, overrides=overrides, final_steps=2)
+    for recipe in found.values():
+        assert recipe.config.trainer.num_train_steps == 7
+        assert "report.txt" not in json.dumps(recipe.raw)
+        assert recipe.but({"model": None}) == found["hybrid"].but({"model": None})
+    model = {name: recipe.raw["model"] for name, recipe in found.items()}
     differing = {key for key in model["hybrid"] if model["hybrid"][key] != model["baseline"][key]}
     assert differing == {"block", "weights", "depth", "control"}
     # Prelude, layers in place of the flow and coda are the six layers of the ordinary model.
-    ordinary = merged(read_yaml(ROOT / "configs/wikitext2/standard.yaml"), {"model": {"max_seq_len": 64}})
-    assert cost_of(found["baseline"].config).parameters == cost_of(ordinary).parameters
-    assert cost_of(found["shallow"].config).evaluations == 4
+    ordinary = Recipe.of("configs/wikitext2/standard.yaml", {"model": {"max_seq_len": 64}})
+    assert cost_of(found["baseline"]).parameters == cost_of(ordinary).parameters
+    assert cost_of(found["shallow"]).evaluations == 4
 
 
 @pytest.mark.slow
 def test_what_is_around_the_middle_begins_alike(tmp_path):
     models = {}
     for name in ("hybrid", "baseline"):
-        config = decode(TrainConfig, planned(tmp_path)[name].config).model
+        config = planned(tmp_path)[name].config.model
         models[name] = eqx.filter_jit(lambda key, c=config: c.build(hax.Axis("vocab", 64), key=key))(
             jax.random.PRNGKey(3)
         )
@@ -141,12 +133,12 @@ def test_what_cannot_be_is_refused(tmp_path):
         ({"hybrid": None}, "`hybrid` is missing"),
         ({"systems": ["hybrid"]}, "must hold hybrid and baseline"),
         ({"systems": ["hybrid", "baseline", "deep"]}, "must hold"),
-        ({"seeds": [1, 1]}, "two different ones"),
         ({"refinements": [1]}, "`refinements` must be at least 2"),
+        ({"steps": []}, "`steps` must be at least 1"),
         ({"solvers": ["magic"]}, "magic"),
     ):
         with pytest.raises(UserError, match=message):
-            smoke(**changes).check()
+            smoke(STUDY, **changes).check()
     for changes, message in (
         ({"hybrid": "configs/wikitext2/standard.yaml"}, "with a flow and `control`"),
         ({"overrides": {"model": {"coda_layers": 0}}, "final_steps": 2}, "0 after it"),
@@ -155,27 +147,25 @@ def test_what_cannot_be_is_refused(tmp_path):
     ):
         with pytest.raises(UserError, match=message):
             planned(tmp_path, **changes)
-    with pytest.raises(UserError, match="there are no results"):
-        program.main(smoke(redraw=True, run_dir=str(tmp_path)))
-    assert program.arguments(["--smoke", "--seeds", "[3, 4]"])[:2] == ["--config", str(program.SMOKE)]
-    assert program.arguments([]) == ["--config", str(program.DEFAULT)]
-    assert program.arguments(["--config", "mine.yaml"]) == ["--config", "mine.yaml"]
 
 
-def test_the_negative_control_fails():
-    """Layers whose outputs are far larger than their inputs are no flow; nor is a middle that does nothing."""
-    found = refined_readings(layers_model(), [2], lambda model: 0.0, example())
-    assert found["refined"][0]["share"] > 0.1
-    assert not passes(found)
-    assert not passes({"left_out": {"divergence": 0.0}, "refined": [{"share": 0.0}]})
-    assert passes({"left_out": {"divergence": 0.2}, "refined": [{"share": 0.05}]})
+def test_the_rule_of_invariance_can_say_both():
+    """A middle that does nothing does not pass, however little a reading moves."""
+    for gone, shares, passes in ((0.2, [0.05, 0.09], True), (0.2, [0.05, 0.11], False), (0.0, [0.0], False)):
+        refined = [BySteps(1.0, gone * share, factor=2, share=share) for share in shares]
+        assert Refined(0.5, Changed(1.0, gone), refined).passes == passes
 
 
 @pytest.mark.slow
-def test_a_flow_with_small_steps_passes():
-    found = refined_readings(flow_model(steps=64), [2], lambda model: 0.0, example())
-    assert found["left_out"]["divergence"] > 0.01
-    assert passes(found)
+def test_the_negative_control_fails_and_a_flow_with_small_steps_passes():
+    """Layers whose outputs are far larger than their inputs are no flow."""
+    layers, flow = (
+        Reader(model, lambda model: 0.0, example()).refined([2]) for model in (layers_model(), flow_model(steps=64))
+    )
+    assert layers.refined[0].share > 0.1
+    assert not layers.passes
+    assert flow.left_out.divergence > 0.01
+    assert flow.passes
 
 
 @pytest.mark.slow
@@ -208,9 +198,9 @@ def test_left_out_is_the_identity():
 @pytest.mark.slow
 def test_a_control_without_a_matrix_has_no_effect():
     model, key = flow_model(), jax.random.PRNGKey(0)
-    assert control_effect(model, random_tokens(), 2, key=key)["difference"] > 1e-3
+    assert control_effect(model, random_tokens(), 2, key=key).difference > 1e-3
     deaf = eqx.tree_at(lambda m: m.transformer.flow.weights.control.weight.array, model, replace_fn=jnp.zeros_like)
-    assert set(control_effect(deaf, random_tokens(), 2, key=key).values()) == {0.0}
+    assert set(dataclasses.astuple(control_effect(deaf, random_tokens(), 2, key=key))) == {0.0}
 
 
 @pytest.mark.slow
@@ -222,7 +212,8 @@ def test_norms_are_those_of_the_gradient_before_clipping(tmp_path, monkeypatch):
         "trainer": {"train_batch_size": 2, "num_train_steps": 2},
         "optimizer": optimizer,
     }
-    job, seen = planned(tmp_path, overrides=overrides, final_steps=1, evaluations=1)["hybrid"], []
+    recipe, seen = planned(tmp_path, overrides=overrides, final_steps=1, evaluations=1)["hybrid"], []
+    recipe = recipe.but({"trainer": {"id": "hybrid", "seed": 1}})
     step = Trainer.train_step
 
     def capture(self, state, *batch, **kwargs):
@@ -230,8 +221,8 @@ def test_norms_are_those_of_the_gradient_before_clipping(tmp_path, monkeypatch):
         return step(self, state, *batch, **kwargs)
 
     monkeypatch.setattr(Trainer, "train_step", capture)
-    jobs.train(job.config)
-    records = read_metrics(jobs.directory(job.config).metrics)
+    jobs.train(recipe)
+    records = read_metrics(recipe.run.metrics)
     assert len(records) == len(seen) == 2
     for record, (model, batch) in zip(records, seen, strict=True):
         loss = lambda m, batch=batch: m.compute_next_token_loss(batch).scalar()  # noqa: E731
@@ -251,10 +242,8 @@ def test_norms_are_those_of_the_gradient_before_clipping(tmp_path, monkeypatch):
         assert found["total"] > 1e-2
 
 
-def made_up_record(seeds=(1, 2, 3)) -> dict:
-    """As `results.json`."""
-    steps = 40
-    results = []
+def made_up(seeds=(1, 2, 3)) -> GradientFlow:
+    steps, results = 40, []
     for seed in seeds:
         for shift, name in enumerate(("baseline", "hybrid", "shallow")):
             loss = [3.0 - k / steps + 0.01 * seed + 0.1 * shift for k in range(steps)]
@@ -274,19 +263,13 @@ def made_up_record(seeds=(1, 2, 3)) -> dict:
                 effect = {"difference": 0.1, "divergence": 0.2, "loss_change": 0.0}
                 r |= {"alpha": 0.2, "control_gradient": 0.0, "control": {"trained": effect, "untrained": effect}}
             results.append(r)
-    parts = {"train": "one", "select": "two", "report": "three"}
-    protocol = {"text": "t", "parts": parts, "bytes": dict.fromkeys(parts, 10), "tokenizer": "byte"}
-    protocol |= {"systems": ["baseline", "hybrid", "shallow"], "replaced_layers": 2, "flow_steps": 4, "alpha": 0.1}
-    protocol |= {"seeds": list(seeds), "num_train_steps": steps, "tokens_per_step": 8, "optimizer": "o"}
-    protocol |= {"weight_decay_on": "all", "final_steps": 5, "report_batches": None, "refinements": [2, 4]}
-    record = {"protocol": protocol, "unigram": 2.8, "results": results}
-    return record | {"machine": {"device": "d", "cores": 2, "jax": "0"}, "date": "2026-01-01", "command": "c"}
+    protocol = {"flow_steps": 4, "alpha": 0.1, "seeds": list(seeds), "num_train_steps": steps, "optimizer": "o"}
+    protocol |= {"weight_decay_on": "all", "final_steps": 5, "refinements": [2, 4]}
+    return read(GradientFlow, {"protocol": protocol | ABOUT, "unigram": 2.8, "results": results, **ORIGIN})
 
 
-def test_tables_come_from_the_json_alone():
-    record = json.loads(program._compact(made_up_record()))
-    assert record == json.loads(json.dumps(made_up_record()))
-    text = tables.markdown(record)
+def test_tables_come_from_the_record_alone():
+    text = STUDY.filled_page(made_up())
     assert "n = 3" in text
     assert "hybrid 0 of 3 seeds, baseline 0 of 3 seeds" in text
     assert "| shallow | 1.095 ± " in text  # 2.295 / 2.095 in the second seed
@@ -296,46 +279,39 @@ def test_tables_come_from_the_json_alone():
 
 
 @pytest.mark.slow
-def test_figures_come_from_the_json_alone(tmp_path):
-    draw(made_up_record(), tmp_path)
-    names = ["gradient_flow.pdf", "gradient_flow.png", "invariance.pdf", "invariance.png"]
-    assert sorted(path.name for path in tmp_path.iterdir()) == names
-
-
-@pytest.mark.slow
 def test_smoke_goes_on_where_it_stopped(tmp_path, monkeypatch):
     """Stopped after two trainings, given again, and drawn again."""
-    measure, asked = program.measure, []
+    with_readings, asked = program.with_readings, []
 
     class Stopped(Exception):
         pass
 
-    def stopping(job, *args):
+    def stopping(job: Job, *args):
         if len(asked) == 2:
             raise Stopped
         asked.append(job.name)
-        return measure(job, *args)
+        return with_readings(job, *args)
 
-    config = smoke(run_dir=str(tmp_path), systems=["hybrid", "baseline"])
+    config = smoke(STUDY, run_dir=str(tmp_path), systems=["hybrid", "baseline"])
     with monkeypatch.context() as patch:
-        patch.setattr(program, "measure", stopping)
+        patch.setattr(program, "with_readings", stopping)
         with pytest.raises(Stopped):
-            program.main(config)
+            STUDY.carry_out(config)
     first = {name: read_metrics(tmp_path / name / "metrics.jsonl") for name in asked}
-    program.main(config)
+    record = STUDY.carry_out(config)
     assert {name: read_metrics(tmp_path / name / "metrics.jsonl") for name in asked} == first
-    record = json.loads((tmp_path / "results" / "results.json").read_text())
-    assert [(r["system"], r["seed"]) for r in record["results"]] == [
+    assert [(r.system, r.seed) for r in record.results] == [
         (system, seed) for seed in (1, 2) for system in ("hybrid", "baseline")
     ]
-    for r in record["results"]:
-        assert len(r["loss"]) == 30
-        squares = sum(np.square(r["norms"][name]) for name in ("embeddings", "prelude", "flow", "coda"))
-        np.testing.assert_allclose(np.sqrt(squares), r["norms"]["total"], rtol=1e-4)
-    hybrid = record["results"][0]
-    assert hybrid["control_gradient"] == 0.0  # the matrix that a control passes through was never trained
-    assert hybrid["control"]["untrained"]["difference"] > 0.0
+    for r in record.results:
+        assert len(r.loss) == 30
+        squares = sum(np.square(r.norms[name]) for name in ("embeddings", "prelude", "flow", "coda"))
+        np.testing.assert_allclose(np.sqrt(squares), r.norms["total"], rtol=1e-4)
+    hybrid = record.results[0]
+    assert hybrid.control_gradient == 0.0  # the matrix that a control passes through was never trained
+    assert hybrid.control["untrained"].difference > 0.0
+    assert record.protocol.counts["1"] > record.protocol.counts["3"]
     text = (tmp_path / "results" / "results.md").read_text()
     shutil.rmtree(tmp_path / "texts")
-    program.main(smoke(run_dir=str(tmp_path), redraw=True))
+    STUDY.carry_out(smoke(STUDY, run_dir=str(tmp_path), redraw=True))
     assert (tmp_path / "results" / "results.md").read_text() == text

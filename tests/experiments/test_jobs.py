@@ -1,66 +1,77 @@
-"""Trainings of experiments: their progress, and that a finished one is taken only for what it is."""
+"""Trainings of studies: rates are chosen apart from what is reported; a run is taken only for what it is."""
 
-import copy
-import io
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+import dataclasses
 
 import pytest
 
-from experiments import jobs, texts
-from experiments.systems import evaluated, merged, system
+from experiments import jobs
+from experiments.cost import Cost
+from experiments.jobs import Arm, Job, chosen_rates, reported, selection
+from experiments.recipes import Recipe
+from experiments.texts import Builtin
+from qkvflow.data.tokenizers import load_tokenizer
 from qkvflow.errors import UserError
+from qkvflow.runs.prepare import prepare_run
 
-STANDARD, NEURALODE = (
-    Path(__file__).parents[2] / "configs" / "wikitext2" / f"{name}.yaml" for name in ("standard", "neuralode")
-)
-
-
-@dataclass
-class Pretended:
-    """A training that only takes time."""
-
-    name: str
-    minutes: int
-    config: dict[str, Any] = field(default_factory=dict)
-
-    def __post_init__(self):
-        self.config = {"name": self.name}
+SMALL = {"model": {"hidden_dim": 16, "max_seq_len": 16}, "trainer": {"num_train_steps": 2}}
 
 
-def test_time_left_is_reckoned_from_what_was_trained_now(monkeypatch):
-    clock, finished = [0.0], {"found"}
-    monkeypatch.setattr(jobs.time, "monotonic", lambda: clock[0])
-    monkeypatch.setattr(jobs, "is_finished", lambda config: config["name"] in finished)
+def recipe(name: str, tmp_path) -> Recipe:
+    text = Builtin().prepare(tmp_path / "texts")
+    found = Recipe.of(f"configs/wikitext2/{name}.yaml", SMALL).on(text, tmp_path / "runs", 2, 1)
+    return found.but({"trainer": {"id": "one", "seed": 1}})
 
-    def result(job: Pretended) -> dict[str, Any]:
-        clock[0] += 60 * job.minutes
-        finished.add(job.name)
-        return {"loss": 1.0}
 
-    planned = [Pretended("found", 30), Pretended("first", 2), Pretended("second", 6)]
-    lines = io.StringIO()
-    found = jobs.carry_out(planned, result, weight=lambda job: job.minutes, loss="loss", terminal=lines)
-    assert found == [{"loss": 1.0}] * 3
-    assert lines.getvalue().splitlines() == [
-        "1/3  found  loss 1.000  1800 s",
-        "2/3  first  loss 1.000  120 s, about 6 min left",
-        "3/3  second  loss 1.000  360 s, about 0 min left",
+def arm(label: str, steps: int = 10, **more) -> Arm:
+    raw = {"run_dir": "r", "trainer": {"num_train_steps": steps}, "optimizer": {"learning_rate": 0.5}}
+    return Arm(label=label, recipe=Recipe(raw), cost=Cost(1, 1, 1, 1.0, 1), what=None, **more)
+
+
+def test_learning_rates_are_chosen_apart_from_what_is_reported():
+    """Arms that differ in their number of steps alone share a rate, which the first one settles."""
+    arms = [arm("a"), arm("a-longer", 20, shares_rate="a"), arm("b")]
+    searched = selection(arms, [1e-3, 1e-2], [7, 8])
+    assert [(one.arm.label, one.seed, one.rate) for one in searched] == [
+        (label, seed, rate) for label in ("a", "b") for seed in (7, 8) for rate in (1e-3, 1e-2)
     ]
+    assert not any(one.is_reported for one in searched)
+    rates = chosen_rates(searched, [{"a": 1.0, "b": -1.0}[one.arm.label] * one.rate for one in searched])
+    assert rates == {"a": 1e-3, "b": 1e-2}
+    found = reported(arms, [1, 2], rates)
+    assert [(one.arm.label, one.seed) for one in found] == [(a.label, seed) for seed in (1, 2) for a in arms]
+    assert [one.rate for one in found[:3]] == [1e-3, 1e-3, 1e-2]
+    assert len({one.name for one in searched + found}) == len(searched) + len(found)
+    assert chosen_rates(searched[:2], [1.0, 1.0]) == {"a": 1e-3}, "of equals the lower one"
+    assert selection(arms, [1e-3], [7]) == []
+    assert {one.rate for one in reported(arms, [1], {})} == {0.5}
+
+
+def test_what_begins_from_another_arm_begins_from_its_run_of_the_same_seed():
+    base = arm("base")
+    found = Job.of(arm("tuned", base=base), 3)
+    assert found.recipe.raw["run"] == str(Job.of(base, 3).recipe.run.path)
+    assert found.recipe.raw["run"].endswith("base-lr0.5-seed3")
+
+
+def finished(given: Recipe) -> None:
+    """The run of a recipe as training leaves it, but for its parameters."""
+    with prepare_run(given.config) as run:
+        data = run.config.data.resolve(run.directory.tokenizer, run.config.control_dim)
+        run.check_data(data.record)
+        run.commit(dataclasses.replace(run.config, vocab_size=len(load_tokenizer(run.directory.tokenizer))))
+    checkpoint = given.run.checkpoints / f"step-{given.steps - 1}"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "metadata.json").write_text("{}")
 
 
 def test_a_finished_run_is_taken_only_for_what_it_is(tmp_path, monkeypatch):
     """Not with other settings, not evaluated otherwise, not on another text in the same place; moved it is the same."""
-    small = {"model": {"hidden_dim": 16, "max_seq_len": 16}, "trainer": {"num_train_steps": 2}}
-    text = texts.builtin("topics", tmp_path / "texts")
-    raw = evaluated(system(str(STANDARD), small, text, tmp_path / "runs", select_batches=2), 1)
-    raw = merged(raw, {"trainer": {"id": "one", "seed": 1}})
-    jobs.train(copy.deepcopy(raw))
-    assert jobs.is_finished(raw)
+    given = recipe("standard", tmp_path)
+    finished(given)
+    assert given.is_finished
     monkeypatch.setattr(jobs.train_lm, "main", lambda config: pytest.fail("a finished run was trained again"))
-    jobs.train(raw)
-    jobs.train(merged(raw, {"trainer": {"checkpointer": {"save_interval": "9m"}}}))
+    jobs.train(given)
+    jobs.train(given.but({"trainer": {"checkpointer": {"save_interval": "9m"}}}))
     for changed in (
         {"trainer": {"train_batch_size": 4}},
         {"trainer": {"num_train_steps": 1}},
@@ -69,29 +80,27 @@ def test_a_finished_run_is_taken_only_for_what_it_is(tmp_path, monkeypatch):
         {"optimizer": {"learning_rate": 0.5}},
     ):
         with pytest.raises(UserError, match="was made with other settings"):
-            jobs.train(merged(raw, changed))
-    moved = texts.builtin("topics", tmp_path / "elsewhere")
-    jobs.train(merged(raw, {"data": {"train": moved.file("train"), "validation": moved.file("select")}}))
-    with open(text.file("train"), "a") as file:
+            jobs.train(given.but(changed))
+    moved = Builtin().prepare(tmp_path / "elsewhere")
+    jobs.train(given.but({"data": {"train": moved.file("train"), "validation": moved.file("select")}}))
+    with open(given.raw["data"]["train"], "a") as file:
         file.write("one line more\n")
     with pytest.raises(UserError, match=r"train\.txt: .* there, .* given"):
-        jobs.train(raw)
+        jobs.train(Recipe(given.raw))
 
 
 @pytest.mark.slow
 def test_so_is_a_finished_fine_tune(tmp_path, monkeypatch):
     """What it takes over from its base is not asked for again."""
-    text = texts.builtin("topics", tmp_path / "texts")
-    small = {"model": {"hidden_dim": 16, "max_seq_len": 16}, "trainer": {"num_train_steps": 2, "id": "base", "seed": 1}}
-    base = evaluated(system(str(NEURALODE), small, text, tmp_path / "runs", select_batches=2), 1)
+    base = recipe("neuralode", tmp_path)
     jobs.train(base)
-    tuned = {key: value for key, value in base.items() if key not in ("model", "weight_decay_on")}
-    tuned |= {"run": str(tmp_path / "runs" / "base"), "steps": 3, "mode": {"type": "lora"}}
-    tuned = merged(tuned, {"trainer": {"id": "tuned"}})
-    jobs.train(copy.deepcopy(tuned), is_finetune=True)
-    assert jobs.is_finished(tuned)
+    tuned = {key: value for key, value in base.raw.items() if key not in ("model", "weight_decay_on")}
+    tuned |= {"run": str(base.run.path), "steps": 3, "mode": {"type": "lora"}}
+    tuned = Recipe(tuned).but({"trainer": {"id": "tuned"}})
+    jobs.train(tuned)
+    assert tuned.is_finished
     monkeypatch.setattr(jobs.finetune_lm, "main", lambda config: pytest.fail("a finished run was trained again"))
-    jobs.train(tuned, is_finetune=True)
+    jobs.train(Recipe(tuned.raw))
     for changed in ({"steps": 4}, {"mode": {"r": 2}}):
         with pytest.raises(UserError, match="was made with other settings"):
-            jobs.train(merged(tuned, changed), is_finetune=True)
+            jobs.train(tuned.but(changed))

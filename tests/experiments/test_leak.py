@@ -4,24 +4,22 @@ import math
 
 import pytest
 
-from experiments.leak.__main__ import LeakConfig, Vocab, demonstrate, main
+from experiments.leak.__main__ import STUDY, LeakConfig, Vocab, demonstrate
 
 
 @pytest.mark.slow
 def test_only_the_leak_predicts_random_tokens(tmp_path, capsys):
-    found = main(LeakConfig(steps=200, output=str(tmp_path)))
-    leak, causal = (found["models"][name] for name in ("one name for both axes", "two names (causal)"))
+    found = STUDY.carry_out(LeakConfig(steps=200, output=str(tmp_path)))
+    leak, causal = (found.models[name] for name in ("one name for both axes", "two names (causal)"))
     bound = math.log(Vocab.size)
-    assert leak["loss"] < bound - 0.5
-    assert causal["loss"] > bound - 4 * causal["error"]
-    assert leak["moved"] > 0.01
-    assert causal["moved"] == 0.0
+    assert leak.loss < bound - 0.5
+    assert causal.loss > bound - 4 * causal.error
+    assert leak.moved > 0.01
+    assert causal.moved == 0.0
     page = (tmp_path / "results.md").read_text()
     assert "axes ['position'], all true" in page
     assert "| no |" in page
     assert page in capsys.readouterr().out
-    assert main(LeakConfig(output=str(tmp_path), redraw=True)) == found
-    assert (tmp_path / "results.md").read_text() == page
 
 
 @pytest.mark.slow

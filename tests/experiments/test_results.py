@@ -1,67 +1,140 @@
-"""Results of experiments: made once and kept, read again by --redraw, and shown; those that are committed."""
+"""The frame of studies: its command line; results that are made once and drawn again; those that are committed."""
 
+import csv
+import importlib
 import json
 import re
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from support.studies import ROOT
 
-from experiments.ablations.tables import markdown as ablations
-from experiments.adaptive_depth.report import table as adaptive_depth
-from experiments.compare.tables import markdown as compare
-from experiments.gradient_flow.tables import markdown as gradient_flow
-from experiments.leak.page import markdown as leak
-from experiments.results import kept_in, show
-from experiments.steering.report import markdown as steering
+from experiments.records import Record, Training, kept, read, written
+from experiments.study import OutputConfig, SeedsConfig, Study
+from experiments.tables import Table
+from qkvflow.cli import parse
 from qkvflow.errors import UserError
 
-ROOT = Path(__file__).parents[2]
 NUMBER = r"\d+\.\d{2,}"
-
-
-def test_made_kept_and_read_again(tmp_path):
-    output = tmp_path / "new" / "results"
-    with pytest.raises(UserError, match="there are no results"):
-        kept_in(output, None)
-    assert not output.exists()
-    made = kept_in(output, lambda: {"pair": (1, 2.5)})
-    assert made == kept_in(output, None) == {"pair": [1, 2.5]}
-    assert kept_in(output, lambda: {"other": 1}, json.dumps) == {"other": 1}
-    assert (output / "results.json").read_text() == '{"other": 1}'
-
-
-def test_what_is_shown_is_what_is_written(tmp_path, capsys):
-    show("# Page", tmp_path, "page.md")
-    assert (tmp_path / "page.md").read_text() == "# Page"
-    assert capsys.readouterr().out == f"# Page\nWritten to {tmp_path}\n"
-
-
-COMMITTED = {
-    "ablations": (ablations, "results.md"),
-    "adaptive_depth": (adaptive_depth, "table.md"),
-    "compare": (compare, "results.md"),
-    "gradient_flow": (gradient_flow, "results.md"),
-    "leak": (leak, "results.md"),
-    "steering": (steering, "results.md"),
-}
-
-
+NAMES = ("ablations", "adaptive_depth", "compare", "gradient_flow", "leak", "steering")
+STUDIES: dict[str, Study] = {n: importlib.import_module(f"experiments.{n}.__main__").STUDY for n in NAMES}
 # A study may have been run in other sizes too: results_<what>/.
-FOLDERS = [folder for name in COMMITTED for folder in sorted((ROOT / "experiments" / name).glob("results*"))]
+FOLDERS = [folder for name in NAMES for folder in sorted((ROOT / "experiments" / name).glob("results*"))]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pair(Record):
+    pair: tuple[int, float]
+    results: list[Training]
+
+
+def test_a_record_is_the_same_again_and_may_be_older_than_the_code():
+    pair = Pair(pair=(1, 2.5), results=[Training(3, curve=[(1, 2.0)]), Training(4, report_loss=0.1)])
+    text = written(pair)
+    assert len(text.splitlines()) > 4
+    assert read(Pair, json.loads(text)) == pair
+    older = {"pair": [1, 2.5], "results": [{"seed": 3, "curve": [[1, 2.0]], "system": "a"}], "jax": "0"}
+    assert read(Pair, older) == Pair(pair=(1, 2.5), results=[Training(3, curve=[(1, 2.0)])])
+    with pytest.raises(ValueError, match="pair"):
+        read(Pair, {"results": []})
+
+
+def test_what_is_kept_is_made_again_only_if_it_is_asked_for_something_else(tmp_path):
+    made = []
+
+    def make() -> Training:
+        made.append(len(made))
+        return Training(len(made), curve=[(1, 0.1 + 0.2)])
+
+    for asked in ({"a": (1, 2)}, {"a": [1, 2]}, {"a": 3}, {"a": 3}):
+        found = kept(tmp_path / "new" / "one.json", Training, asked, make)
+    assert made == [0, 1]
+    assert found == Training(2, curve=[(1, 0.1 + 0.2)])
+
+
+def test_made_drawn_and_drawn_again(tmp_path, capsys, monkeypatch):
+    """What is shown is what is written; without results there is nothing to draw."""
+    monkeypatch.setattr("experiments.study.FOLDER", tmp_path)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "page.md").write_text("# {title}: {record.pair[1]:.2f} ({level:.0%})\n{record.origin}\n")
+    record = Pair(pair=(1, 2.5), results=[])
+    tables = {"a.csv": Table(["x"], [[1]])}
+    study = Study("mine", OutputConfig, Pair, lambda *_: record, lambda _: {"title": "Mine"}, lambda _: tables)
+    config = OutputConfig(run_dir=str(tmp_path / "runs"))
+    with pytest.raises(UserError, match=r"there are no results .* --output"):
+        study.carry_out(OutputConfig(run_dir=str(tmp_path / "runs"), redraw=True))
+    assert not (tmp_path / "runs").exists()
+    made = study.carry_out(config)
+    output = tmp_path / "runs" / "results"
+    shown = capsys.readouterr().out
+    assert shown == f"{(output / 'results.md').read_text()}\nWritten to {output}\n"
+    assert shown.startswith("# Mine: 2.50 (95%)\n")
+    assert "Command: `python -m experiments.mine" in shown
+    assert (output / "a.csv").read_text() == "x\n1\n"
+    files = {path.name: path.read_bytes() for path in output.iterdir()}
+    assert study.carry_out(OutputConfig(run_dir=str(tmp_path / "runs"), redraw=True)) == made
+    assert {path.name: path.read_bytes() for path in output.iterdir()} == files
+
+
+def test_lists_are_given_as_people_write_them():
+    study, words = STUDIES["gradient_flow"], ["--smoke", "--steps=2,4", "--solvers", "euler", "--seeds", "[3, 4]"]
+    config = parse(study.config, study.arguments(words))[0]
+    assert (config.steps, config.solvers, config.seeds) == ([2, 4], ["euler"], [3, 4])
+    assert Path(config.config_path).name == "smoke.yaml"
+    assert study.arguments([])[1].endswith("experiments/gradient_flow/wikitext2.yaml")
+    assert study.arguments(["--config", "mine.yaml"]) == ["--config", "mine.yaml"]
+    assert STUDIES["compare"].arguments(["--redraw"]) == ["--redraw"]
+    assert STUDIES["ablations"].arguments(["--only", "a,b", "--run_dir", "c,d"]) == [
+        "--only",
+        "[a,b]",
+        "--run_dir",
+        "c,d",
+    ]
+    with pytest.raises(UserError, match=r"seeds\[0\].* must be an integer, but is 'x'"):
+        parse(study.config, study.arguments(["--seeds", "x"]))
+
+
+def test_seeds_are_enough_for_an_interval():
+    for changes, message in (
+        ({"seeds": [1]}, "at least two different"),
+        ({"seeds": [1, 1]}, "at least two different"),
+        ({"evaluations": 0}, "`evaluations` must be at least 1"),
+    ):
+        with pytest.raises(UserError, match=message):
+            SeedsConfig(**changes).check()
 
 
 def committed(folder: Path) -> str:
-    return (folder / COMMITTED[folder.parent.name][1]).read_text()
+    return (folder / STUDIES[folder.parent.name].page_name).read_text()
 
 
 def test_all_studies_have_results():
-    assert {folder.parent.name for folder in FOLDERS if folder.name == "results"} == set(COMMITTED)
+    assert {folder.parent.name for folder in FOLDERS if folder.name == "results"} == set(NAMES)
 
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: f"{folder.parent.name}/{folder.name}")
-def test_committed_pages_come_from_their_json(folder):
-    record = json.loads((folder / "results.json").read_text())
-    assert COMMITTED[folder.parent.name][0](record).strip() == committed(folder).strip()
+def test_committed_pages_and_tables_come_from_their_json(folder):
+    study = STUDIES[folder.parent.name]
+    record = read(study.record, json.loads((folder / "results.json").read_text()))
+    assert study.filled_page(record) == committed(folder)
+    files = study.files(record)
+    assert set(files) == {path.name for path in folder.iterdir() if path.suffix in (".csv", ".tex")}
+    for name, content in files.items():
+        assert (content.csv() if isinstance(content, Table) else content) == (folder / name).read_text()
+    for name in (name for name in files if name.endswith(".csv")):
+        assert len(list(csv.reader((folder / name).open()))) > 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: f"{folder.parent.name}/{folder.name}")
+def test_committed_figures_come_from_their_json(folder, tmp_path):
+    """Byte for byte, with the pinned matplotlib."""
+    (tmp_path / "results.json").write_text((folder / "results.json").read_text())
+    STUDIES[folder.parent.name].carry_out(STUDIES[folder.parent.name].config(output=str(tmp_path), redraw=True))
+    for path in folder.glob("*.png"):
+        assert (tmp_path / path.name).read_bytes() == path.read_bytes(), path.name
+    assert {path.name for path in folder.glob("*.png")} == {path.name for path in tmp_path.glob("*.png")}
 
 
 def test_what_the_documentation_says_stands_in_the_results():

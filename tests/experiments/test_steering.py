@@ -1,34 +1,27 @@
-"""Steering: the judge by hand, records that say their source and nothing else, numbers from the JSON alone."""
+"""Steering: the judge by hand, records that say their source and nothing else, numbers from the record alone."""
 
 import json
 import math
 from pathlib import Path
 
 import pytest
-import yaml
+from support.studies import ORIGIN, refuse_work, smoke
 
-from experiments import jobs
-from experiments.statistics import holm, paired_test
-from experiments.steering import report
-from experiments.steering.__main__ import SMOKE, main, upper_bound
-from experiments.steering.config import SteeringConfig
-from experiments.steering.ngrams import Judge, K, NgramModel, pieces_of
-from experiments.steering.plan import ARMS, planned_jobs
-from experiments.steering.records import cut, training_records
-from experiments.texts import Text, builtin
-from qkvflow.config import decode
-from qkvflow.data.sources import BUILTIN_TEXTS
+from experiments.jobs import reported
+from experiments.records import read
+from experiments.statistics import holm, paired
+from experiments.steering.__main__ import STUDY, upper_bound
+from experiments.steering.controls import cut, training_records
+from experiments.steering.judge import Judge, K, NgramModel, pieces_of
+from experiments.steering.plan import ARMS, SteeringConfig, arms
+from experiments.steering.report import Steering, accuracies, files, losses
+from experiments.texts import Builtin, Text
 from qkvflow.errors import UserError
-from qkvflow.runs.config import TrainConfig
-
-
-def smoke(**changes) -> SteeringConfig:
-    return decode(SteeringConfig, yaml.safe_load(SMOKE.read_text()) | changes)
 
 
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory) -> list[Text]:
-    return [builtin(name, tmp_path_factory.mktemp("texts")) for name in BUILTIN_TEXTS]
+    return [Builtin(name).prepare(tmp_path_factory.mktemp("texts")) for name in ("topics", "library")]
 
 
 def test_the_judge_counts_as_by_hand():
@@ -58,8 +51,8 @@ def test_pieces_do_not_overlap():
 def test_the_judge_separates_real_texts(texts):
     judge = Judge(*(Path(text.file("select")).read_bytes() for text in texts))
     long, short = (upper_bound(judge, texts, length) for length in (240, 30))
-    assert long["accuracy"] > 0.85 > short["accuracy"] > 0.6
-    assert long["accuracy"] == pytest.approx((1 - long["shares"][0] + long["shares"][1]) / 2)
+    assert long.accuracy > 0.85 > short.accuracy > 0.6
+    assert long.accuracy == pytest.approx((1 - long.shares[0] + long.shares[1]) / 2)
 
 
 def test_records_say_their_source_and_begin_anywhere(texts, tmp_path):
@@ -68,7 +61,7 @@ def test_records_say_their_source_and_begin_anywhere(texts, tmp_path):
         return [json.loads(line) for line in Path(path).read_text().splitlines()]
 
     steered, shuffled = made("steered", shuffled=False), made("shuffled", shuffled=True)
-    whole = [Path(text.file("train")).read_text() for text in texts]
+    whole = [text.read("train") for text in texts]
     for kind, text in (([1.0, 0.0], whole[0]), ([0.0, 1.0], whole[1])):
         own = [r["text"] for r in steered if r["control"] == kind]
         assert abs(len(own) / len(steered) - 0.4) < 0.02
@@ -83,40 +76,40 @@ def test_records_say_their_source_and_begin_anywhere(texts, tmp_path):
 
 
 def test_jobs_are_configurations_and_what_cannot_be_is_refused(texts, tmp_path):
-    config = smoke()
+    config = smoke(STUDY)
     config.check()
-    planned = planned_jobs(config, texts, tmp_path)
-    assert [(job.variant.label, job.seed) for job in planned] == [(arm, seed) for seed in (1, 2) for arm in ARMS]
+    planned = reported(arms(config, texts, tmp_path), config.seeds)
+    assert [(job.arm.label, job.seed) for job in planned] == [(arm, seed) for seed in (1, 2) for arm in ARMS]
     for job in planned:
-        assert decode(TrainConfig, job.config).data.control_key == "control"
-        assert "report" not in json.dumps(job.config)
-        assert f"{job.variant.label}-train" in job.config["data"]["train"]
+        assert job.recipe.config.data.control_key == "control"
+        assert "report" not in json.dumps(job.recipe.raw)
+        assert f"{job.arm.label}-train" in job.recipe.raw["data"]["train"]
     for changes, message in (
         ({"base": "configs/wikitext2/neuralode.yaml", "overrides": {}}, r"control.dim` must be 2, .* but is None"),
         ({"length": 64}, "longer than `model.max_seq_len`, 64"),
     ):
         with pytest.raises(UserError, match=message):
-            planned_jobs(smoke(**changes), texts, tmp_path)
+            arms(smoke(STUDY, **changes), texts, tmp_path)
     for changes, message in (
         ({"b": {"type": "builtin", "text": "topics"}}, "are the same"),
         ({"between": [0.0, 0.5]}, "must have 0 .* and 1"),
         ({"temperature": 0.0}, "greedy"),
+        ({"samples": 0}, "`samples` must be at least 1"),
         ({"seeds": [3]}, "at least two"),
     ):
         with pytest.raises(UserError, match=message):
-            smoke(**changes).check()
+            smoke(STUDY, **changes).check()
     with pytest.raises(UserError, match="nothing to steer"):
-        main(SteeringConfig())
+        STUDY.carry_out(SteeringConfig())
 
 
-def made_up_record() -> dict:
-    """As `results.json`, of three seeds: the steered model is right on 0.8, 0.9, 0.9, the other on 0.5, 0.6, 0.4."""
+def made_up() -> Steering:
+    """Of three seeds the steered model is right on 0.8, 0.9, 0.9, the other on 0.5, 0.6, 0.4."""
     right = {"steered": (0.8, 0.9, 0.9), "shuffled": (0.5, 0.6, 0.4)}
     results = [
         {
             "arm": arm,
             "seed": seed,
-            "seconds_per_step": 0.1,
             "accuracy": all_[seed],
             "judged_b": {"0.0": 1 - all_[seed], "1.0": all_[seed], "none": 0.5},
             "losses": {"right": 2.0, "wrong": 2.0 + all_[seed], "none": 2.1 + 0.01 * seed},
@@ -125,50 +118,37 @@ def made_up_record() -> dict:
         for seed in range(3)
         for arm, all_ in right.items()
     ]
-    protocol = smoke().settings() | {"seeds": [0, 1, 2], "learning_rate": 0.01, "steps": 10, "between": [0.0, 1.0]}
+    protocol = {"seeds": [0, 1, 2], "learning_rate": 0.01, "steps": 10, "between": [0.0, 1.0]}
     texts = [{"name": name, "parts": {"train": "t"}, "bytes": {}} for name in ("one", "two")]
     judge = {"shares": [0.1, 0.95], "accuracy": 0.925, "pieces": 20}
     record = {"protocol": protocol, "texts": texts, "arms": ARMS, "judge": judge, "results": results}
-    origin = {"machine": {"device": "d", "cores": 2, "jax": "0"}, "date": "2026-01-01", "command": "c"}
-    return json.loads(json.dumps(record | origin))
+    return read(Steering, record | ORIGIN)
 
 
-def test_numbers_come_from_the_json_alone(tmp_path):
-    record = made_up_record()
-    found = report.accuracies(record)
-    chance = dict.fromkeys(range(3), 0.5)
-    tests = [paired_test(dict(enumerate(right)), chance) for right in ((0.8, 0.9, 0.9), (0.5, 0.6, 0.4))]
-    assert [found[arm].test for arm in ARMS] == tests
+def test_numbers_come_from_the_record_alone():
+    record = made_up()
+    found, chance = accuracies(record), dict.fromkeys(range(3), 0.5)
+    tests = [paired(dict(enumerate(right)), chance) for right in ((0.8, 0.9, 0.9), (0.5, 0.6, 0.4))]
+    assert [found[arm].difference for arm in ARMS] == tests
     assert [found[arm].p_holm for arm in ARMS] == holm([test.p for test in tests])
-    heard = report.losses(record)
+    heard = losses(record)
     assert heard["steered", "wrong"].difference.mean == pytest.approx(2.6 / 3)
     assert heard["shuffled", "right"].difference is None
-    text = report.markdown(record)
+    text = STUDY.filled_page(record)
     assert "| steered | 0.867 ± 0.143 | 0.133 ± 0.143 | 0.367 ± 0.143 |" in text
     assert "upper bound | 0.925 |" in text
-    report.write_csv(record, tmp_path / "runs.csv")
-    assert len((tmp_path / "runs.csv").read_text().splitlines()) == 1 + 6
-
-
-@pytest.mark.slow
-def test_the_figure_comes_from_the_json_alone(tmp_path):
-    report.draw(made_up_record(), tmp_path / "figure.png")
-    assert (tmp_path / "figure.png").stat().st_size > 10_000
+    runs = files(record)["runs.csv"]
+    assert len(runs.rows) == 6
+    assert {"loss wrong", "judged_b none"} <= set(runs.head)
 
 
 @pytest.mark.slow
 def test_the_smoke_test_steers_and_then_trains_nothing(tmp_path, monkeypatch):
-    main(smoke(run_dir=str(tmp_path)))
-    output = tmp_path / "results"
-    assert {path.name for path in output.iterdir()} == {"results.json", "results.md", "runs.csv", "figure.png"}
-    before = json.loads((output / "results.json").read_text())
-    steered = [r for r in before["results"] if r["arm"] == "steered"]
-    assert all(r["losses"]["right"] < r["losses"]["wrong"] - 0.005 for r in steered)
-
-    def fails(*args, **kwargs):
-        raise AssertionError("a finished run was trained or read again")
-
-    monkeypatch.setattr(jobs, "train_lm", fails)
-    monkeypatch.setattr(jobs, "loss_on", fails)
-    main(smoke(run_dir=str(tmp_path)))
-    assert json.loads((output / "results.json").read_text())["results"] == before["results"]
+    before = STUDY.carry_out(smoke(STUDY, run_dir=str(tmp_path)))
+    names = {"results.json", "results.md", "runs.csv", "figure.png", "figure.pdf"}
+    assert {path.name for path in (tmp_path / "results").iterdir()} == names
+    steered = [r for r in before.results if r.arm == "steered"]
+    assert all(r.losses["right"] < r.losses["wrong"] - 0.005 for r in steered)
+    assert all(r.report_loss == r.losses["right"] for r in steered)
+    refuse_work(monkeypatch)
+    assert STUDY.carry_out(smoke(STUDY, run_dir=str(tmp_path))).results == before.results

@@ -140,9 +140,13 @@ def test_a_step_is_seen_and_can_be_traced():
         assert isinstance(trainer, Trainer)
         batch = hax.named(jnp.ones(2), "batch")
         state = trainer.initial_state(jax.random.PRNGKey(0), model=Weight(jnp.ones(2)))
-        traced = eqx.filter_eval_shape(lambda s: inside.step(trainer, s, batch).new_state.model.x, state)
+        traced = eqx.filter_eval_shape(lambda s: inside.bare_step(trainer, s, batch).new_state.model.x, state)
         assert traced.shape == (2,)
         info = trainer.train_step(state, batch)
+        text = f"Levanter's trainer compiles its step elsewhere than in `_jit_train_step_fn`: {HERE}/levanter.py"
+        trainer.stage = 1
+        trainer.see = lambda state, result: result
+        assert float(trainer.train_step(info.state, batch).loss) == 0.0, text
         assert float(info.loss) == 102.0, (
             f"Levanter's trainer makes its step elsewhere than in `_train_step`: {HERE}/levanter.py"
         )

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from haliax import NamedArray
 from levanter.models.gpt2 import Gpt2Config
 from levanter.trainer_state import init_optimizer_for_trainables, trainables_only
 from levanter.utils.tree_utils import inference_mode
@@ -19,6 +18,7 @@ from qkvflow.blocks import SsmBlockConfig
 from qkvflow.depth import DepthConfig
 from qkvflow.errors import UserError
 from qkvflow.models import lora
+from qkvflow.named import is_named
 
 SLOW = pytest.mark.slow
 CONFIGS = {
@@ -113,6 +113,22 @@ def test_targets_that_match_nothing_are_refused(targets):
         adapted(targets=targets)
 
 
+def test_a_is_drawn_as_asked():
+    """`normal` has a deviation of 1/sqrt(In); `uniform`, PEFT's, is within 1/sqrt(In) and sqrt(3) narrower."""
+    drawn = {}
+    for kind in ("normal", "uniform"):
+        model = lora.add_lora(discretised("parallel"), 64, 6.0, 0.0, None, a_init=kind, key=jax.random.PRNGKey(5))
+        terms = [x for x in jax.tree.leaves(model, is_leaf=lora.is_lora_param) if lora.is_lora_param(x)]
+        scaled = [np.ravel(t.lora_A.weight.array) * hax.axis_size(t.lora_A.In) ** 0.5 for t in terms]
+        assert all((t.lora_B.weight.array == 0.0).all() for t in terms)
+        assert len({float(x[0]) for x in scaled}) == len(scaled)  # each is drawn anew
+        drawn[kind] = np.concatenate(scaled)
+    assert drawn["normal"].std() == pytest.approx(1.0, abs=0.05)
+    assert drawn["uniform"].std() == pytest.approx(3**-0.5, abs=0.02)
+    assert np.abs(drawn["uniform"]).max() <= 1.0
+    np.testing.assert_allclose(np.quantile(drawn["uniform"], [0.25, 0.75]), [-0.5, 0.5], atol=0.03)
+
+
 def test_the_head_is_no_target():
     base, model = adapted("llama")
     assert base.lm_head is not None
@@ -168,7 +184,7 @@ def test_gradients_pass_through_dropout(name):
     @eqx.filter_jit
     @eqx.filter_value_and_grad
     def loss(part, rest):
-        drawn = lora.draw_dropout(eqx.combine(part, rest, is_leaf=_is_named), jax.random.PRNGKey(0))
+        drawn = lora.draw_dropout(eqx.combine(part, rest, is_leaf=is_named), jax.random.PRNGKey(0))
         return hax.mean(drawn(tokens, key=jax.random.PRNGKey(1)) ** 2).scalar()
 
     mask = lora.trainable(model, embeddings=False)
@@ -180,10 +196,6 @@ def test_gradients_pass_through_dropout(name):
     )
     norm = sum(jnp.sum(g**2) for g in jax.tree.leaves(gradient))
     assert float(ahead - back) / (2 * step) == pytest.approx(float(norm), rel=0.02)
-
-
-def _is_named(x):
-    return isinstance(x, NamedArray)
 
 
 def test_levanter_models_take_it_too():

@@ -151,7 +151,7 @@ def test_prelude_and_coda_are_ordinary_layers(tokens):
             {"hidden_dim": 18},
             r"hidden_dim \(18\) must be divisible by block\.num_heads \(12\).* nearest .* is 9",
         ),
-        ({"hidden_dim": 0}, "hidden_dim must be at least 1"),
+        ({"hidden_dim": 0}, "`hidden_dim` must be at least 1"),
         ({"max_seq_len": 0}, "max_seq_len"),
         ({"prelude_layers": -1}, "prelude_layers"),
     ],

@@ -1,11 +1,8 @@
 """Runs that an earlier version made (tests/support/old_runs) still load, evaluate, and continue as they would have."""
 
-import json
-import shutil
-from pathlib import Path
-
 import jax
 import pytest
+from support.earlier import EXPECTED, RUNS, restore
 from support.models import heavy
 from support.training import losses
 
@@ -14,11 +11,8 @@ from qkvflow.cli import parse
 from qkvflow.runs import TrainConfig, load_run
 from qkvflow.runs.config import FinetuneConfig
 
-OLD = Path(__file__).parents[1] / "support" / "old_runs"
-EXPECTED = json.loads((OLD / "expected.json").read_text())
-RUNS = ("flow", "lora", "gpt2", "hybrid")
-# Equal bit for bit where they were made. Other processors, and the tests' quick compilation, add up in another order: that
-# is a few units in the last place of a loss. A lost moment of Adam, or another batch, changes its third digit.
+# Equal bit for bit where they were made. Other processors, and the tests' quick compilation, add up in another order:
+# that is a few units in the last place of a loss. A lost moment of Adam, or another batch, changes its third digit.
 SAME = {"rel": 2e-6}
 
 
@@ -33,13 +27,8 @@ def keys_of_programs():
 
 @pytest.fixture
 def place(tmp_path, monkeypatch):
-    """A folder as it was, with `runs/flow` and so on."""
-    shutil.copytree(OLD, tmp_path, dirs_exist_ok=True)
-    (tmp_path / "runs").mkdir()
-    for name in RUNS:
-        (tmp_path / name).rename(tmp_path / "runs" / name)
     monkeypatch.chdir(tmp_path)
-    return tmp_path
+    return restore(tmp_path)
 
 
 @pytest.mark.parametrize("name", RUNS)

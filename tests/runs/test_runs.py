@@ -7,8 +7,11 @@ import json
 import logging
 import math
 import os
+import re
 import subprocess
 import sys
+import threading
+import time
 from datetime import timedelta
 from pathlib import Path
 
@@ -21,12 +24,12 @@ from levanter.tracker.tracker import NoopConfig
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from qkvflow.cli.quiet import quiet_libraries
+from qkvflow.config import differences, read_config, write_config
 from qkvflow.errors import UserError
 from qkvflow.progress import Progress
 from qkvflow.runs import TrainConfig, load_run, prepare_run
 from qkvflow.runs.checkpoints import checkpoint_steps, clean_up
 from qkvflow.runs.config import RunTrainerConfig
-from qkvflow.config import differences, read_config, write_config
 from qkvflow.runs.directory import run_id
 from qkvflow.runs.disk import disk_errors_are_told
 from qkvflow.tracking import JsonlTracker, read_metrics, start_trackers
@@ -107,6 +110,94 @@ def test_a_start_that_was_killed_is_begun_again(tmp_path):
         (tmp_path / "a" / name).touch()
     with prepare_run(_config(tmp_path)) as run:
         assert run.last_step == -1
+
+
+@pytest.mark.parametrize("name", ["train.jsonl", "train.log.txt", "notes.md", "training.log"])
+def test_files_of_a_stranger_are_no_empty_run(tmp_path, name):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / name).write_text("mine")
+    with pytest.raises(UserError, match=f"not empty: it holds {name}"), prepare_run(_config(tmp_path)):
+        pass
+    assert _files(tmp_path / "a") == {str(tmp_path / "a" / name): b"mine"}
+
+
+def test_starts_at_once_take_nothing_from_each_other(tmp_path):
+    """Each is either alone in the folder until it ends, or is refused for the one that is."""
+    rounds, inside, told = 25, [], []
+
+    def start(number: int) -> None:
+        for turn in range(rounds):
+            barrier.wait()
+            try:
+                with prepare_run(_config(tmp_path)) as run:
+                    inside.append(number)
+                    own = run.directory.path / "tokenizer" / str(number)
+                    own.parent.mkdir()  # another's would be there already
+                    own.write_text("x")
+                    time.sleep(0.002 * (turn % 3))
+                    assert own.read_text() == "x"
+                    assert inside.pop() == number
+                    raise UserError("it fails before it is a run")
+            except UserError as error:
+                told.append(str(error))
+            except BaseException as error:
+                told.append(repr(error))
+
+    barrier = threading.Barrier(2)
+    threads = [threading.Thread(target=start, args=(number,)) for number in (1, 2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not [text for text in told if not re.search("is training in|it fails before", text)]
+    assert len(told) == 2 * rounds
+    assert sum("it fails" in text for text in told) >= rounds
+    assert not [path for path in tmp_path.rglob("*") if path.name not in ("a", ".lock")]
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("~nobodyknows/x", "no home of that user"), ("x" * 300, "too long for a path"), ("gs://bucket/x", "must be a folder")],
+)
+def test_folders_that_cannot_be_are_refused(name, words):
+    with pytest.raises(UserError, match=words), prepare_run(dataclasses.replace(_config(Path()), run_dir=name)):
+        pass
+
+
+def test_folders_that_only_look_like_checkpoints_are_none(tmp_path):
+    run = _start(tmp_path, 3)
+    for name in ("step-²", "step-٣", "step-07", "step-1e3", "step-", "step--4", "step-9" * 20):
+        (run / "checkpoints" / name).mkdir()
+        (run / "checkpoints" / name / "metadata.json").write_text("{}")
+    assert checkpoint_steps(run / "checkpoints") == [3]
+    clean_up(run / "checkpoints")
+    with prepare_run(_config(tmp_path)) as again:
+        assert again.last_step == 3
+
+
+def test_a_vocabulary_of_nothing_in_the_file_of_a_run_is_refused(tmp_path):
+    run = _start(tmp_path, 3)
+    file = run / "config.yaml"
+    file.write_text(file.read_text().replace("vocab_size: 257", "vocab_size: 0"))
+    with pytest.raises(UserError, match="`vocab_size` must be at least 1, but is 0"):
+        load_run(run)
+
+
+def test_files_of_wandb_go_into_the_run(tmp_path, monkeypatch):
+    monkeypatch.delenv("WANDB_DIR", raising=False)
+    seen = []
+
+    class Wandb(NoopConfig):
+        def init(self, run_id):
+            seen.append(os.environ["WANDB_DIR"])
+            return super().init(run_id)
+
+    (tmp_path / "run").mkdir()
+    start_trackers(tmp_path / "run" / "metrics.jsonl", tmp_path / "run" / "tensorboard", -1, Wandb(), "a")
+    assert "WANDB_DIR" not in os.environ
+    monkeypatch.setenv("WANDB_DIR", "mine")
+    start_trackers(tmp_path / "run" / "metrics.jsonl", tmp_path / "run" / "tensorboard", -1, Wandb(), "a")
+    assert seen == [str(tmp_path / "run"), "mine"]
 
 
 def test_a_different_configuration_is_refused_with_its_keys(tmp_path):

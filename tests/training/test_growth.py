@@ -11,7 +11,7 @@ import pytest
 from levanter.tracker import TrackerConfig
 from levanter.tracker.tracker import NoopTracker
 
-from qkvflow.cli import decode
+from qkvflow.config import decode
 from qkvflow.errors import UserError
 from qkvflow.runs import TrainConfig, load_run
 from qkvflow.tracking import read_metrics

@@ -15,16 +15,13 @@ from qkvflow.blocks import SsmBlockConfig
 from qkvflow.depth import DepthConfig
 from qkvflow.errors import UserError
 from qkvflow.models import ControlConfig
+from qkvflow.named import is_named
 from qkvflow.time import grid
 from qkvflow.weights import BasisConfig, FunctionBasis, Galerkin, at, rate, refine, refine_with_error, roughness
 from qkvflow.weights.bases import BASES
 
 T = np.linspace(0.0, 1.0, 41)
 SMOOTH = [name for name in BASES if name != "piecewise"]
-
-
-def is_named(x):
-    return isinstance(x, hax.NamedArray)
 
 
 def leaves(module):

@@ -23,7 +23,8 @@ class ControlField:
     def read(self, record: dict[str, Any], where: str) -> np.ndarray:
         """fp32 [dim]: the control of `record`; zero if the record has none (no such key, or null).
 
-        Errors: `UserError` that begins with `where` (file and line) for a value that is not `dim` finite numbers.
+        Raises:
+            UserError: the value is not `dim` finite numbers; the message begins with `where` (file and line).
         """
         value = record.get(self.key)
         if value is None:

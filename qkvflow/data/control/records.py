@@ -25,8 +25,9 @@ from qkvflow.errors import UserError
 def with_control(name: str, component: DatasetComponentBase, control: ControlField) -> DatasetComponent:
     """The component, its records read and tokenised with their control.
 
-    Errors: `UserError` for data that has no records (built-in text, plain text, caches made elsewhere), and for
-    formats that are no running text.
+    Raises:
+        UserError: data that has no records (built-in text, plain text, caches made elsewhere), and for formats that
+            are no running text.
     """
     setting = f"`data.control_key: {control.key}` needs records"
     if not isinstance(component, DatasetComponent) or component.source is None or component.flat_cache:
@@ -48,7 +49,11 @@ def with_control(name: str, component: DatasetComponentBase, control: ControlFie
 
 
 def check_some_control(caches: Iterable[TreeCache[dict]], control: ControlField) -> None:
-    """Errors: `UserError` if no document of all `caches` has a control: the key is misspelt, or the data is plain."""
+    """Looks for a document with a control.
+
+    Raises:
+        UserError: no document of all `caches` has a control: the key is misspelt, or the data is plain.
+    """
     if not any(control_table(cache, control.dim).any() for cache in caches):
         raise UserError(
             f"no record of the training data has a control under the key {control.key!r} (`data.control_key`), or all "

@@ -1,0 +1,206 @@
+"""What the ablations have found: their record, and from that alone tables and a figure for each group."""
+
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from experiments import style, tables
+from experiments.ablations.plan import AblationsConfig, Model, Place
+from experiments.protocol import Protocol
+from experiments.records import Record, Training, by_seed
+from experiments.statistics import Contrast, contrasts, interval
+from experiments.tables import Cell, Table
+from qkvflow.eval_lm import Reading
+
+_ASIDE = 1.025  # ratio of the places, on a logarithmic axis, of neighbouring curves
+
+
+@dataclass(frozen=True)
+class Trained(Training, Model):
+    """readings: in the order of the places that its arm asks for."""
+
+    readings: list[Reading] = field(default_factory=list)
+
+    def at(self, place: Place) -> Reading:
+        return next(r for r in self.readings if (r.solver, r.steps) == place)
+
+
+@dataclass(frozen=True)
+class About:
+    """model: that is trained for an arm. settings: what the arm changes, in words."""
+
+    model: str
+    settings: str
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A group: begins: what its arms begin from, in words. places: of its readings."""
+
+    question: str
+    reference: str
+    begins: str
+    arms: dict[str, About]
+    places: list[Place]
+
+
+@dataclass(kw_only=True)
+class AblationsProtocol(Protocol, AblationsConfig):
+    """steps: of trainings, all numbers that there are. groups: those that were chosen."""
+
+    steps: list[int]
+    groups: dict[str, Asked]
+
+
+@dataclass(frozen=True)
+class Described:
+    """parameters: what is trained. evaluations: of blocks in a training step. config: of the model, as YAML has it."""
+
+    parameters: int
+    evaluations: int | float
+    config: dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ablations(Record):
+    """models: label -> what it is. selection: trainings that chose learning rates."""
+
+    protocol: AblationsProtocol
+    models: dict[str, Described]
+    results: list[Trained]
+    selection: list[Trained] = field(default_factory=list)
+
+    def of(self, group: str) -> dict[str, list[Trained]]:
+        """arm -> its trainings."""
+        arms = self.protocol.groups[group].arms
+        return {arm: [r for r in self.results if r.model == about.model] for arm, about in arms.items()}
+
+
+def losses(record: Ablations, group: str) -> dict[str, Contrast]:
+    """arm -> reported loss; the arms of the group are one family of tests."""
+    own = {arm: by_seed(trained) for arm, trained in record.of(group).items()}
+    return contrasts(own, lambda arm: record.protocol.groups[group].reference)
+
+
+def readings(record: Ablations, group: str, key: str = "loss") -> dict[tuple[Place, str], Contrast]:
+    """(place, arm) -> `loss` or `displacement` there, against the reference of the group read there too.
+
+    All tests of the group are one family.
+    """
+    asked, trained = record.protocol.groups[group], record.of(group)
+    own = {
+        (place, arm): by_seed(trained[arm], lambda r, place=place: getattr(r.at(place), key))
+        for place in asked.places
+        for arm in asked.arms
+    }
+    return contrasts(own, lambda at: (at[0], asked.reference))
+
+
+def page(record: Ablations) -> Mapping[str, Any]:
+    p = record.protocol
+    first = (p.read_batches or p.report_batches or 0) * p.tokens_per_step
+    return {
+        "p": p,
+        "steps": " or ".join(map(str, p.steps)),
+        "rates": p.about_rates("each arm"),
+        "read": f"the first {first:,} tokens, if it has so many," if first else "all",
+        "groups": "\n\n".join(_group(record, name) for name in p.groups),
+    }
+
+
+def files(record: Ablations) -> dict[str, Table]:
+    """CSV of each arm of each group, as trained and at each place of reading; and of each training."""
+    rows: list[dict[str, Cell]] = []
+    for name, asked in record.protocol.groups.items():
+        for arm, loss in losses(record, name).items():
+            model, rate = record.models[asked.arms[arm].model], record.of(name)[arm][0].learning_rate
+            what = {"parameters": model.parameters, "evaluations": model.evaluations, "learning_rate": rate}
+            rows.append({"group": name, "arm": arm, "read": "as trained", **what, **tables.contrast_numbers(loss)})
+        for ((solver, steps), arm), loss in readings(record, name).items():
+            rows.append({"group": name, "arm": arm, "read": f"{solver} {steps}", **tables.contrast_numbers(loss)})
+    return {"summary.csv": Table.of(rows), "runs.csv": Table.of(map(vars, record.results))}
+
+
+def _group(record: Ablations, name: str) -> str:
+    """The section of a group: its question, its arms, and its tables."""
+    asked, found, trained = record.protocol.groups[name], losses(record, name), record.of(name)
+    rows = []
+    for arm, about in asked.arms.items():
+        model, own = record.models[about.model], trained[arm]
+        cells = [arm, tables.count(model.parameters), f"{model.evaluations:g}", f"{own[0].learning_rate:g}"]
+        speed = tables.milliseconds(interval([r.seconds_per_step for r in own]))
+        rows.append([*cells, *tables.contrast_cells(found[arm]), speed])
+    head = ["arm", "trained", "evaluations", "rate", *tables.contrast_head(asked.reference), "ms per step"]
+    blocks = [
+        f"## {name} (n = {found[asked.reference].mean.n})",
+        f"{asked.question} All begin with {asked.begins}.",
+        tables.bullets(f"{arm}: {about.settings or 'nothing changed'}" for arm, about in asked.arms.items()),
+        Table(head, rows),
+    ]
+    if asked.places:
+        against, moved = readings(record, name), readings(record, name, "displacement")
+        for words, cell in (
+            ("Loss, read by solver and number of steps:", lambda at: against[at].mean),
+            (
+                f"Minus {asked.reference} read there too; p (Holm):",
+                lambda at: "; ".join(filter(None, map(str, tables.difference_cells(against[at])[:2]))),
+            ),
+            ("Displacement of the flow, ||x(1) - x(0)|| / ||x(0)||:", lambda at: moved[at].mean),
+        ):
+            rows = [[arm, *(cell((place, arm)) for place in asked.places)] for arm in asked.arms]
+            blocks += [words, Table(["arm", *(f"{solver} {steps}" for solver, steps in asked.places)], rows)]
+    return "\n\n".join(map(str, blocks))
+
+
+def draw(record: Ablations) -> Iterator[style.Named]:
+    for name in record.protocol.groups:
+        yield name, _figure(record, name)
+
+
+def _figure(record: Ablations, name: str) -> Figure:
+    """Left: losses of all arms, with a dot for each seed. Next: differences to the reference. Right: readings."""
+    asked, found, trained = record.protocol.groups[name], losses(record, name), record.of(name)
+    count = 3 if asked.places else 2
+    figure, (row,) = style.panels(1, count, (4.5 * count, 4))
+    for k, (arm, loss) in enumerate(found.items()):
+        seeds = [r.report_loss for r in trained[arm]]
+        row[0].plot([k + 0.15] * len(seeds), seeds, ".", color=style.colour(k), alpha=0.5)
+        for panel, shown in ((row[0], loss.mean), (row[1], loss.difference)):
+            if shown is not None:
+                style.points(panel, [k], [shown], fmt="o", color=style.colour(k))
+    row[1].axhline(0.0, color=style.STYLE.reference, linewidth=0.8)
+    row[0].set_ylabel("reported loss (nats per token)")
+    row[1].set_ylabel(f"minus {asked.reference}, paired by seed")
+    for panel in row[:2]:
+        style.arms(panel, list(found))
+        panel.set_xlim(-0.5, len(found) - 0.5)
+        panel.grid(alpha=0.3)
+    if asked.places:
+        _draw_readings(row[2], record, name)
+    figure.suptitle(f"{name}, n = {found[asked.reference].mean.n} seeds, 95 % intervals", fontsize=10)
+    return figure
+
+
+def _draw_readings(panel: Axes, record: Ablations, name: str) -> None:
+    """Loss against evaluations of the field; a line for each solver of each arm, side by side where bars would hide
+    each other."""
+    asked, against, trained = record.protocol.groups[name], readings(record, name), record.of(name)
+    cost = {place: trained[asked.reference][0].at(place).evaluations for place in asked.places}
+    solvers = list(dict.fromkeys(solver for solver, _ in cost))
+    curves = list(itertools.product(enumerate(asked.arms), enumerate(solvers)))
+    for number, ((k, arm), (s, solver)) in enumerate(curves):
+        at = sorted((place for place in cost if place[0] == solver), key=lambda place: cost[place])
+        label = f"{arm}, {solver}" if len(solvers) > 1 else arm
+        aside = _ASIDE ** (number - (len(curves) - 1) / 2)
+        look = {"fmt": style.mark(s) + style.line(s), "color": style.colour(k), "markersize": 4, "label": label}
+        style.points(panel, [aside * cost[place] for place in at], [against[place, arm].mean for place in at], **look)
+    panel.set(xscale="log", xlabel="evaluations of the field, read without training", ylabel="loss (nats per token)")
+    ticks = sorted(set(cost.values()))
+    panel.set_xticks(ticks, [str(tick) for tick in ticks])
+    panel.minorticks_off()
+    panel.grid(alpha=0.3)
+    panel.legend(fontsize=7, handlelength=4)

@@ -1,0 +1,192 @@
+"""A trained model read in other ways: its middle by other solvers, in smaller steps, left out; and under a control.
+
+A model's middle is read with smaller steps, or another solver, and the logits l (centred over the vocabulary, since a
+constant changes no prediction) are compared with those l_0 as trained:
+
+    divergence = ||l - l_0|| / ||l_0||          share = divergence / divergence of the model with its middle left out
+
+A small divergence alone shows nothing: a middle that does nothing is invariant too. The share is what the reading
+changes, of what there is to change. A model passes if it is below SHARE in every reading with smaller Euler steps.
+
+Negative control: the baseline's ordinary layers x + B_k(x), k = 0..n-1, taken as a flow dx/dt = B_floor(t)(x) on [0, n]
+that is read with steps of 1/m: each layer is applied m times, as x + B_k(x)/m. Nothing made them alike under that.
+
+The seed took a nonzero difference of logits under a random control as a sign that control works. But its model never
+saw a control in training: the matrix C that a control passes through is as it was drawn, for its gradient is zero
+without one. So the difference shows that C is not zero, and an untrained model shows it too.
+"""
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import equinox as eqx
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import numpy as np
+from haliax import Axis, NamedArray
+from levanter.models.lm_model import LmExample
+from scipy.special import logsumexp
+
+from qkvflow.axes import CONTROL, LAYERS
+from qkvflow.eval_lm import displacement
+from qkvflow.models import NeuralOdeLMHeadModel
+from qkvflow.models.flow import Flow
+from qkvflow.named import map_named
+from qkvflow.weights import PerLayer
+
+SHARE = 0.1
+
+
+@dataclass(frozen=True)
+class Changed:
+    """A model that is read in another way. displacement: of the flow."""
+
+    loss: float
+    divergence: float
+    displacement: float | None = None
+
+
+@dataclass(frozen=True)
+class BySolver(Changed):
+    """evaluations: of the field."""
+
+    solver: str = ""
+    steps: int = 0
+    evaluations: int = 0
+
+
+@dataclass(frozen=True)
+class BySteps(Changed):
+    """Its middle in steps of 1 / factor of the trained length."""
+
+    factor: int = 1
+    share: float = 0.0
+
+
+@dataclass(frozen=True)
+class Refined:
+    """displacement: as trained. left_out: without the middle. refined: with smaller steps."""
+
+    displacement: float
+    left_out: Changed
+    refined: list[BySteps]
+
+    @property
+    def passes(self) -> bool:
+        """Whether the share stays below SHARE in all refined readings. A middle that does nothing does not pass."""
+        return self.left_out.divergence > 0.0 and all(r.share < SHARE for r in self.refined)
+
+
+@dataclass(frozen=True)
+class Effect:
+    """Of random controls. difference: the seed's number, mean |logits(u) - logits(no control)|, of centred logits.
+    loss_change: of the next-token loss."""
+
+    difference: float
+    divergence: float
+    loss_change: float
+
+
+@dataclass(frozen=True)
+class Reader:
+    """Reads changes of a trained model. loss: of a model on all of the part `report`. example: some of it."""
+
+    model: NeuralOdeLMHeadModel
+    loss: Callable[[NeuralOdeLMHeadModel], float]
+    example: LmExample
+
+    @functools.cached_property
+    def _trained(self) -> np.ndarray:
+        return centred_logits(self.model, self.example.tokens)
+
+    def read(self, other: NeuralOdeLMHeadModel) -> dict[str, float]:
+        """loss, divergence, displacement."""
+        moved = divergence(centred_logits(other, self.example.tokens), self._trained)
+        return {"loss": self.loss(other), "divergence": moved, "displacement": displacement(other, self.example)}
+
+    def by_solvers(self, solvers: Sequence[str], steps: Sequence[int]) -> list[BySolver]:
+        """With each solver at each number of steps."""
+        found = []
+        for solver, n in itertools.product(solvers, steps):
+            other = self.model.with_depth(self.model.config.depth.on_grid(n, solver=solver))
+            found.append(
+                BySolver(**self.read(other), solver=solver, steps=n, evaluations=other.config.plan.evaluations)
+            )
+        return found
+
+    def refined(self, factors: Sequence[int]) -> Refined:
+        """The middle in steps of 1/m of the trained length, for each factor m, and without it."""
+        gone, found = Changed(**self.read(left_out(self.model))), []
+        for m in factors:
+            read = self.read(refine(self.model, m))
+            found.append(BySteps(**read, factor=m, share=read["divergence"] / (gone.divergence or math.inf)))
+        return Refined(displacement(self.model, self.example), gone, found)
+
+
+def refine(model: NeuralOdeLMHeadModel, m: int) -> NeuralOdeLMHeadModel:
+    """The same middle in Euler steps of 1/m of the trained length; of ordinary layers each is applied m times."""
+    flow = model.transformer.flow
+    if not isinstance(flow.weights, PerLayer):
+        return model.with_depth(model.config.depth.on_grid(m * flow.plan.steps))
+    grid = dataclasses.replace(flow.plan.grid, steps=m * flow.plan.steps)
+    plan = dataclasses.replace(flow.plan, grid=grid, step=flow.plan.step / m)
+    repeated = hax.named(np.repeat(np.arange(flow.plan.steps), m), LAYERS)
+    stacked = flow.weights.blocks.stacked
+    blocks = map_named(lambda a: hax.take(a.rename({LAYERS: "_from"}), "_from", repeated), stacked)
+    return _with_flow(model, Flow(PerLayer.stack(blocks, plan.times), plan, inference=flow.inference))
+
+
+def left_out(model: NeuralOdeLMHeadModel) -> NeuralOdeLMHeadModel:
+    """The model with x(1) = x(0): steps of length 0."""
+    flow = model.transformer.flow
+    return _with_flow(model, dataclasses.replace(flow, plan=dataclasses.replace(flow.plan, step=0.0)))
+
+
+def control_effect(model: NeuralOdeLMHeadModel, tokens: NamedArray, draws: int, *, key: jax.Array) -> Effect:
+    """Means over `draws` of controls u ~ N(0, 1), one for each sequence of `tokens` {batch, position}."""
+    Control = Axis(CONTROL, model.config.control.dim)
+    plain = centred_logits(model, tokens)
+    targets = np.asarray(tokens.rearrange(("batch", "position")).array)
+    found = []
+    for one in jax.random.split(key, draws):
+        control = hax.random.normal(one, (tokens.resolve_axis("batch"), Control))
+        heard = centred_logits(model, tokens, control)
+        change = _loss(heard, targets) - _loss(plain, targets)
+        found.append((np.abs(heard - plain).mean(), divergence(heard, plain), change))
+    return Effect(*np.mean(found, axis=0).tolist())
+
+
+def untrained(model: NeuralOdeLMHeadModel, *, key: jax.Array) -> NeuralOdeLMHeadModel:
+    """A model of the same configuration with parameters drawn anew."""
+    return eqx.filter_jit(lambda key: model.config.build(model.Vocab, key=key))(key)
+
+
+def centred_logits(model: NeuralOdeLMHeadModel, tokens: NamedArray, control: NamedArray | None = None) -> np.ndarray:
+    """Logits [batch, position, vocab] minus their mean over the vocabulary."""
+    return np.asarray(_centred(model, tokens, control))
+
+
+def divergence(logits: np.ndarray, reference: np.ndarray) -> float:
+    """||l - l_0|| / ||l_0|| over everything."""
+    return float(np.linalg.norm(logits - reference) / np.linalg.norm(reference))
+
+
+@eqx.filter_jit
+def _centred(model: NeuralOdeLMHeadModel, tokens: NamedArray, control: NamedArray | None) -> jax.Array:
+    logits = model(tokens, control=control).rearrange((..., "position", "vocab")).array.astype(jnp.float32)
+    return logits - logits.mean(-1, keepdims=True)
+
+
+def _loss(logits: np.ndarray, tokens: np.ndarray) -> float:
+    """Mean next-token loss, nats per token."""
+    told = np.take_along_axis(logits[:, :-1], tokens[:, 1:, None], -1)[..., 0]
+    return float((logsumexp(logits[:, :-1], -1) - told).mean())
+
+
+def _with_flow(model: NeuralOdeLMHeadModel, flow: Flow) -> NeuralOdeLMHeadModel:
+    return dataclasses.replace(model, transformer=dataclasses.replace(model.transformer, flow=flow))

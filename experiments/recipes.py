@@ -1,0 +1,122 @@
+"""Recipes: configurations of train_lm or finetune_lm as YAML has them, changed, and put on the text of a study."""
+
+import functools
+import hashlib
+import json
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from levanter.tokenizers import MarinTokenizer
+
+from experiments.texts import Text
+from qkvflow.config import decode, read_yaml
+from qkvflow.data.tokenizers import load_tokenizer, resolve_tokenizer
+from qkvflow.runs import RunDirectory
+from qkvflow.runs.checkpoints import checkpoint_steps
+from qkvflow.runs.config import FinetuneConfig, TrainConfig
+
+Changes = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """raw: what YAML says; it is a fine-tune if it has a `mode`."""
+
+    raw: Changes
+
+    @staticmethod
+    def of(path: str, *changes: Changes) -> "Recipe":
+        """The configuration in a file, changed."""
+        return Recipe(read_yaml(Path(path))).but(*changes)
+
+    def but(self, *changes: Changes) -> "Recipe":
+        """With the leaves of each of `changes` in place of its own; the last counts."""
+        return Recipe(functools.reduce(merged, changes, self.raw))
+
+    def on(self, text: Text, run_dir: Path, select_batches: int | None, evaluations: int) -> "Recipe":
+        """Trained on `text`, in `run_dir`.
+
+        Args:
+            text: its part `select` is what the loss is read on during the training.
+            select_batches: of how many batches that loss is; all if None.
+            evaluations: how often it is read, at equal distances.
+
+        Raises:
+            UserError: if the configuration cannot be.
+        """
+        plain = self.config
+        ours = {
+            "run_dir": str(run_dir),
+            "data": {
+                "tokenizer": plain.data.tokenizer,
+                "train": text.file("train"),
+                "validation": text.file("select"),
+                "cache_dir": str(run_dir / "cache"),
+            },
+            "trainer": {
+                "num_train_steps": plain.trainer.num_train_steps,
+                "max_eval_batches": select_batches,
+                "checkpointer": {"save_interval": "2m", "keep": []},
+            },
+            "optimizer": {"learning_rate": float(plain.optimizer.learning_rate)},
+        }
+        model = {} if plain.model is None else {"model": {"hidden_dim": plain.model.Embed.size}}
+        rest = {key: value for key, value in self.raw.items() if key not in ("data", "run_dir")}
+        return Recipe(rest).but(ours, model).evaluated(evaluations)
+
+    def evaluated(self, evaluations: int) -> "Recipe":
+        return self.but({"trainer": {"steps_per_eval": max(1, self.steps // evaluations)}})
+
+    @functools.cached_property
+    def config(self) -> TrainConfig:
+        """Raises: UserError: if it cannot be read."""
+        return decode(FinetuneConfig if "mode" in self.raw else TrainConfig, self.raw)
+
+    @property
+    def steps(self) -> int:
+        return self.raw["trainer"]["num_train_steps"]
+
+    @property
+    def rate(self) -> float:
+        return self.raw["optimizer"]["learning_rate"]
+
+    @property
+    def tokens(self) -> int:
+        """Of a training step."""
+        return self.config.Pos.size * self.config.trainer.batch_schedule.batch_size_at_step(0)
+
+    @property
+    def run(self) -> RunDirectory:
+        return RunDirectory(Path(self.raw["run_dir"]) / self.raw["trainer"]["id"])
+
+    @property
+    def is_finished(self) -> bool:
+        steps = checkpoint_steps(self.run.checkpoints)
+        return bool(steps) and steps[-1] + 1 >= self.steps
+
+    def tokenizer(self) -> MarinTokenizer:
+        with tempfile.TemporaryDirectory() as folder:
+            return load_tokenizer(resolve_tokenizer(self.config.data.tokenizer, Path(folder)))
+
+    def digest(self, **more: str) -> str:
+        """Of everything that settles a training, and `more`; not of where data and runs lie."""
+        matter = {key: value for key, value in self.raw.items() if key not in ("data", "run_dir", "run")}
+        matter |= {"tokenizer": self.raw["data"]["tokenizer"], **more}
+        return hashlib.sha256(json.dumps(matter, sort_keys=True).encode()).hexdigest()[:8]
+
+
+def merged(base: Changes, over: Changes) -> dict[str, Any]:
+    """`base` with the leaves of `over` in place of its own; what `over` gives another `type` stands for itself."""
+    result = dict(base)
+    for key, value in over.items():
+        old = result.get(key)
+        is_merged = isinstance(old, Mapping) and isinstance(value, Mapping) and not _is_of_other_type(old, value)
+        result[key] = merged(old, value) if is_merged else value  # pyright: ignore
+    return result
+
+
+def _is_of_other_type(old: Changes, new: Changes) -> bool:
+    return "type" in old and "type" in new and old["type"] != new["type"]

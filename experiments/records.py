@@ -1,0 +1,116 @@
+"""Records: what a study has found, as dataclasses. They are written to JSON, and read from there once, typed."""
+
+import contextlib
+import dataclasses
+import json
+import os
+import platform
+import shlex
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from datetime import date
+from pathlib import Path
+from typing import Any, TypeVar
+
+import jax
+from pydantic import TypeAdapter
+
+from qkvflow.files import write_text
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Machine:
+    """cores: those that it may use."""
+
+    device: str
+    cores: int
+    jax: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """What `results.json` holds of every study: where the results come from. Older ones do not say it."""
+
+    machine: Machine | None = None
+    date: str = ""
+    command: str = ""
+
+    @property
+    def origin(self) -> str:
+        """Machine, date and command, in words; empty if they are not known."""
+        if self.machine is None:
+            return ""
+        cores = f"{self.machine.cores} core{'' if self.machine.cores == 1 else 's'}"
+        return f"{self.machine.device}, {cores}, JAX {self.machine.jax}, {self.date}. Command: `{self.command}`"
+
+
+@dataclass(frozen=True)
+class Training:
+    """What is read off any training. Studies add what their trainings are, and what else they read.
+
+    curve: [steps done, loss on the part `select`]; select_loss: its end.
+    seconds_per_step: the median, without the first step of the run if it has more.
+    causal_at: the positions at which it passed the test of causality. report_loss: on the part `report`. Both are read
+        of trainings that are reported.
+    """
+
+    seed: int
+    learning_rate: float | None = None
+    curve: list[tuple[int, float]] = field(default_factory=list)
+    select_loss: float | None = None
+    seconds_per_step: float = 0.0
+    causal_at: list[int] = field(default_factory=list)
+    report_loss: float | None = None
+
+
+def by_seed(trainings: Iterable[Training], value: Callable[[Any], float] = lambda r: r.report_loss) -> dict[int, float]:
+    """seed -> value."""
+    return {training.seed: value(training) for training in trainings}
+
+
+def made_here(record: T, module: str) -> T:
+    """The record, with this machine, today, and the command that runs."""
+    device = jax.devices()[0]
+    name = device.device_kind if device.platform != "cpu" else platform.machine()
+    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    command = shlex.join(["python", "-m", module, *sys.argv[1:]])
+    where = {"machine": Machine(name, cores, jax.__version__), "date": date.today().isoformat(), "command": command}
+    return dataclasses.replace(record, **where)
+
+
+def written(record: Any) -> str:
+    """JSON with a line for each training."""
+    parts = []
+    for key, value in TypeAdapter(type(record)).dump_python(record).items():
+        is_lines = isinstance(value, list) and value and isinstance(value[0], dict)
+        text = "[\n" + ",\n".join(map(json.dumps, value)) + "\n]" if is_lines else json.dumps(value, indent=1)
+        parts.append(f"{json.dumps(key)}: {text}")
+    return "{\n" + ",\n".join(parts) + "\n}\n"
+
+
+def read(cls: type[T], raw: Any) -> T:
+    """What `json.loads` gave, as `cls`. Keys that `cls` does not have are passed over: a file may be older."""
+    return TypeAdapter(cls).validate_python(raw)
+
+
+def kept(path: Path, cls: type[T], asked: Any, make: Callable[[], T]) -> T:
+    """What `make` returned when it was last asked for `asked`, from the JSON at `path`; made anew if that differs."""
+    found = stored(path, cls, asked)
+    if found is None:
+        text = json.dumps({"asked": asked, "found": TypeAdapter(cls).dump_python(make())})
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_text(path, text + "\n")
+        found = read(cls, json.loads(text)["found"])
+    return found
+
+
+def stored(path: Path, cls: type[T], asked: Any) -> T | None:
+    """What `kept` has; None if it has nothing, or was asked for something else."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # nothing, or something else
+        content = json.loads(path.read_text())
+        if content["asked"] == json.loads(json.dumps(asked)):
+            return read(cls, content["found"])
+    return None

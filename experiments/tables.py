@@ -1,0 +1,101 @@
+"""Tables of results: one record of a table, printed as Markdown, LaTeX or CSV; and how numbers stand in them."""
+
+import csv
+import io
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from experiments.statistics import Contrast, Interval
+
+Cell = str | float | Interval | None
+_LATEX = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "±": r"$\pm$"}
+_LATEX |= {mark: rf"\{mark}" for mark in "_%&#${}"}
+
+
+@dataclass(frozen=True)
+class Table:
+    """head: names of the columns. rows: their cells; None where nothing can stand. rule: below a name, in Markdown."""
+
+    head: Sequence[str]
+    rows: Sequence[Sequence[Cell]]
+    rule: str = " --- "
+
+    @staticmethod
+    def of(lines: Iterable[Mapping[str, object]]) -> "Table":
+        """A row for each mapping, a column for each key whose value is a number or a text, as they first appear."""
+        lines = [{key: value for key, value in line.items() if isinstance(value, str | float | int)} for line in lines]
+        head = list(dict.fromkeys(key for line in lines for key in line))
+        return Table(head, [[line.get(key) for key in head] for line in lines])
+
+    def __str__(self) -> str:
+        """Markdown."""
+        lines = ["|".join(" " if cell is None else f" {cell} " for cell in row) for row in (self.head, *self.rows)]
+        return "\n".join(f"|{line}|" for line in [lines[0], "|".join(self.rule for _ in self.head), *lines[1:]])
+
+    def csv(self) -> str:
+        """Numbers with all digits, nothing for None."""
+        text = io.StringIO()
+        csv.writer(text, lineterminator="\n").writerows([self.head, *self.rows])
+        return text.getvalue()
+
+
+def latex(tables: Mapping[str, Table]) -> str:
+    """Tables with the same columns as one `tabular` with rules of booktabs; the keys, LaTeX themselves, stand above."""
+    head = next(iter(tables.values())).head
+    lines = [rf"\begin{{tabular}}{{l{'r' * (len(head) - 1)}}}", r"\toprule", _latex_row(head)]
+    for title, table in tables.items():
+        lines += [r"\midrule", rf"\multicolumn{{{len(head)}}}{{l}}{{{title}}} \\", *map(_latex_row, table.rows)]
+    return "\n".join([*lines, r"\bottomrule", r"\end{tabular}"]) + "\n"
+
+
+def in_latex(text: object) -> str:
+    return "".join(_LATEX.get(mark, mark) for mark in str(text))
+
+
+def _latex_row(cells: Sequence[Cell]) -> str:
+    return " & ".join(map(in_latex, cells)) + r" \\"
+
+
+def bullets(lines: Iterable[str]) -> str:
+    return "\n".join(f"- {line}" for line in lines)
+
+
+def number(x: float | None) -> str:
+    """Two digits; `-` for nan, nothing for None."""
+    return "" if x is None else "-" if math.isnan(x) else f"{x:.2g}"
+
+
+def count(n: float) -> str:
+    """A number of parameters."""
+    return f"{n / 1e6:.2f}M" if n >= 1e5 else f"{n / 1e3:.1f}k"
+
+
+def milliseconds(seconds: Interval) -> str:
+    return f"{1000 * seconds.mean:.1f} ± {1000 * seconds.half:.1f}"
+
+
+def contrast_head(reference: str) -> list[str]:
+    """Columns of `contrast_cells`."""
+    return ["loss", "SD", f"minus {reference}", "p (Holm)", "d_z"]
+
+
+def contrast_cells(contrast: Contrast) -> list[Cell]:
+    """Mean, SD, and of all but the reference the difference to it, its p and its effect."""
+    return [contrast.mean, f"{contrast.mean.sd:.3f}", *difference_cells(contrast)]
+
+
+def difference_cells(contrast: Contrast) -> list[Cell]:
+    against = contrast.difference
+    return ["", "", ""] if against is None else [against, number(contrast.p_holm), number(against.effect)]
+
+
+def contrast_numbers(contrast: Contrast) -> dict[str, float | None]:
+    """A mean, and of all but the reference the difference to it and its test, as columns of CSV."""
+    mean, against = contrast.mean, contrast.difference
+    cells = {"n": mean.n, "loss": mean.mean, "sd": mean.sd, "low": mean.bounds[0], "high": mean.bounds[1]}
+    if against is not None:
+        low, high = against.bounds
+        cells |= {"difference": against.mean, "difference_low": low, "difference_high": high, "t": against.t}
+        cells |= {"df": against.df, "p": against.p, "p_holm": contrast.p_holm, "d_z": against.effect}
+    return cells

@@ -1,0 +1,72 @@
+"""Whether a token cache is as it was built: a lost file would be read as tokens 0, a changed one as other tokens."""
+
+import functools
+import json
+import math
+from pathlib import Path
+
+from levanter.store.cache import TreeCache
+
+from qkvflow.checksums import CHECKSUMS, damage_of, write_checksums
+from qkvflow.errors import UserError
+
+LEDGER = "shard_ledger.json"
+# Up to this size of a cache all of it is compared whenever it is opened, which takes less than a second.
+_WHOLE_BYTES = 256 << 20
+
+
+def seal(cache: Path) -> None:
+    """Writes the checksums of a cache that is complete."""
+    write_checksums(cache)
+
+
+def damage(cache: Path, *, whole: bool = False) -> str | None:
+    """What is wrong with the files of a finished cache, for people; None if nothing is.
+
+    Sizes of all files are compared with `checksums.json`, and the content of a cache of up to 256 MB. Of a bigger one,
+    unless `whole`, it is the content of small files only, which say where tokens begin and end. Asked again in the same
+    process, only a cache whose files have other sizes or times is read again.
+    """
+    return _damage(cache, _stamp(cache), whole)
+
+
+def refusal(cache: Path, what: str) -> UserError:
+    """What to tell the user of a damaged cache."""
+    return UserError(
+        f"the token cache {cache} is damaged: {what}. To build it again from the data, give the same command with"
+        " `--data.rebuild_caches true`; or put the file back"
+    )
+
+
+def check_counts(cache: Path, tree: TreeCache[dict]) -> None:
+    """For a cache of an older version, which has no checksums: that all tokens are there; then it gets checksums.
+
+    Raises:
+        UserError: files are missing.
+    """
+    if (cache / CHECKSUMS).is_file():
+        return
+    for field, count in tree.ledger.field_counts.items():
+        for array, length in ((f"{field}/offsets", tree.ledger.total_num_rows + 1), (f"{field}/data", count)):
+            settings = json.loads((cache / array / "zarr.json").read_text())
+            for number in range(math.ceil(length / settings["chunk_grid"]["configuration"]["chunk_shape"][0])):
+                if not (cache / array / "c" / str(number)).is_file():
+                    raise refusal(cache, f"its file {array}/c/{number} is gone")
+        found = tree.flat_field_length(field) if len(tree) else 0
+        if found != count:
+            raise refusal(cache, f"it has {found} numbers of {field} instead of {count}")
+    if sum(size for _, size, _ in _stamp(cache)) <= _WHOLE_BYTES:
+        try:
+            seal(cache)
+        except OSError:  # may be read-only
+            return
+
+
+def _stamp(cache: Path) -> tuple[tuple[str, int, int], ...]:
+    files = [(path, path.stat()) for path in sorted(cache.rglob("*")) if path.is_file()]
+    return tuple((str(path), status.st_size, status.st_mtime_ns) for path, status in files)
+
+
+@functools.lru_cache(maxsize=256)
+def _damage(cache: Path, stamp: tuple, whole: bool) -> str | None:
+    return damage_of(cache, None if whole else _WHOLE_BYTES)

@@ -1,0 +1,107 @@
+"""Reading trainings: only causal models, once, on any machine; and how long it will take."""
+
+import contextlib
+import dataclasses
+import io
+from dataclasses import dataclass
+
+import haliax as hax
+import jax
+import pytest
+
+from experiments import measure
+from experiments.cost import Cost
+from experiments.jobs import Arm, Job
+from experiments.leak.__main__ import Vocab, draw
+from experiments.leak.model import Model
+from experiments.measure import Measure, check_causality
+from experiments.recipes import Recipe
+from experiments.records import Training
+from experiments.study import SeedsConfig
+from qkvflow.errors import UserError
+
+
+@dataclass(frozen=True)
+class Named:
+    name: str
+
+
+@dataclass(frozen=True)
+class Trained(Training, Named):
+    more: int = 0
+
+
+def job(name: str, minutes: int, is_reported: bool = True, **asks) -> Job:
+    raw = {"run_dir": "r", "data": {"tokenizer": "byte"}, "trainer": {"num_train_steps": minutes}, "optimizer": {}}
+    arm = Arm(label=name, recipe=Recipe(raw), cost=Cost(1, 1, 1, 1.0, 1), what=Named(name), asks=asks)
+    return Job.of(arm, 3, 0.1, is_reported)
+
+
+@pytest.fixture
+def trained(monkeypatch) -> tuple[list[str], io.StringIO]:
+    """Names of the arms that were trained, and what was told. By a clock that only trainings move, a minute a FLOP."""
+    clock, names, lines = [0.0], [], io.StringIO()
+
+    def read(job: Job) -> Training:
+        names.append(job.arm.label)
+        clock[0] += 60 * job.arm.flops
+        return Training(job.seed, job.rate, [(1, 1.5)], 1.5, 0.1)
+
+    monkeypatch.setattr(measure.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(measure, "at_work", lambda run_dir: contextlib.nullcontext(lines))
+    monkeypatch.setattr(measure, "train", lambda recipe: None)
+    monkeypatch.setattr(measure, "read_training", read)
+    monkeypatch.setattr(measure, "load_run", lambda path: None)
+    monkeypatch.setattr(measure, "causal_at", lambda run, name: [1])
+    return names, lines
+
+
+def reader(run_dir, **config) -> Measure[Trained]:
+    def more(job: Job, found: Trained, run, evaluator) -> Trained:
+        return dataclasses.replace(found, report_loss=1.0, more=7)
+
+    return Measure(Trained, SeedsConfig(**config), run_dir, more)
+
+
+def test_time_left_is_reckoned_from_what_was_trained_now(tmp_path, trained):
+    reader(tmp_path).all([job("known", 30)])
+    found = reader(tmp_path).all([job("known", 30), job("first", 2), job("second", 6)])
+    assert found == [Trained(name, 3, 0.1, [(1, 1.5)], 1.5, 0.1, [1], 1.0, 7) for name in ("known", "first", "second")]
+    assert trained[1].getvalue().splitlines()[2:] == [
+        "3 trainings to report, 8 FLOPs to go",
+        "1/3  known-lr0.1-seed3  loss 1.000  0 s",
+        "2/3  first-lr0.1-seed3  loss 1.000  120 s, about 6 min left",
+        "3/3  second-lr0.1-seed3  loss 1.000  360 s, about 0 min left",
+    ]
+
+
+def test_readings_alone_are_enough_and_only_for_what_they_are(tmp_path, trained):
+    """On another machine, which has the files but not the runs."""
+    names, _ = trained
+    asked = [job("a", 1), job("b", 1, is_reported=False)]
+    first = reader(tmp_path / "here").all(asked)
+    assert [(r.report_loss, r.causal_at, r.more) for r in first] == [(1.0, [1], 7), (None, [], 0)]
+    assert names == ["a", "b"]
+    elsewhere = {"readings": str(tmp_path / "here" / "readings")}
+    assert reader(tmp_path / "elsewhere", **elsewhere).all(asked) == first
+    assert names == ["a", "b"]
+    (tmp_path / "here" / "readings" / "a-lr0.1-seed3.json").write_text('{"asked": {"reci')  # killed while it wrote
+    for config, other in (
+        ({}, job("a", 1)),
+        ({}, job("a", 1, places=3)),
+        ({"report_batches": 8}, job("a", 1)),
+        ({}, job("a", 2)),
+    ):
+        reader(tmp_path / "here", **config).all([other])
+    assert names == ["a", "b", *"aaaa"]
+
+
+@pytest.mark.slow
+def test_a_model_that_sees_the_future_is_refused():
+    tokens, key = draw(jax.random.PRNGKey(0), 2), jax.random.PRNGKey(1)
+    models = {leaks: Model.init(Vocab, leaks=leaks, width=16, heads=2, layers=1, key=key) for leaks in (True, False)}
+    assert check_causality(models[False], tokens, "causal") == [1, 4, 7]
+    with pytest.raises(UserError, match="leaky sees the future: token 1"):
+        check_causality(models[True], tokens, "leaky")
+    with pytest.raises(UserError, match="does not hear its input"):
+        check_causality(lambda tokens: hax.zeros((*tokens.axes, Vocab)), tokens, "deaf")

@@ -1,0 +1,35 @@
+"""Recipes: changed as they say, named by what settles a training, and as large as another model."""
+
+import json
+
+import pytest
+
+from experiments.cost import width_with
+from experiments.recipes import Recipe, merged
+from experiments.texts import Builtin
+
+STANDARD = "configs/wikitext2/standard.yaml"
+
+
+def test_what_is_of_another_type_keeps_nothing_of_the_old_one():
+    base = {"weights": {"type": "generated", "init": "official"}, "depth": {"steps": 6}}
+    assert merged(base, {"weights": {"init": "matched"}})["weights"] == {"type": "generated", "init": "matched"}
+    assert merged(base, {"weights": {"type": "constant"}}) == {"weights": {"type": "constant"}, "depth": {"steps": 6}}
+
+
+def test_a_recipe_is_blind_to_what_is_reported_and_named_by_what_settles_it(tmp_path):
+    text = Builtin().prepare(tmp_path / "texts")
+    recipe = Recipe.of(STANDARD).on(text, tmp_path, 4, 5)
+    assert "report.txt" not in json.dumps(recipe.raw)
+    assert recipe.raw["trainer"]["steps_per_eval"] == recipe.steps // 5
+    elsewhere = Recipe.of(STANDARD).on(Builtin().prepare(tmp_path / "moved"), tmp_path / "other", 4, 5)
+    assert recipe.digest() == elsewhere.digest() != recipe.digest(text="another")
+    for changes in ({"optimizer": {"learning_rate": 0.5}}, {"trainer": {"max_eval_batches": 3}}):
+        assert recipe.but(changes).digest() != recipe.digest()
+
+
+@pytest.mark.parametrize(("wanted", "width"), [(24_000, 16), (50_000, 24), (35_000, 20)])
+def test_the_nearest_width(wanted, width):
+    """Odd sizes of heads only where even ones are far away (here 20 = 4 heads of 5)."""
+    recipe = Recipe.of(STANDARD, {"model": {"max_seq_len": 16, "depth": {"steps": 6}}})
+    assert width_with(recipe, wanted) == width

@@ -1,0 +1,93 @@
+"""The evaluation program: on the run's text and on others, and what it says of a flow that is lost."""
+
+import json
+
+import haliax as hax
+import jax
+import numpy as np
+import pytest
+from support.earlier import restore
+
+from qkvflow import eval_lm
+from qkvflow.cli import parse
+from qkvflow.errors import UserError
+from qkvflow.generation.writer import open_writer
+from qkvflow.runs import load_run
+
+OTHER = "another text, that no run has ever seen, of some words\n" * 5
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    folder = restore(tmp_path_factory.mktemp("earlier"))
+    (folder / "other.txt").write_text(OTHER)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def stand_there(place, monkeypatch):
+    monkeypatch.chdir(place)
+
+
+def evaluate(*words: str) -> list[eval_lm.Reading]:
+    return eval_lm.main(parse(eval_lm.EvalConfig, ["--run", "runs/flow", "--checkpoint_step", "3", *words])[0])
+
+
+def test_another_text_is_read_by_the_runs_tokenizer(place):
+    (reading,) = evaluate("--data.validation", "other.txt")
+    model = load_run("runs/flow", 3).model
+    tokens = [*OTHER.encode(), 256]
+    whole = np.asarray(tokens[: len(tokens) // 16 * 16]).reshape(-1, 16)
+    logits = model(hax.named(whole, ("batch", "position"))).rearrange(("batch", "position", "vocab")).array
+    losses = -np.take_along_axis(np.asarray(jax.nn.log_softmax(logits))[:, :-1], whole[:, 1:, None], -1)
+    assert reading.loss == pytest.approx(losses.mean(), rel=1e-5)
+    written = json.loads((place / "runs/flow/evaluation/depth-other.json").read_text())
+    assert written["readings"][0]["loss"] == reading.loss
+    assert not (place / "runs/flow/evaluation/depth.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--data.validation", "missing.txt"], r"missing\.txt does not exist"),
+        (["--data.tokenizer", "byte"], "is that of the run"),
+        (["--data.validations", "other.txt"], r"`data\.validations`, did you mean `data\.validation`"),
+        (["--data.validation", ""], "empty value"),
+        (["--data", "other.txt"], "`data` must be a mapping"),
+        (["--max_eval_batches", "0"], "`max_eval_batches` must be at least 1, but is 0"),
+        (["--batch_size", "-2"], "`batch_size` must be at least 1"),
+    ],
+)
+def test_mistakes_are_named(words, told):
+    with pytest.raises(UserError, match=told):
+        evaluate(*words)
+
+
+def test_a_flow_that_is_lost_is_told_by_the_loss_that_the_run_knows(place, capfd):
+    metrics = place / "runs/flow/metrics.jsonl"
+    known = metrics.read_text()
+    evaluate("--steps", "3,4")
+    assert "lost" not in capfd.readouterr().err
+    records = [json.loads(line) for line in known.splitlines()]
+    for record in records:
+        if "eval/loss" in record:
+            record["eval/loss"] = 4.0
+    metrics.write_text("".join(json.dumps(record) + "\n" for record in records))
+    try:
+        evaluate("--steps", "3,4")
+        told = capfd.readouterr().err
+        assert "warning: the flow of runs/flow is lost" in told
+        assert "was 4.000 as it was trained, and is: euler with 3 steps 4.9" in told
+        with pytest.warns(match="is lost in this reading.*heun with 3 steps"):
+            open_writer("runs/flow", 3, solver="heun")
+    finally:
+        metrics.write_text(known)
+
+
+def test_readings_that_cannot_be_written_are_shown_all_the_same(place, capfd):
+    folder = place / "runs/gpt2/evaluation"
+    folder.write_text("a file")
+    with pytest.warns(match="cannot be written to runs/gpt2/evaluation"):
+        eval_lm.main(eval_lm.EvalConfig("runs/gpt2", max_eval_batches=1))
+    assert "perplexity" in capfd.readouterr().out
+    folder.unlink()

@@ -1,0 +1,94 @@
+"""Ranges of numbers stand with their fields, and hold wherever a configuration comes from."""
+
+import math
+
+import pytest
+from support.configs import TINY
+
+from qkvflow.blocks import Gpt2BlockConfig, LlamaBlockConfig, SsmBlockConfig
+from qkvflow.cli import parse
+from qkvflow.depth import DepthConfig
+from qkvflow.errors import UserError
+from qkvflow.models import ControlConfig, NeuralOdeConfig
+from qkvflow.ranges import Range, out_of_range
+from qkvflow.runs import TrainConfig
+from qkvflow.training.checks import check_config
+from qkvflow.weights import BasisConfig, GeneratedConfig, ModulatedConfig
+
+
+@pytest.mark.parametrize(
+    ("key", "values"),
+    [
+        ("optimizer.learning_rate", ["-1", ".nan", ".inf"]),
+        ("optimizer.min_lr_ratio", [".nan", "-0.1", "1.1"]),
+        ("optimizer.weight_decay", ["-1", ".nan"]),
+        ("optimizer.warmup", ["-2"]),
+        ("optimizer.beta1", ["1", "-0.1"]),
+        ("optimizer.epsilon", ["0"]),
+        ("optimizer.max_grad_norm", ["-1"]),
+        ("trainer.seed", ["-1", "4294967296"]),
+        ("trainer.num_train_steps", ["0", "-2"]),
+        ("trainer.steps_per_eval", ["0"]),
+        ("trainer.max_eval_batches", ["0"]),
+        ("trainer.checkpointer", ["{keep: [{every: 0}]}", "{keep: [{every: 5, until: -1}]}"]),
+        ("data.validation_fraction", ["-0.1", "1", ".nan"]),
+        ("vocab_size", ["0", "-3"]),
+        ("train_seq_len", ["1", "0"]),
+        ("z_loss_weight", ["-1", ".nan"]),
+        ("max_skipped_steps", ["-1"]),
+        ("model.hidden_dim", ["0", "-8"]),
+        ("model.max_seq_len", ["0"]),
+        ("model.prelude_layers", ["-1"]),
+        ("model.block.layer_norm_epsilon", [".nan", "0", "-1"]),
+        ("model.block.num_heads", ["0"]),
+        ("model.block.resid_pdrop", ["1", "-0.1", ".nan"]),
+        ("model.block.mlp_scale", ["0"]),
+        ("model.control", ["{dim: 2, alpha: .nan}", "{dim: 2, alpha: .inf}", "{dim: 0}"]),
+        ("model.weights", ["{type: generated, time_embed_dim: 0}", "{type: generated, frozen_time: 1.5}"]),
+        ("model.depth.steps", ["0", "{min: 0, max: 4}", "{min: 2, max: 4, choices: 1}", "{grow: {0.0: 0}}"]),
+        ("model.depth.rtol", ["0", "-1", ".nan"]),
+        ("model.depth.kinetic_weight", ["-1", ".inf"]),
+    ],
+)
+def test_numbers_out_of_range_are_refused_by_name(key, values):
+    for value in values:
+        with pytest.raises(UserError, match=rf"`{key}[^`]*` must be (a finite|at least|above)"):
+            parse(TrainConfig, [*TINY, f"--{key}", value])
+
+
+@pytest.mark.parametrize(
+    ("config", "field"),
+    [
+        (lambda: Gpt2BlockConfig(layer_norm_epsilon=math.nan), "layer_norm_epsilon"),
+        (lambda: LlamaBlockConfig(layer_norm_epsilon=-1.0), "layer_norm_epsilon"),
+        (lambda: SsmBlockConfig(state_size=0), "state_size"),
+        (lambda: GeneratedConfig(frozen_time=2.0), "frozen_time"),
+        (lambda: ModulatedConfig(hidden_dim=0), "hidden_dim"),
+        (lambda: BasisConfig(smoothness_weight=math.inf), "smoothness_weight"),
+        (lambda: ControlConfig(alpha=math.nan), "alpha"),
+        (lambda: DepthConfig(rtol=math.nan), "rtol"),
+        (lambda: NeuralOdeConfig(coda_layers=-1), "coda_layers"),
+    ],
+)
+def test_configurations_made_in_python_are_checked_too(config, field):
+    with pytest.raises(UserError, match=f"`{field}` must be "):
+        config()
+
+
+def test_training_looks_at_levanters_fields_once_more():
+    config = parse(TrainConfig, [*TINY])[0]
+    object.__setattr__(config.optimizer, "min_lr_ratio", math.nan)
+    with pytest.raises(UserError, match=r"`optimizer\.min_lr_ratio` must be finite, but is nan"):
+        check_config(config)
+
+
+def test_no_range_holds_what_is_not_finite():
+    for number in (math.nan, math.inf, -math.inf):
+        assert number not in Range()
+        assert number not in Range(at_least=0)
+    assert 10**400 in Range(at_least=1)
+    assert -(10**400) not in Range(at_least=1)
+
+
+def test_truth_values_and_texts_have_no_range():
+    assert out_of_range(Gpt2BlockConfig()) is None
