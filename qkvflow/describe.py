@@ -87,7 +87,9 @@ def main(config: DescribeConfig) -> None:
     with quiet_libraries() as quiet:
         progress = Progress(quiet.terminal)
 
-        def add(name: str, train: TrainConfig, vocab: int, start: Start | None, run: Path | None = None) -> None:
+        def add(
+            name: str, train: TrainConfig, vocab: int, start: Start | None, run: RunDirectory | None = None
+        ) -> None:
             columns[name] = describe(train, vocab, start)
             if shape is not None:
                 size = None if config.vocab_size and run is None else train.vocab_size
@@ -101,9 +103,9 @@ def main(config: DescribeConfig) -> None:
             add(path.removesuffix(".yaml").removeprefix("configs/"), train, vocab, start)
         for path in config.run:
             run = load_run(path, config.checkpoint_step)
-            train, start = start_of(RunDirectory(run.path))
-            name = f"{run.path} step {run.step}"
-            add(name, train, run.model.Vocab.size, start, run.path)
+            train, start = start_of(run.directory)
+            name = f"{run.directory} step {run.step}"
+            add(name, train, run.model.Vocab.size, start, run.directory)
             columns[name] |= {"change of W(t) over t": change_over_time(run.model)}
     print(table(columns), flush=True)
     for name, report in reports.items():

@@ -93,7 +93,8 @@ def main(config: EvalConfig) -> list[Reading]:
     target = run.path / "evaluation" / f"depth{'' if text is None else f'-{text}'}.json"
     try:
         _write(readings, run.step, target)
-        print(f"Written to {target}")
+        run.directory.push()
+        print(f"Written to {run.directory.location / 'evaluation' / target.name}")
     except OSError as error:
         warnings.warn(Notice(f"the readings cannot be written to {target}: {error.strerror}"), stacklevel=1)
     return readings

@@ -1,13 +1,17 @@
 """Files: paths that a user names, and small files that are whole or absent whatever happens while they are written."""
 
+import atexit
 import contextlib
 import os
 import secrets
+import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 from qkvflow.errors import UserError, shortened
 
+_scratch: list[Path] = []  # of this process: none yet, or one
 _LONGEST_NAME, _LONGEST_PATH = 255, 4096  # bytes, on nearly every file system
 
 
@@ -50,6 +54,22 @@ def replacing(path: Path) -> Iterator[Path]:
     except BaseException:
         fresh.unlink(missing_ok=True)
         raise
+
+
+def scratch_folder() -> Path:
+    """A new folder, which `remove_scratch` removes at the end of the process."""
+    if not _scratch:
+        _scratch.append(Path(tempfile.mkdtemp(prefix="qkvflow-")))
+        atexit.register(remove_scratch)
+    folder = _scratch[0] / secrets.token_hex(4)
+    folder.mkdir()
+    return folder
+
+
+def remove_scratch() -> None:
+    """Removes what `scratch_folder` has made."""
+    while _scratch:
+        shutil.rmtree(_scratch.pop(), ignore_errors=True)
 
 
 def fresh_name(name: str) -> str:

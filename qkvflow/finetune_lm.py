@@ -17,16 +17,17 @@ from qkvflow.errors import UserError
 from qkvflow.progress import Progress
 from qkvflow.runs.checkpoints import newest_good
 from qkvflow.runs.config import FinetuneConfig
-from qkvflow.runs.directory import RunDirectory, folder_of, run_id
+from qkvflow.runs.directory import RunDirectory, location_of, run_id
 from qkvflow.runs.load import find_run
 from qkvflow.runs.merge import merge_run
+from qkvflow.runs.places import Place
 from qkvflow.runs.prepare import PreparedRun
 from qkvflow.training.finetune import finetune_directory, settle
 from qkvflow.training.session import train_run
 from qkvflow.training.start import FromBase
 
 
-def main(config: FinetuneConfig) -> Path:
+def main(config: FinetuneConfig) -> Path | Place:
     """Fine-tunes, continues a fine-tune, or merges one; says what can be done next.
 
     Returns:
@@ -55,11 +56,11 @@ def main(config: FinetuneConfig) -> Path:
             trained = train_run(settled, start, quiet)
         conclude(trained.text, trained.exit_status)
         if trained.text and not (config.merge or mode.stores_base):
-            merge = f"python -m qkvflow.finetune_lm --run {directory.path} --merge"
+            merge = f"python -m qkvflow.finetune_lm --run {directory} --merge"
             print(f"To write LoRA into the weights: {merge}", flush=True)
     if config.merge:
         return _merge(directory, config)
-    return directory.path
+    return directory.location
 
 
 def _is_finished(directory: RunDirectory, config: FinetuneConfig) -> bool:
@@ -67,24 +68,24 @@ def _is_finished(directory: RunDirectory, config: FinetuneConfig) -> bool:
     return step is not None and step + 1 >= config.trainer.num_train_steps
 
 
-def _target(source: RunDirectory, config: FinetuneConfig, *, free: bool = False) -> Path:
+def _target(source: RunDirectory, config: FinetuneConfig, *, free: bool = False) -> Path | Place:
     """Where the merged run goes: beside the LoRA run, as `<id>-merged`, unless a name or place is given."""
     name = f"{source.path.name}-merged"
     if config.mode is None and config.trainer.id is not None:
         name = run_id(config.trainer.id, None)
     moved = config.mode is None and config.run_dir != FinetuneConfig().run_dir
-    target = (folder_of(config.run_dir) if moved else source.path.parent) / name
+    target = (location_of(config.run_dir) if moved else source.location.parent) / name
     if free and target.exists():
         raise UserError(f"{target} exists already. Remove it, or give another name with --trainer.id NAME")
     return target
 
 
-def _merge(source: RunDirectory, config: FinetuneConfig) -> Path:
+def _merge(source: RunDirectory, config: FinetuneConfig) -> Path | Place:
     step = config.checkpoint_step if config.mode is None else None
     with quiet_libraries() as quiet:
         progress = Progress(quiet.terminal)
-        with progress.phase(f"Merging {source.path}"):
-            merged = merge_run(source.path, _target(source, config), step)
+        with progress.phase(f"Merging {source}"):
+            merged = merge_run(source.location, _target(source, config), step)
     print(f"The merged run is in {merged}; it does not need its base", flush=True)
     return merged
 

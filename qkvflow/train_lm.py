@@ -7,12 +7,13 @@ from qkvflow.cli import run_program
 from qkvflow.cli.program import conclude
 from qkvflow.cli.quiet import quiet_libraries
 from qkvflow.runs.config import TrainConfig
+from qkvflow.runs.places import Place
 from qkvflow.runs.prepare import PreparedRun
 from qkvflow.training.session import train_run
 from qkvflow.training.start import FromScratch
 
 
-def main(config: TrainConfig) -> Path:
+def main(config: TrainConfig) -> Path | Place:
     """Trains, and says on standard output where the run lies and what can be done next.
 
     Returns:

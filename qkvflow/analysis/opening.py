@@ -74,8 +74,9 @@ def validation_texts(run: Run, count: int, length: int) -> np.ndarray:
 
 
 def output_folder(run: Run, out: str | None) -> Path:
-    """`out`, or `<run>/analysis`; made if it is not there."""
-    folder = run.path / "analysis" if out is None else local_path(out)
+    """`out`, or `<run>/analysis`, or `analysis/<id>` here for a run in a bucket; made if it is not there."""
+    own = run.path / "analysis" if run.directory.mirror is None else Path("analysis", run.path.name)
+    folder = own if out is None else local_path(out)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -84,7 +85,7 @@ def output_folder(run: Run, out: str | None) -> Path:
 
 
 def output_file(run: Run, out: str | None, name: str) -> Path:
-    """`out`, or `<run>/analysis/<name>`; its folder is made if it is not there."""
+    """`out`, or `name` in the folder of `output_folder`; its folder is made if it is not there."""
     if out is None:
         return output_folder(run, None) / name
     path = local_path(out)

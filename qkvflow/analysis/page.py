@@ -16,7 +16,6 @@ from qkvflow.errors import UserError
 from qkvflow.models import NeuralOdeConfig
 from qkvflow.models.cost import evaluations, parameters_by_group
 from qkvflow.models.levanter_twin import enter
-from qkvflow.runs.directory import RunDirectory
 from qkvflow.runs.load import Run
 from qkvflow.tracking import read_metrics
 
@@ -49,7 +48,7 @@ def describe_run(run: Run, name: str) -> Data:
 
 def curves(run: Run) -> Data:
     """Training loss, averaged to a few hundred points, and validation loss."""
-    path = RunDirectory(run.path).metrics
+    path = run.directory.metrics
     records = read_metrics(path) if path.is_file() else []
     pairs = {
         key: [(r["step"], r[f"{key}/loss"]) for r in records if f"{key}/loss" in r and _finite(r[f"{key}/loss"])]

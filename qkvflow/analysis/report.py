@@ -7,7 +7,7 @@ and the depth sweep of `eval_lm` where there is one. Written to `<run>/analysis/
 """
 
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from qkvflow.analysis import page
 from qkvflow.analysis.opening import label, opened, output_file, texts_of
@@ -97,7 +97,7 @@ def _run_data(run: Run, name: str, reading, texts, config: ReportConfig, step) -
 
 def _names(runs: list[Run]) -> list[str]:
     """The folders' names, with as much of the path as tells them apart."""
-    paths = [run.path.resolve() for run in runs]
+    paths = [PurePosixPath(str(run.directory.place.resolved())) for run in runs]
     for depth in range(1, max(len(p.parts) for p in paths) + 1):
         names = ["/".join(p.parts[-depth:]) for p in paths]
         if len(set(names)) == len(names):

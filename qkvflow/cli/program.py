@@ -15,6 +15,7 @@ from typing import Any, NoReturn, TypeVar
 from qkvflow.cli.arguments import parse
 from qkvflow.cli.quiet import notices_on
 from qkvflow.errors import UserError, shortened
+from qkvflow.files import remove_scratch
 from qkvflow.interrupts import MESSAGE, STATUS, raise_from_now_on
 
 T = TypeVar("T")
@@ -61,6 +62,7 @@ def end_process(status: int) -> NoReturn:
         # All processes of a run finish or stop together; after a failure the call might wait for ever.
         jax.distributed.shutdown()
     logging.shutdown()
+    remove_scratch()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):  # the reader of a pipe may have gone
             stream.flush()

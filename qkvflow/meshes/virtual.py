@@ -18,12 +18,13 @@ from qkvflow.errors import UserError
 from qkvflow.meshes.report import MeshReport
 from qkvflow.meshes.shape import MeshShape
 from qkvflow.runs.config import TrainConfig
+from qkvflow.runs.directory import RunDirectory
 
 _COUNT = "--xla_force_host_platform_device_count"
 _GATHERED = b"Involuntary full rematerialization"
 
 
-def describe_mesh(config: TrainConfig, tokens: int, shape: MeshShape, run: Path | None = None) -> MeshReport:
+def describe_mesh(config: TrainConfig, tokens: int, shape: MeshShape, run: RunDirectory | None = None) -> MeshReport:
     """What a training step of `config` costs on a mesh of that shape; see `compile_ahead`.
 
     Args:
@@ -38,7 +39,7 @@ def describe_mesh(config: TrainConfig, tokens: int, shape: MeshShape, run: Path 
         given, found = Path(folder) / "config.yaml", Path(folder) / "report.json"
         write_config(given, dataclasses.replace(config, trainer=trainer))
         words = ["--given", str(given), "--tokens", str(tokens), "--found", str(found)]
-        words += [] if run is None else ["--run", str(run.resolve())]
+        words += [] if run is None else ["--run", str(run.place)]
         status = _run([sys.executable, "-m", "qkvflow.meshes", *words], shape.devices, output)
         output.seek(0)
         said = output.read()

@@ -5,6 +5,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import posixpath
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from qkvflow.config import encode
 from qkvflow.files import local_path, write_text
 from qkvflow.ranges import Count
 from qkvflow.runs.directory import RunDirectory
+from qkvflow.runs.places import Place, is_remote
 
 _LLAMA = "transformer.block.self_attn."
 
@@ -91,17 +93,17 @@ class BaseRecord:
         except (ValueError, TypeError) as error:
             raise UserError(f"{directory.base} cannot be read: {error}") from None
 
-    def find(self, directory: RunDirectory) -> Path:
+    def find(self, directory: RunDirectory) -> Path | Place:
         """Where the base lies now: at the recorded place, or moved together with the run.
 
         Raises:
             UserError: it is at neither.
         """
-        places = [Path(self.path), directory.path / self.relative]
+        places = [_at(self.path), _at(self.relative, directory.location)]
         found = next((place for place in places if place.exists()), None)
         if found is None:
             raise UserError(
-                f"the run {directory.path} holds only what LoRA trained, and its base is gone: there is no"
+                f"the run {directory} holds only what LoRA trained, and its base is gone: there is no"
                 f" {places[0]}. Put the base back, there or at {places[1]}"
             )
         return found
@@ -131,6 +133,16 @@ def fingerprint(model: eqx.Module) -> str:
     return digest.hexdigest()
 
 
+def _at(path: str, folder: Path | Place = Path()) -> Path | Place:
+    """The place that a path or URL means as seen from `folder`."""
+    if is_remote(path):
+        return Place.of(path)
+    if isinstance(folder, Path) or os.path.isabs(path):
+        return Path(os.fspath(folder)) / path
+    scheme, _, rest = folder.url.partition("://")
+    return Place(f"{scheme}://{posixpath.normpath(posixpath.join(rest, path))}")
+
+
 @dataclass(frozen=True)
 class Base(abc.ABC):
     """
@@ -140,7 +152,7 @@ class Base(abc.ABC):
     tokenizer: the folder of its tokenizer, and the name by which its run asked for it; None for an official checkpoint.
     """
 
-    path: Path
+    path: Path | Place
     model: Any
     Vocab: Axis
     tokenizer: tuple[Path, str] | None
@@ -156,8 +168,9 @@ class Base(abc.ABC):
 
     def record(self, directory: RunDirectory, loaded: LmHeadModel) -> BaseRecord:
         """What the run in `directory` writes down of this base, whose parameters are those of `loaded`."""
-        path = str(self.path.resolve())
-        relative = os.path.relpath(path, directory.path.resolve())
+        path, run = (str(p.resolve() if isinstance(p, Path) else p) for p in (self.path, directory.location))
+        is_near = Place.of(path).scheme == Place.of(run).scheme and Place.of(path).bucket == Place.of(run).bucket
+        relative = os.path.relpath(path, run) if is_near else path
         return BaseRecord(path, relative, self.checkpoint_step, encode(self.model), fingerprint(loaded))
 
 

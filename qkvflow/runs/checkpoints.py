@@ -63,10 +63,10 @@ def newest_good(
     return None, damaged
 
 
-def has_checkpoint(path: Path) -> bool:
-    """Whether `path` is a checkpoint of Levanter's, or a folder with some."""
-    places = [path, *path.iterdir()] if path.is_dir() else []
-    return any((place / _METADATA).is_file() for place in places)
+def has_checkpoint(folder: Folder) -> bool:
+    """Whether this is a checkpoint of Levanter's, or a folder with some."""
+    place = Place.of(folder)
+    return any(p.has(_METADATA) for p in (place, *(place / name for name in place.folders())))
 
 
 def sound_checkpoint(

@@ -37,7 +37,7 @@ def changes(path: Path, data: Mapping[str, str]) -> dict[str, tuple[str | None, 
     return {name: (old.get(name), data.get(name)) for name in names or data}  # no name: the order has changed
 
 
-def refusal(run: Path, changes: Mapping[str, tuple[str | None, str | None]]) -> UserError:
+def refusal(run: str, changes: Mapping[str, tuple[str | None, str | None]]) -> UserError:
     """What to tell the user whose data changed."""
     lines = [f"  {name}: {_say(*change)}" for name, change in changes.items()]
     more = [f"  and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []

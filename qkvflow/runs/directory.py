@@ -1,18 +1,77 @@
 """Where the files of a run lie, and how a run gets its name."""
 
+import os
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from qkvflow.errors import UserError, shortened
-from qkvflow.files import local_path
+from qkvflow.files import local_path, scratch_folder
+from qkvflow.runs.buckets import bucket_errors_are_told, require_bucket
+from qkvflow.runs.mirror import LOCK, Mirror
+from qkvflow.runs.places import Place, is_remote
 
 
 @dataclass(frozen=True)
 class RunDirectory:
-    """`<run_dir>/<id>/`: everything that belongs to one run."""
+    """`<run_dir>/<id>/`: everything that belongs to one run.
+
+    path: the folder of its small files; of a run in a bucket that which they are worked on in.
+    mirror: of a run in a bucket, between the two.
+    """
 
     path: Path
+    mirror: Mirror | None = None
+
+    @staticmethod
+    def at(location: "str | os.PathLike") -> "RunDirectory":
+        """The run directory at a path or a URL; of one in a bucket nothing is read before `pull`.
+
+        Raises:
+            UserError: it cannot be a path, or there is no such bucket.
+        """
+        location = location_of(location)
+        if isinstance(location, Path):
+            return RunDirectory(location)
+        folder = scratch_folder() / location.name
+        return RunDirectory(folder, Mirror(location, folder))
+
+    @property
+    def location(self) -> Path | Place:
+        """Where it lies, as people know it."""
+        return self.path if self.mirror is None else self.mirror.place
+
+    @property
+    def place(self) -> Place:
+        """Where it lies."""
+        return Place.of(self.location)
+
+    def __str__(self) -> str:
+        return str(self.location)
+
+    def pull(self) -> None:
+        """Of a run in a bucket: copies its small files here.
+
+        Raises:
+            UserError: the bucket cannot be read.
+        """
+        if self.mirror is not None:
+            with bucket_errors_are_told(self.place):
+                self.mirror.pull()
+
+    def push(self, wanted: Callable[[str], bool] = lambda name: True) -> None:
+        """Of a run in a bucket: copies there what has changed here.
+
+        Args:
+            wanted: which files, by their names.
+
+        Raises:
+            UserError: the bucket cannot be written.
+        """
+        if self.mirror is not None:
+            with bucket_errors_are_told(self.place):
+                self.mirror.push(wanted)
 
     @property
     def config(self) -> Path:
@@ -35,14 +94,14 @@ class RunDirectory:
         return self.path / "tokenizer"
 
     @property
-    def checkpoints(self) -> Path:
+    def checkpoints(self) -> Place:
         """`step-N/`: the state after step N (the first step is 0)."""
-        return self.path / "checkpoints"
+        return self.place / "checkpoints"
 
     @property
-    def damaged(self) -> Path:
+    def damaged(self) -> Place:
         """`step-N/`: checkpoints whose files changed after they were written, kept for whoever can mend them."""
-        return self.path / "damaged"
+        return self.place / "damaged"
 
     @property
     def data(self) -> Path:
@@ -60,27 +119,31 @@ class RunDirectory:
 
     @property
     def log(self) -> Path:
-        """What libraries have to say."""
-        return self.path / "train.log"
+        """What libraries have to say to the first process of the run."""
+        return self.path / log_name(0)
 
     @property
     def lock(self) -> Path:
         """Held by the process that trains."""
-        return self.path / ".lock"
+        return self.path / LOCK
 
 
-def folder_of(name: str) -> Path:
-    """The folder that `run_dir` names.
+def log_name(index: int) -> str:
+    """The name of the log of a process of the run."""
+    return f"train.{index}.log" if index else "train.log"
+
+
+def location_of(name: str | os.PathLike) -> Path | Place:
+    """The folder, or the place in a bucket, that a user names.
 
     Raises:
-        UserError: it is no local folder, or names the home of nobody.
+        UserError: it cannot be a path, there is no such bucket, or it cannot be used.
     """
-    if "://" in name:
-        raise UserError(
-            f"`run_dir` is {shortened(name)}, but must be a folder: mount the bucket (gcsfuse, mountpoint-s3) and name"
-            " the folder where it is mounted"
-        )
-    return local_path(name)
+    if not is_remote(name):
+        return local_path(name)
+    place = Place.of(name)
+    require_bucket(place)
+    return place
 
 
 def run_id(given: str | None, config_path: str | None) -> str:

@@ -3,7 +3,6 @@
 import dataclasses
 import typing
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import haliax as hax
@@ -62,13 +61,13 @@ class RunEvaluator:
         self.Batch = Axis(BATCH, size)
         self.Pos = config.Pos
         self._trainer = TrainerConfig(train_batch_size=size)
-        data = config.data.resolve(Path(run.path) / "tokenizer", config.control_dim)
+        data = config.data.resolve(run.directory.tokenizer, config.control_dim)
         check_enough_tokens(data, self.Pos.size)
         with set_mesh(self._trainer.device_mesh):
             self._sets = data.tagged_eval_sets(self.Pos)
         if not self._sets:
             raise UserError(
-                f"the run {run.path} has no validation text: its data gives none (data.validation, or"
+                f"the run {run.directory} has no validation text: its data gives none (data.validation, or"
                 " data.validation_fraction)"
             )
         self._limit = None if max_batches is None else max_batches * size

@@ -23,8 +23,8 @@ from levanter.utils.tree_utils import inference_mode
 
 from qkvflow.data import load_tokenizer
 from qkvflow.errors import Notice, UserError
-from qkvflow.files import local_path
 from qkvflow.models import lora
+from qkvflow.runs.buckets import bucket_errors_are_told
 from qkvflow.runs.base import Base, BaseRecord, OfficialBase
 from qkvflow.runs.checkpoints import Damaged, all_damaged, checkpoint_steps, newest_good
 from qkvflow.runs.checksums import damage_of
@@ -32,6 +32,7 @@ from qkvflow.runs.config import FinetuneConfig, TrainConfig
 from qkvflow.config import read_config
 from qkvflow.runs.directory import RunDirectory
 from qkvflow.runs.disk import disk_errors_are_told
+from qkvflow.runs.places import Place
 from qkvflow.named import is_named
 
 
@@ -43,14 +44,19 @@ class Run:
     model: the model in inference mode (no dropout).
     tokenizer: Levanter's wrapper of the run's own tokenizer.
     step: the model is as it was after this step (the first step is 0).
-    path: the run directory.
+    directory: of the run.
     """
 
     config: TrainConfig
     model: LmHeadModel
     tokenizer: MarinTokenizer
     step: int
-    path: Path
+    directory: RunDirectory
+
+    @property
+    def path(self) -> Path:
+        """The folder of its small files; of a run in a bucket that of their copies."""
+        return self.directory.path
 
     def __iter__(self) -> Iterator[Any]:
         return iter((self.config, self.model, self.tokenizer))
@@ -60,7 +66,7 @@ def load_run(path: str | os.PathLike, checkpoint_step: int | None = None, *, mer
     """Reads a run directory. The files of its checkpoint are compared with their checksums first.
 
     Args:
-        path: the run directory, `runs/<id>`.
+        path: the run directory, `runs/<id>`, or `gs://bucket/runs/<id>`.
         checkpoint_step: N of the checkpoint `step-N`; the newest good one if not given, with a warning (`Notice`) if
             a newer one is damaged.
         merge: of a LoRA run: what it trained is added to its base's weights, which gives an ordinary model;
@@ -71,7 +77,7 @@ def load_run(path: str | os.PathLike, checkpoint_step: int | None = None, *, mer
             damaged; and if the base of a LoRA run is gone or has changed.
     """
     directory = find_run(path)
-    with disk_errors_are_told(directory.path):
+    with disk_errors_are_told(directory.path), bucket_errors_are_told(directory.place):
         return _read_run(directory, _choose_step(directory, checkpoint_step), merge)
 
 
@@ -88,7 +94,7 @@ def _read_run(directory: RunDirectory, step: int, merge: bool = True) -> Run:
         model = _read_arrays(
             checkpoint, lambda key: config.trainer.mp.cast_to_param(model_config.build(vocab, key=key))
         )
-    return Run(config, inference_mode(model, True), tokenizer, step, directory.path)
+    return Run(config, inference_mode(model, True), tokenizer, step, directory)
 
 
 def is_adapter(directory: RunDirectory) -> bool:
@@ -107,7 +113,7 @@ class RunBase(Base):
 
     @staticmethod
     def open(
-        path: str | os.PathLike, checkpoint_step: int | None = None, child: Path | None = None
+        path: str | os.PathLike, checkpoint_step: int | None = None, child: Path | Place | None = None
     ) -> "RunBase":
         """A run at a checkpoint; the last one of a finished run if none is named.
 
@@ -122,15 +128,15 @@ class RunBase(Base):
         step, total = _choose_step(directory, checkpoint_step, child), config.trainer.num_train_steps
         if checkpoint_step is None and step + 1 < total:
             raise UserError(
-                f"the run {directory.path} is unfinished: its newest checkpoint is step-{step}, after {step + 1} of"
+                f"the run {directory} is unfinished: its newest checkpoint is step-{step}, after {step + 1} of"
                 f" {total} steps. Finish it, or take that checkpoint as it is with --checkpoint_step {step}"
             )
         assert config.vocab_size is not None  # `commit` has written it
         tokenizer = (directory.tokenizer, config.data.tokenizer)
-        return RunBase(directory.path, config.model, Axis("vocab", config.vocab_size), tokenizer, step)
+        return RunBase(directory.location, config.model, Axis("vocab", config.vocab_size), tokenizer, step)
 
     def load(self) -> LmHeadModel:
-        return _read_run(RunDirectory(self.path), self.step).model
+        return _read_run(find_run(self.path), self.step).model
 
     @property
     def checkpoint_step(self) -> int | None:
@@ -151,13 +157,13 @@ def load_base(directory: RunDirectory) -> LmHeadModel:
         assert source is not None
         base = OfficialBase.open(dataclasses.replace(source, path=str(path)))
     else:
-        base = RunBase.open(path, record.checkpoint_step, directory.path)
+        base = RunBase.open(path, record.checkpoint_step, directory.location)
     loaded = base.load()
     record.check(base, loaded)
     return loaded
 
 
-def _read_adapter(directory: RunDirectory, checkpoint: Path) -> LmHeadModel:
+def _read_adapter(directory: RunDirectory, checkpoint: Place) -> LmHeadModel:
     """The base with what LoRA trained beside it, from the checkpoint of a run."""
     config = read_config(directory.config, FinetuneConfig)
     mode = config.mode
@@ -167,7 +173,7 @@ def _read_adapter(directory: RunDirectory, checkpoint: Path) -> LmHeadModel:
     return eqx.combine(_read_arrays(checkpoint, lambda key: trained), model, is_leaf=is_named)
 
 
-def _read_arrays(checkpoint: Path, build: Callable[[jax.Array], LmHeadModel]) -> LmHeadModel:
+def _read_arrays(checkpoint: Place, build: Callable[[jax.Array], LmHeadModel]) -> LmHeadModel:
     """The model part of a checkpoint, on the mesh of all devices, whatever mesh the run was trained on."""
     mesh = TrainerConfig().device_mesh
     with jax.set_mesh(mesh):
@@ -181,17 +187,25 @@ def _read_arrays(checkpoint: Path, build: Callable[[jax.Array], LmHeadModel]) ->
 
 def find_run(path: str | os.PathLike) -> RunDirectory:
     """The run directory at `path`, or a `UserError` that says what is there instead."""
-    directory = RunDirectory(local_path(path))
+    directory = RunDirectory.at(path)
+    directory.pull()
     if directory.config.is_file():
         return directory
-    if directory.path.is_dir():
-        inside = sorted(str(found.parent) for found in directory.path.glob("*/config.yaml"))
+    place, shown = directory.place, directory.location
+    if place.exists():
+        inside = _runs_in(shown)
         listing = f"; runs in it: {', '.join(inside)}" if inside else ""
         raise UserError(f"{path} is not a run directory: it has no config.yaml{listing}")
-    runs = sorted(str(found.parent) for found in directory.path.parent.glob("*/config.yaml"))
-    near = difflib.get_close_matches(str(directory.path), runs, n=3) or runs[:8]
-    listing = f"runs in {directory.path.parent}: {', '.join(near)}" if near else f"{directory.path.parent} has no runs"
+    runs = _runs_in(shown.parent)
+    near = difflib.get_close_matches(str(shown), runs, n=3) or runs[:8]
+    listing = f"runs in {shown.parent}: {', '.join(near)}" if near else f"{shown.parent} has no runs"
     raise UserError(f"there is no run {path}; {listing}")
+
+
+def _runs_in(folder: Path | Place) -> list[str]:
+    if isinstance(folder, Path):
+        return sorted(str(found.parent) for found in folder.glob("*/config.yaml"))
+    return [str(folder / name) for name in folder.folders() if (folder / name).has("config.yaml")]
 
 
 def with_local_tokenizer(model_config: Any, tokenizer: Path) -> Any:
@@ -204,7 +218,7 @@ def with_local_tokenizer(model_config: Any, tokenizer: Path) -> Any:
     return model_config
 
 
-def unreadable_checkpoint(checkpoint: Path, error: Exception) -> UserError:
+def unreadable_checkpoint(checkpoint: Place | str, error: Exception) -> UserError:
     """What to tell the user when Levanter cannot load a complete checkpoint."""
     reason = next(iter(str(error).strip().splitlines()), type(error).__name__)[:300]
     return UserError(
@@ -225,11 +239,11 @@ def _without_warnings(name: str) -> Iterator[None]:
         logger.setLevel(level)
 
 
-def _choose_step(directory: RunDirectory, wanted: int | None, child: Path | None = None) -> int:
+def _choose_step(directory: RunDirectory, wanted: int | None, child: Path | Place | None = None) -> int:
     """The step to read; `child`: a run that was made from exactly `wanted`, and has no choice."""
     steps = checkpoint_steps(directory.checkpoints)
     if not steps and child is None:
-        raise UserError(f"the run {directory.path} has no checkpoint yet; it writes one when it ends or is stopped")
+        raise UserError(f"the run {directory} has no checkpoint yet; it writes one when it ends or is stopped")
     if wanted is None:
         newest, damaged = newest_good(directory.checkpoints)
         if newest is None:
@@ -242,7 +256,7 @@ def _choose_step(directory: RunDirectory, wanted: int | None, child: Path | None
     mend = f"The run {child} was made from it and needs it: put it back from a copy" if child is not None else ""
     if wanted not in steps:
         raise UserError(
-            f"the run {directory.path} has no checkpoint of step {wanted}{f'. {mend}' if mend else f'; there are: {others}'}"
+            f"the run {directory} has no checkpoint of step {wanted}{f'. {mend}' if mend else f'; there are: {others}'}"
         )
     what = damage_of(path)
     if what is not None:

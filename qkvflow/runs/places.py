@@ -3,7 +3,7 @@
 import os
 import shutil
 import urllib.parse
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -62,8 +62,22 @@ class Place:
         return PurePosixPath(self.url).name
 
     @property
+    def parent(self) -> "Place":
+        return Place(self.url.rpartition("/")[0] or "/")
+
+    @property
     def is_remote(self) -> bool:
         return is_remote(self.url)
+
+    @property
+    def scheme(self) -> str:
+        """`gs` or `s3` of a bucket; `file` on this machine."""
+        return urllib.parse.urlparse(self.url).scheme if self.is_remote else "file"
+
+    @property
+    def bucket(self) -> str:
+        """The name of the bucket that it lies in; empty on this machine."""
+        return self._path.partition("/")[0]
 
     @property
     def local(self) -> Path:
@@ -71,13 +85,13 @@ class Place:
         assert not self.is_remote
         return Path(self.url)
 
+    def resolved(self) -> "Place":
+        """The same without symbolic links."""
+        return self if self.is_remote else Place(str(self.local.resolve()))
+
     def folders(self) -> list[str]:
         """Names of the folders in it."""
-        try:
-            found = self._fs.ls(self._path, detail=True)
-        except (FileNotFoundError, NotADirectoryError):
-            return []
-        return sorted(PurePosixPath(info["name"]).name for info in found if info["type"] == "directory")
+        return [name for name, is_folder in self._entries().items() if is_folder]
 
     def files(self) -> dict[str, FileInfo]:
         """All files in it and below, by their path from here."""
@@ -90,6 +104,27 @@ class Place:
             for name, info in sorted(found.items())
             if name.startswith(here)
         }
+
+    def names(self) -> list[str]:
+        """Names of the files and folders in it."""
+        return list(self._entries())
+
+    def files_outside(self, folders: Sequence[str]) -> list[str]:
+        """All files in it and below, by their path from here, without a look into the `folders` in it."""
+        entries = self._entries()
+        below = [name for name, is_folder in entries.items() if is_folder and name not in folders]
+        found = [name for name, is_folder in entries.items() if not is_folder]
+        return found + [f"{folder}/{name}" for folder in below for name in (self / folder).files()]
+
+    def exists(self) -> bool:
+        """Whether there is such a folder; in a bucket: one with files."""
+        return bool(self._entries()) if self.is_remote else self.local.exists()
+
+    def require_bucket(self) -> None:
+        """Raises:
+        FileNotFoundError: the bucket that it lies in is not there.
+        """
+        self._fs.ls(self.bucket)
 
     def has(self, name: str) -> bool:
         """Whether there is a file of this name."""
@@ -112,6 +147,14 @@ class Place:
         fresh.write_bytes(content)
         os.replace(fresh, self.local / name)
 
+    def create(self, name: str, content: bytes) -> None:
+        """Writes a file in a bucket that is not there yet.
+
+        Raises:
+            FileExistsError: it is; also if another process has made it just now.
+        """
+        self._fs.pipe_file(self._at(name), content, mode="create")
+
     def remove(self, name: str | None = None) -> None:
         """Removes a file, or the folder with all that is in it."""
         if name is not None:
@@ -133,15 +176,19 @@ class Place:
     @property
     def _fs(self) -> AbstractFileSystem:
         # TensorStore writes past fsspec, whose memory of what there was would be wrong.
-        return fsspec.filesystem(self._scheme, **({"use_listings_cache": False} if self.is_remote else {}))
-
-    @property
-    def _scheme(self) -> str:
-        return urllib.parse.urlparse(self.url).scheme if self.is_remote else "file"
+        return fsspec.filesystem(self.scheme, **({"use_listings_cache": False} if self.is_remote else {}))
 
     @property
     def _path(self) -> str:
         return self.url.split("://", 1)[1] if self.is_remote else self.url
+
+    def _entries(self) -> dict[str, bool]:
+        """What is in it: names, and whether they are folders."""
+        try:
+            found = self._fs.ls(self._path, detail=True)
+        except (FileNotFoundError, NotADirectoryError):
+            return {}
+        return {PurePosixPath(info["name"]).name: info["type"] == "directory" for info in sorted(found, key=_name)}
 
     def _at(self, name: str) -> str:
         return f"{self._path}/{name}"
@@ -150,3 +197,7 @@ class Place:
 def _each(action: Callable[[str], Any], names: Iterable[str]) -> None:
     with ThreadPoolExecutor(_THREADS) as pool:
         list(pool.map(action, names))
+
+
+def _name(info: dict[str, Any]) -> str:
+    return info["name"]

@@ -28,7 +28,11 @@ from qkvflow.runs.checkpoints import (
 )
 from qkvflow.runs.config import FREE_KEYS, TrainConfig
 from qkvflow.config import differences, listed, read_config, write_config
-from qkvflow.runs.directory import RunDirectory, folder_of, run_id
+from qkvflow.runs.bucket_lock import BucketLock, held
+from qkvflow.runs.buckets import bucket_errors_are_told
+from qkvflow.runs.directory import RunDirectory, location_of, log_name, run_id
+from qkvflow.runs.mirror import LOCK
+from qkvflow.runs.places import Place
 from qkvflow.runs.processes import damage_found_with_followers, follow, tell_others
 
 C = TypeVar("C", bound=TrainConfig)
@@ -44,6 +48,8 @@ class PreparedRun(Generic[C]):
     last_step: step of the newest good checkpoint; -1 if there is none.
     changes: keys that differ from the stored configuration, and data that changed, and were accepted.
     data: what the training data is, see `check_data`.
+    lock: of a run in a bucket, in its first process.
+    is_committed: whether it is a run that can be continued.
     """
 
     directory: RunDirectory
@@ -51,6 +57,8 @@ class PreparedRun(Generic[C]):
     last_step: int
     changes: dict
     data: dict[str, str] | None = None
+    lock: BucketLock | None = None
+    is_committed: bool = False
 
     def check_data(self, data: dict[str, str]) -> None:
         """Compares the training data with what the run was started with; `commit` writes it down.
@@ -63,17 +71,31 @@ class PreparedRun(Generic[C]):
         """
         changes = data_record.changes(self.directory.data, data)
         if changes and not self.config.accept_changes:
-            raise data_record.refusal(self.directory.path, changes)
+            raise data_record.refusal(str(self.directory), changes)
         self.changes |= {f"data: {name}": change for name, change in changes.items()}
         self.data = data
 
     def require_space(self, checkpoint_bytes: int) -> None:
         """Refuses a disk without room for two checkpoints (the newest is only deleted after the next)."""
-        disk.require_space(self.directory.path, 2 * checkpoint_bytes)
+        if self.directory.mirror is None:
+            disk.require_space(self.directory.path, 2 * checkpoint_bytes)
+
+    def keep(self) -> None:
+        """Of a committed run in a bucket: copies there what has changed in its folder on this machine.
+
+        Raises:
+            UserError: the bucket cannot be written, or another process has taken over the run.
+        """
+        index = jax.process_index()
+        if not self.is_committed:
+            return
+        if self.lock is not None:
+            self.lock.check()
+        self.directory.push(lambda name: index == 0 or name == log_name(index))
 
     def commit(self, config: C) -> None:
         """Writes `config.yaml`; from now on this is a run that can be continued."""
-        self.config = config
+        self.config, self.is_committed = config, True
         if jax.process_index() > 0:
             return
         if self.changes:
@@ -84,6 +106,7 @@ class PreparedRun(Generic[C]):
         write_config(self.directory.config, config)
         if self.data is not None:
             data_record.write(self.directory.data, self.data)
+        self.keep()
 
 
 @contextlib.contextmanager
@@ -104,28 +127,50 @@ def prepare_run(config: C, phase: Phase | None = None) -> Iterator[PreparedRun[C
     """
     name = run_id(config.trainer.id, config.config_path)
     config = dataclasses.replace(config, trainer=dataclasses.replace(config.trainer, id=name))
-    directory = RunDirectory(folder_of(config.run_dir) / name)
+    directory = RunDirectory.at(location_of(config.run_dir) / name)
     if "::" in str(directory.path.absolute()):
         raise UserError(f"{directory.path.absolute()} holds `::`, which libraries take for two paths. Choose another place")
-    if jax.process_index() > 0:  # one of several processes of a run: the first one makes all checks
-        with disk.disk_errors_are_told(directory.path):
-            follow(directory.lock, directory.checkpoints)
-            yield _follow(directory, config)
-    else:
-        with contextlib.ExitStack() as stack:
-            yield _lead(directory, config, phase, stack)
+    with contextlib.ExitStack() as stack:
+        with bucket_errors_are_told(directory.place):
+            if jax.process_index() > 0:  # one of several processes of a run: the first one makes all checks
+                stack.enter_context(disk.disk_errors_are_told(directory.path))
+                follow(directory.place)
+                directory.pull()
+                prepared = _follow(directory, config)
+            else:
+                prepared = _lead(directory, config, phase, stack)
+        try:
+            yield prepared
+        except BaseException:
+            with contextlib.suppress(UserError):  # what has happened says more
+                prepared.keep()
+            raise
+        prepared.keep()
 
 
 def _lead(directory: RunDirectory, config: C, phase: Phase | None, stack: contextlib.ExitStack) -> PreparedRun[C]:
     try:
-        stack.enter_context(_opened(directory))
+        lock = stack.enter_context(_opened(directory) if directory.mirror is None else _opened_in_bucket(directory))
         stack.enter_context(disk.disk_errors_are_told(directory.path))
         prepared = _reopen(directory, config, phase) if directory.config.exists() else _begin(directory, config)
+        prepared.lock = lock
     except BaseException:
         tell_others(None)
         raise
-    tell_others(directory.lock)
+    tell_others(directory.place)
     return prepared
+
+
+@contextlib.contextmanager
+def _opened_in_bucket(directory: RunDirectory) -> Iterator[BucketLock]:
+    """Like `_opened`. Before `commit` nothing but the lock is written to the bucket, which tries whether that works."""
+    with contextlib.ExitStack() as stack:
+        try:
+            lock = stack.enter_context(held(directory.place, LOCK))
+        except Taken as taken:
+            raise _in_use(directory, taken) from None
+        directory.pull()
+        yield lock
 
 
 @contextlib.contextmanager
@@ -152,10 +197,7 @@ def _opened(directory: RunDirectory) -> Iterator[None]:
                     if attempt + 1 == _ATTEMPTS:
                         raise
                 except Taken as taken:
-                    raise UserError(
-                        f"{taken.owner} is training in {folder}. Wait for it, stop it, or give this run a name of its own"
-                        " with --trainer.id NAME"
-                    ) from None
+                    raise _in_use(directory, taken) from None
             was_empty = {entry.name for entry in folder.iterdir()} <= {lock.name}
             disk.write_a_trial(folder)
         try:
@@ -171,6 +213,13 @@ def _opened(directory: RunDirectory) -> Iterator[None]:
             raise
 
 
+def _in_use(directory: RunDirectory, taken: Taken) -> UserError:
+    return UserError(
+        f"{taken.owner} is training in {directory}. Wait for it, stop it, or give this run a name of its own"
+        " with --trainer.id NAME"
+    )
+
+
 def _empty(folder: Path, lock: Path) -> None:
     for entry in folder.iterdir():
         if entry.is_dir():
@@ -182,13 +231,13 @@ def _empty(folder: Path, lock: Path) -> None:
 def _begin(directory: RunDirectory, config: C) -> PreparedRun[C]:
     # What a start that failed before the end of `commit` may have left.
     ours = {directory.lock.name, directory.tokenizer.name, ".probe", "config.tmp"}  # the last two by older versions
-    found = {entry.name for entry in directory.path.iterdir()}
+    found = set(directory.place.names())
     strangers = sorted(
         name for name in found - ours if not (re.fullmatch(r"train(\.\d+)?\.log", name) or is_fresh(name))
     )
     if strangers:
         raise UserError(
-            f"{directory.path} is not a run directory (it has no config.yaml) and is not empty: it holds "
+            f"{directory} is not a run directory (it has no config.yaml) and is not empty: it holds "
             f"{', '.join(strangers[:5])}. Choose another name with --trainer.id or place with --run_dir"
         )
     return PreparedRun(directory, config, last_step=-1, changes={})
@@ -209,7 +258,7 @@ def _reopen(directory: RunDirectory, config: C, phase: Phase | None) -> Prepared
     changes = differences(stored, config, FREE_KEYS)
     if changes and not config.accept_changes:
         raise UserError(
-            f"the run {directory.path} was started with another configuration:\n{listed(changes)}\n"
+            f"the run {directory} was started with another configuration:\n{listed(changes)}\n"
             "Nothing was changed. For a new run, add --trainer.id NAME; to continue this one with the new "
             "values, add --accept_changes true"
         )
@@ -220,7 +269,7 @@ def _reopen(directory: RunDirectory, config: C, phase: Phase | None) -> Prepared
     total = config.trainer.num_train_steps
     if last_step + 1 >= total:
         raise UserError(
-            f"the run {directory.path} is finished: it has made {last_step + 1} of {total} steps. Nothing "
+            f"the run {directory} is finished: it has made {last_step + 1} of {total} steps. Nothing "
             f"was changed. To train it longer, add --trainer.num_train_steps {2 * (last_step + 1)} "
             "--accept_changes true; for a new run, add --trainer.id NAME"
         )
@@ -230,6 +279,6 @@ def _reopen(directory: RunDirectory, config: C, phase: Phase | None) -> Prepared
     return PreparedRun(directory, config, last_step, changes)
 
 
-def _tell_damage(damaged: Damaged, target: Path, last_step: int) -> None:
+def _tell_damage(damaged: Damaged, target: Place, last_step: int) -> None:
     text = f"{damaged}. It is kept as {target}; the run continues from step-{last_step}, the newest good one"
     warnings.warn(Notice(text), stacklevel=2)

@@ -1,9 +1,7 @@
 """Several processes of one run: the first one opens the run directory, the others follow or end with it."""
 
-import os
 import socket
 import time
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -11,42 +9,43 @@ from jax.experimental import multihost_utils
 
 from qkvflow.errors import UserError
 from qkvflow.runs.checksums import Checksum, damage_of, first_changed
+from qkvflow.runs.mirror import LOCK
 from qkvflow.runs.places import Place
 
 _SECONDS_TO_APPEAR = 30  # what network file systems may need to show a new file to another machine
 _OPEN, _REFUSED = -1, -2  # what the first process tells; other numbers are steps whose checkpoints all check together
 
 
-def tell_others(mark: Path | None) -> None:
+def tell_others(place: Place | None) -> None:
     """The first process tells whether the run directory is open; returns when all have heard it.
 
     Args:
-        mark: a file in the run directory, which all processes must see; None if it could not be opened.
+        place: the run directory, whose lock all processes must see; None if it could not be opened.
 
     Raises:
         UserError: another process does not see the directory.
     """
     if jax.process_count() == 1:
         return
-    multihost_utils.broadcast_one_to_all(np.int32(_REFUSED if mark is None else _OPEN))
-    if mark is None:
+    multihost_utils.broadcast_one_to_all(np.int32(_REFUSED if place is None else _OPEN))
+    if place is None:
         jax.distributed.shutdown()  # returns when all have come to it; else the others would be aborted
     else:
-        _require_seen(mark)
+        _require_seen(place)
 
 
-def follow(mark: Path, checkpoints: Path) -> None:
+def follow(place: Place) -> None:
     """Another process waits for the first one, and reads its share of what that one checks.
 
     Raises:
         UserError: the first one could not open the directory, or it is not to be seen from here.
     """
     while (told := int(multihost_utils.broadcast_one_to_all(np.int32(0)))) >= 0:
-        damage_found_together(Place.of(checkpoints) / f"step-{told}")
+        damage_found_together(place / "checkpoints" / f"step-{told}")
     if told == _REFUSED:
         jax.distributed.shutdown()
         raise UserError("the first process of this run could not open the run directory, and says why")
-    _require_seen(mark)
+    _require_seen(place)
 
 
 def damage_found_with_followers(checkpoint: Place) -> str | None:
@@ -72,18 +71,32 @@ def damage_found_together(checkpoint: Place) -> str | None:
     return found or "another process has found it damaged"
 
 
-def _require_seen(mark: Path) -> None:
+def _require_seen(place: Place) -> None:
     deadline = time.monotonic() + _SECONDS_TO_APPEAR
-    while not mark.exists() and time.monotonic() < deadline:
-        os.listdir(mark.parent) if mark.parent.is_dir() else None  # makes NFS look again
+    while (reason := _not_seen(place)) and time.monotonic() < deadline:
         time.sleep(0.2)
-    sees = multihost_utils.process_allgather(np.asarray(mark.exists())).reshape(-1)
+    sees = multihost_utils.process_allgather(np.asarray(not reason)).reshape(-1)
     if sees.all():
         return
     blind = [int(i) for i in np.flatnonzero(~sees)]
     jax.distributed.shutdown()
+    if place.is_remote:
+        why = f"{reason}. " if reason else ""
+        remedy = f"{why}All machines need the same bucket and credentials that may read and write it"
+    else:
+        remedy = (
+            "All machines must see one folder, by NFS or Lustre, or a bucket (gs://, s3://): give it with --run_dir DIR"
+        )
     raise UserError(
-        f"the run directory {mark.parent} is not shared: processes {blind} of {jax.process_count()} do not see what"
-        f" the first one wrote there (this is {socket.gethostname()}). All machines must see one folder, by NFS,"
-        " Lustre or a mounted bucket: give it with --run_dir DIR"
+        f"the run directory {place} is not shared: processes {blind} of {jax.process_count()} do not see what"
+        f" the first one wrote there (this is {socket.gethostname()}). {remedy}"
     )
+
+
+def _not_seen(place: Place) -> str:
+    """Why this process does not see the lock of the run; empty if it does."""
+    try:
+        place.names()  # makes NFS look again
+        return "" if place.has(LOCK) else "its lock is not there"
+    except Exception as error:  # of any store
+        return next(iter(str(error).splitlines()), "") or type(error).__name__

@@ -4,6 +4,7 @@ import logging
 import time
 from collections.abc import Callable
 from datetime import datetime, timedelta
+from typing import Any
 
 from levanter.checkpoint import CheckpointerConfig, CheckpointInterval
 
@@ -17,7 +18,16 @@ _TIMEOUT_SECONDS = 30 * 60  # as in Levanter
 
 
 class RunCheckpointer(StoppableCheckpointer):
-    """Saves checkpoints of a run as they fall due, and one more when it is stopped."""
+    """Saves checkpoints of a run as they fall due, and one more when it is stopped.
+
+    before_saving: called before anything of a checkpoint is written.
+    """
+
+    before_saving: Callable[[], None] = staticmethod(lambda: None)
+
+    def save_checkpoint(self, *args: Any, **options: Any) -> None:
+        self.before_saving()
+        super().save_checkpoint(*args, **options)
 
     def remove(self, checkpoint: str) -> None:
         """Removes an old checkpoint; a failure is logged, since training can go on."""

@@ -5,19 +5,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from haliax import Axis
-from levanter.checkpoint import is_checkpoint_path
 from levanter.models.lm_model import LmConfig
 from levanter.schedule import distinct_values
 from levanter.trainer import TrainerConfig
 
 from qkvflow.config.levanter_ranges import LEVANTER
 from qkvflow.errors import UserError
-from qkvflow.files import local_path
 from qkvflow.inside.levanter import settle_devices
 from qkvflow.models import NeuralOdeConfig
 from qkvflow.ranges import check_ranges
 from qkvflow.runs.checkpoints import has_checkpoint
 from qkvflow.runs.config import TrainConfig
+from qkvflow.runs.directory import location_of
 
 
 def check_config(config: TrainConfig) -> None:
@@ -117,7 +116,7 @@ def _check_levanter_paths(trainer: TrainerConfig) -> None:
 
 
 def _has_checkpoint(source: str) -> bool:
-    return is_checkpoint_path(source) if "://" in source else has_checkpoint(local_path(source))
+    return has_checkpoint(location_of(source))
 
 
 def _assertion_line(error: BaseException) -> str:

@@ -10,9 +10,10 @@ from qkvflow.errors import UserError
 from qkvflow.ranges import check_ranges
 from qkvflow.runs.base import Base, BaseRecord, OfficialBase
 from qkvflow.runs.config import FinetuneConfig
-from qkvflow.runs.directory import RunDirectory, folder_of, run_id
+from qkvflow.runs.directory import RunDirectory, location_of, run_id
 from qkvflow.runs.load import RunBase, find_run, is_adapter
 from qkvflow.runs.modes import FinetuneMode
+from qkvflow.runs.places import Place
 from qkvflow.training.start import FromBase, adapted_shape
 
 
@@ -37,7 +38,7 @@ def settle(config: FinetuneConfig) -> tuple[FinetuneConfig, Base, FinetuneMode]:
         raise UserError("`trainer.initialize_from` cannot be set: a fine-tune begins from `run` or `official`")
     directory = finetune_directory(config)
     base = _open(config, directory)
-    if directory.path.resolve() == base.path.resolve():
+    if directory.place.resolved() == Place.of(base.path).resolved():
         raise UserError(f"the fine-tune would write into its base {base.path}: give it a name with --trainer.id NAME")
     if not mode.stores_base and config.run is not None and is_adapter(find_run(config.run)):
         raise UserError(
@@ -69,7 +70,9 @@ def finetune_start(config: FinetuneConfig) -> tuple[FinetuneConfig, FromBase]:
 
 def finetune_directory(config: FinetuneConfig) -> RunDirectory:
     """Where the run of this configuration lies, or will lie."""
-    return RunDirectory(folder_of(config.run_dir) / run_id(config.trainer.id, config.config_path))
+    directory = RunDirectory.at(location_of(config.run_dir) / run_id(config.trainer.id, config.config_path))
+    directory.pull()
+    return directory
 
 
 def _open(config: FinetuneConfig, directory: RunDirectory) -> Base:
@@ -78,7 +81,7 @@ def _open(config: FinetuneConfig, directory: RunDirectory) -> Base:
     assert config.run is not None
     record = BaseRecord.read(directory)
     if config.checkpoint_step is None and record is not None:  # the base may have been trained on since this run began
-        return RunBase.open(config.run, record.checkpoint_step, directory.path)
+        return RunBase.open(config.run, record.checkpoint_step, directory.location)
     return RunBase.open(config.run, config.checkpoint_step)
 
 

@@ -8,10 +8,9 @@ import jax
 from levanter.trainer import TrainerConfig
 
 from qkvflow.errors import Notice
-from qkvflow.files import local_path
 from qkvflow.runs.checkpoints import Phase, sound_checkpoint
 from qkvflow.runs.config import TrainConfig
-from qkvflow.runs.directory import RunDirectory
+from qkvflow.runs.directory import location_of
 from qkvflow.runs.prepare import PreparedRun
 from qkvflow.runs.processes import damage_found_together
 
@@ -30,8 +29,7 @@ def levanter_trainer(run: PreparedRun[TrainConfig], phase: Phase) -> TrainerConf
     """
     config, trainer = run.config, run.config.trainer
     # Absolute: Levanter takes what is before the first colon of a relative path for the name of a protocol.
-    folder = run.directory.path.absolute()
-    checkpoints = RunDirectory(folder).checkpoints
+    folder, checkpoints = run.directory.path.absolute(), run.directory.checkpoints
     changes: dict[str, Any] = {}
     if run.last_step >= 0:
         # The one that was compared with its checksums: Levanter would choose by itself.
@@ -39,10 +37,9 @@ def levanter_trainer(run: PreparedRun[TrainConfig], phase: Phase) -> TrainerConf
         changes |= {"load_checkpoint": True, "load_checkpoint_path": str(checkpoint)}
     else:
         changes["load_checkpoint"] = trainer.load_checkpoint or False  # None: it would look by itself
-        if trainer.initialize_from is not None and "://" not in trainer.initialize_from:
+        if trainer.initialize_from is not None:
             with phase(f"Checking {trainer.initialize_from}"):
-                place = local_path(trainer.initialize_from).absolute()
-                source, damaged = sound_checkpoint(place, damage_found_together)
+                source, damaged = sound_checkpoint(location_of(trainer.initialize_from), damage_found_together)
             for checkpoint in damaged:
                 warnings.warn(Notice(f"{checkpoint}. Taking {source.name}, the newest good one, instead"), stacklevel=2)
             changes["initialize_from"] = str(source)

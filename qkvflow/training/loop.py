@@ -11,7 +11,7 @@ from levanter.trainer_state import TrainerState
 from qkvflow.errors import UserError
 from qkvflow.progress import Progress
 from qkvflow.runs.checkpoints import checkpoint_steps
-from qkvflow.runs.directory import RunDirectory
+from qkvflow.runs.prepare import PreparedRun
 from qkvflow.tracking import RunTracker
 from qkvflow.training.checkpointer import create_checkpointer
 from qkvflow.training.finite import BadSteps, FiniteTrainer, TooManyBadSteps, data_position, stopped_at
@@ -44,15 +44,15 @@ class Stages:
 class Outcome:
     """How training ended.
 
-    step: the last step that was made.
-    loss: its training loss.
+    step: the last step that was made; None if it was stopped before its first.
+    loss: its training loss; None without a step.
     validation_loss: after the last step; None without validation text, or if stopped before the end.
     exit_status: 0, or that of the signal that stopped it.
     skipped: steps of this process that were not finite and changed nothing.
     """
 
-    step: int
-    loss: float
+    step: int | None
+    loss: float | None
     validation_loss: float | None
     exit_status: int
     skipped: int = 0
@@ -65,7 +65,7 @@ def train(
     *,
     validation: Validation,
     tracker: RunTracker,
-    directory: RunDirectory,
+    run: PreparedRun,
     progress: Progress,
     tokens_per_example: int,
     stages: Stages,
@@ -90,6 +90,7 @@ def train(
     ]
     trainer.stage = stages.at(done)
     checkpointer = create_checkpointer(config.checkpointer)
+    checkpointer.before_saving = run.keep
     bad_steps = BadSteps(max_skipped_steps)
     _add_hooks(trainer)
     steps = trainer.training_steps(state, batches)
@@ -108,7 +109,7 @@ def train(
             if what is None and not isinstance(error, TooManyBadSteps):
                 raise
             checkpointer.wait_until_finished()  # the newest may still be on its way to the disk
-            saved = checkpoint_steps(directory.checkpoints)
+            saved = checkpoint_steps(run.directory.checkpoints)
             data = data_position(config.batch_schedule, done, sequences_per_epoch)
             raise stopped_at(done, what or _NAN, data, saved[-1] if saved else None, max_skipped_steps) from None
 
@@ -128,8 +129,7 @@ def train(
     validation_loss = None
     with StopRequest() as stop:
         if stop.is_due():  # the signal came while data and model were prepared
-            progress.say("Stopped by SIGTERM before the first step. To continue, give the same command again.")
-            raise SystemExit(stop.exit_status)
+            return Outcome(None, None, None, stop.exit_status)
         with progress.phase("Compiling the training step"):
             info = next_step()
         progress.start(done, total)

@@ -18,7 +18,9 @@ from qkvflow.config import encode
 from qkvflow.models import NeuralOdeConfig
 from qkvflow.progress import Console, Progress, describe_loss
 from qkvflow.runs.config import TrainConfig
+from qkvflow.runs.directory import log_name
 from qkvflow.runs.load import unreadable_checkpoint
+from qkvflow.runs.places import Place
 from qkvflow.runs.prepare import C, PreparedRun, prepare_run
 from qkvflow.tracking import start_trackers
 from qkvflow.training.checks import check_config, check_devices, tree_bytes
@@ -40,10 +42,10 @@ class Trained:
     path: the run directory.
     text: what to tell on standard output: how training ended and what can be done next. Empty but for the first of
         several processes.
-    exit_status: 0, or that of the signal that stopped the training; a checkpoint is written first.
+    exit_status: 0, or that of the signal that stopped the training; a checkpoint of what was trained is written first.
     """
 
-    path: Path
+    path: Path | Place
     text: str
     exit_status: int
 
@@ -67,13 +69,13 @@ def train_run(config: C, start_of: Callable[[PreparedRun[C]], Start], console: C
     progress = Progress(console.terminal if is_first else open(os.devnull, "w"))  # noqa: SIM115
     with prepare_run(config, progress.phase) as run:
         outcome, unigram = _train_in(run, start_of(run), console, progress)
-    return Trained(run.directory.path, _last_words(run, outcome, unigram) if is_first else "", outcome.exit_status)
+    return Trained(run.directory.location, _last_words(run, outcome, unigram) if is_first else "", outcome.exit_status)
 
 
 def _train_in(run: PreparedRun[C], start: Start, console: Console, progress: Progress) -> tuple[Outcome, float | None]:
     config, directory = run.config, run.directory
     index = jax.process_index()
-    console.log_to(directory.log if index == 0 else directory.log.with_suffix(f".{index}.log"))
+    console.log_to(directory.path / log_name(index))
     levanter_config = levanter_trainer(run, progress.phase)
     check_devices(levanter_config)
     optimizer = config.build_optimizer()  # early, because it may be refused
@@ -117,7 +119,7 @@ def _train_in(run: PreparedRun[C], start: Start, console: Console, progress: Pro
                 trainer.data_loader(corpus.train).iter_from_step(int(state.step)),
                 validation=validation,
                 tracker=tracker,
-                directory=directory,
+                run=run,
                 progress=progress,
                 tokens_per_example=length,
                 stages=_stages(config, vocab.size),
@@ -149,7 +151,7 @@ def _initial_state(
             source = run.directory.checkpoints / f"step-{run.last_step}"
         if source is None:
             raise
-        raise unreadable_checkpoint(Path(source), error) from error
+        raise unreadable_checkpoint(source, error) from error
 
 
 def _stages(config: TrainConfig, vocab_size: int) -> Stages:
@@ -183,37 +185,42 @@ def _headline(run: PreparedRun[TrainConfig], parameters: int, corpus: Corpus) ->
     start = "new run" if run.last_step < 0 else f"continues after step {run.last_step}"
     kind = run.config.model.get_choice_name(type(run.config.model))
     return (
-        f"{run.directory.path} ({start}): {kind}, {parameters:,} parameters, {corpus.train_tokens:,} tokens "
+        f"{run.directory} ({start}): {kind}, {parameters:,} parameters, {corpus.train_tokens:,} tokens "
         f"of text, {trainer.num_train_steps} steps on {jax.device_count()} x {jax.devices()[0].device_kind}"
     )
 
 
 def _last_words(run: PreparedRun[TrainConfig], outcome: Outcome, unigram: float | None) -> str:
-    path = run.directory.path
+    directory = run.directory
     lines = []
     if outcome.exit_status:
         name = signal.Signals(outcome.exit_status - 128).name
-        lines.append(f"Stopped by {name} after step {outcome.step}; a checkpoint is written.")
+        is_begun = outcome.step is not None
+        what = f"after step {outcome.step}; a checkpoint is written" if is_begun else "before the first step"
+        lines.append(f"Stopped by {name} {what}.")
         lines.append("To continue, give the same command again.")
     else:
+        assert outcome.loss is not None
         loss = outcome.validation_loss
         result = f"training loss {outcome.loss:.3f}" if loss is None else describe_loss(loss, unigram)
-        lines += [f"Finished: {result}", f"The run is in {path}"]
+        lines += [f"Finished: {result}", f"The run is in {directory}"]
         if outcome.skipped:
             lines.append(f"({outcome.skipped} steps were not finite and were skipped)")
         if unigram is not None:
             lines.append(
                 "(nats per token; unigram: what frequencies of single tokens reach, which a model must beat by far)"
             )
-    lines.append(f"To see its curves:          tensorboard --logdir {path / 'tensorboard'}")
+    lines.append(f"To see its curves:          tensorboard --logdir {directory.location / 'tensorboard'}")
     if not outcome.exit_status:
         lines.append(f"To let it write:            {_sample_command(run)}")
     model = run.config.model
     is_flow = isinstance(model, NeuralOdeConfig) and not isinstance(model.weights, PerLayerConfig)
     if not outcome.exit_status and is_flow:
-        lines.append(f"To read it at other depths: python -m qkvflow.eval_lm --run {path} --steps 3,6,12,24")
+        lines.append(f"To read it at other depths: python -m qkvflow.eval_lm --run {directory} --steps 3,6,12,24")
     if not outcome.exit_status:
-        lines.append(f"To use it in Python:        config, model, tokenizer = qkvflow.runs.load_run({str(path)!r})")
+        lines.append(
+            f"To use it in Python:        config, model, tokenizer = qkvflow.runs.load_run({str(directory)!r})"
+        )
     return "\n".join(lines) + "\n"
 
 
@@ -221,4 +228,4 @@ def _sample_command(run: PreparedRun[TrainConfig]) -> str:
     model = run.config.model
     is_adaptive = isinstance(model, NeuralOdeConfig) and model.depth.is_adaptive
     steps = f" --steps {model.depth.reading_steps}" if is_adaptive else ""
-    return f'python -m qkvflow.sample_lm --run {run.directory.path}{steps} --prompt "The"'
+    return f'python -m qkvflow.sample_lm --run {run.directory}{steps} --prompt "The"'

@@ -3,7 +3,6 @@
 import abc
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import equinox as eqx
@@ -24,6 +23,7 @@ from qkvflow.runs.config import FinetuneConfig, TrainConfig
 from qkvflow.runs.directory import RunDirectory
 from qkvflow.runs.load import load_base, with_local_tokenizer
 from qkvflow.runs.modes import FinetuneMode
+from qkvflow.runs.places import Place
 from qkvflow.training.checks import model_shape
 
 
@@ -137,7 +137,7 @@ def start_of(directory: RunDirectory) -> tuple[TrainConfig, Start]:
     assert config.vocab_size is not None  # `commit` has written it
     assert config.mode is not None
     Vocab, tokenizer = Axis("vocab", config.vocab_size), (directory.tokenizer, str(config.data.tokenizer))
-    base = RecordedBase(Path(record.path), decode(LmConfig, record.model), Vocab, tokenizer, directory)
+    base = RecordedBase(Place.of(record.path), decode(LmConfig, record.model), Vocab, tokenizer, directory)
     return config, FromBase(config.model, directory, base, config.mode)
 
 

@@ -157,7 +157,11 @@ def test_starts_at_once_take_nothing_from_each_other(tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "words"),
-    [("~nobodyknows/x", "no home of that user"), ("x" * 300, "too long for a path"), ("gs://bucket/x", "must be a folder")],
+    [
+        ("~nobodyknows/x", "no home of that user"),
+        ("x" * 300, "too long for a path"),
+        ("hdfs://x/y", "no folder of this machine and no bucket"),
+    ],
 )
 def test_folders_that_cannot_be_are_refused(name, words):
     with pytest.raises(UserError, match=words), prepare_run(dataclasses.replace(_config(Path()), run_dir=name)):

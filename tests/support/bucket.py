@@ -36,6 +36,7 @@ def bucket(name: str) -> Iterator[str]:
             assert time.monotonic() < deadline
             time.sleep(0.2)
         with mock.patch.dict(os.environ, environment):
+            fsspec.get_filesystem_class("s3").clear_instance_cache()  # of an earlier server
             fsspec.filesystem("s3", use_listings_cache=False, skip_instance_cache=True).mkdir(name)
             yield f"s3://{name}"
     finally:
