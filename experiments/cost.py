@@ -20,11 +20,12 @@ _NEAR = 0.05
 @dataclass(frozen=True)
 class Cost:
     """
-    parameters: what is trained. materialised: of the ordinary model that it becomes at its depth.
-    evaluations: of blocks, or layers, that a token passes; the mean where their number is drawn.
-    flops: of a training step: forward, backward and generation of weights, without what is recomputed
-        (`qkvflow.models.cost`).
-    tokens: of a training step. memory: bytes of its peak, if it was asked for (`step_memory`).
+    Attributes:
+        parameters: what is trained. materialised: of the ordinary model that it becomes at its depth.
+        evaluations: of blocks, or layers, that a token passes; the mean where their number is drawn.
+        flops: of a training step: forward, backward and generation of weights, without what is recomputed
+            (`qkvflow.models.cost`).
+        tokens: of a training step. memory: bytes of its peak, if it was asked for (`step_memory`).
     """
 
     parameters: int

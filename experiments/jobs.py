@@ -31,12 +31,13 @@ _FREE_KEYS = {*FREE_KEYS, "data.train", "data.validation"} - {"trainer.steps_per
 class Arm:
     """What is trained with several seeds.
 
-    label: names it among the runs. recipe: without a name, a seed and a chosen learning rate.
-    cost: of a training step. what: what it is, a dataclass, with whose fields the records of its trainings begin.
-    text: that it is trained, selected and reported on; None if its study does that in its own way.
-    asks: what else is read of its trainings, as data.
-    shares_rate: arms that agree in it share their learning rate; None shares with none.
-    base: the arm whose training with the same seed it begins from.
+    Attributes:
+        label: names it among the runs. recipe: without a name, a seed and a chosen learning rate.
+        cost: of a training step. what: what it is, a dataclass, with whose fields the records of its trainings begin.
+        text: that it is trained, selected and reported on; None if its study does that in its own way.
+        asks: what else is read of its trainings, as data.
+        shares_rate: arms that agree in it share their learning rate; None shares with none.
+        base: the arm whose training with the same seed it begins from.
     """
 
     label: str

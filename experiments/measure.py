@@ -37,11 +37,12 @@ T = TypeVar("T", bound=Training)
 class Measure(Generic[T]):
     """How the trainings of a study are read.
 
-    kind: of the records: fields of an arm's `what`, those of `Training`, and others that `more` sets.
-    config: of the study. run_dir: of its runs. The records go to `config.readings`, a small file for each training:
-        where it is there, neither the training nor its run is asked for.
-    more: what else is read of a reported training: its run, and what evaluates models on the part `report`, which an
-        arm without a text does not have.
+    Attributes:
+        kind: of the records: fields of an arm's `what`, those of `Training`, and others that `more` sets.
+        config: of the study. run_dir: of its runs. The records go to `config.readings`, a small file for each training:
+            where it is there, neither the training nor its run is asked for.
+        more: what else is read of a reported training: its run, and what evaluates models on the part `report`, which
+            an arm without a text does not have.
     """
 
     kind: type[T]

@@ -13,7 +13,10 @@ from experiments.texts import Text
 class Protocol:
     """What a protocol adds to the keys of a configuration: it is mixed into the class of that.
 
-    parts: what each part of the text is, in words; bytes: of each. counts: `select` or `report` -> what n-grams reach
+    Attributes:
+        parts: what each part of the text is, in words; bytes: of each. counts: `select` or `report` -> what n-grams
+            reach
+
     there that are counted in the first `counted` tokens of the part `train`, as many as a model is trained on.
     """
 

@@ -51,10 +51,11 @@ class Record:
 class Training:
     """What is read off any training. Studies add what their trainings are, and what else they read.
 
-    curve: [steps done, loss on the part `select`]; select_loss: its end.
-    seconds_per_step: the median, without the first step of the run if it has more.
-    causal_at: the positions at which it passed the test of causality. report_loss: on the part `report`. Both are read
-        of trainings that are reported.
+    Attributes:
+        curve: [steps done, loss on the part `select`]; select_loss: its end.
+        seconds_per_step: the median, without the first step of the run if it has more.
+        causal_at: the positions at which it passed the test of causality. report_loss: on the part `report`. Both are
+            read of trainings that are reported.
     """
 
     seed: int

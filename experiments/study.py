@@ -24,9 +24,10 @@ FOLDER = Path(__file__).parent
 @dataclass
 class OutputConfig:
     """
-    run_dir: where the runs go. output: folder of the results, by default `<run_dir>/results`.
-    config_path: the YAML file that this came from; its name is that of the run directory, `runs/<study>_<name>`.
-    redraw: only tables and figures, from `results.json` in `output`.
+    Attributes:
+        run_dir: where the runs go. output: folder of the results, by default `<run_dir>/results`.
+        config_path: the YAML file that this came from; its name is that of the run directory, `runs/<study>_<name>`.
+        redraw: only tables and figures, from `results.json` in `output`.
     """
 
     run_dir: str | None = None
@@ -56,13 +57,14 @@ class OutputConfig:
 class SeedsConfig(OutputConfig):
     """Besides what `OutputConfig` says:
 
-    overrides: merged into the configuration of every model.
-    seeds: of the trainings that are reported; a seed settles data order and initial weights.
-    evaluations: how often the loss on `select` is read during a training; select_batches: of how many batches.
-    report_batches: of how many batches of the part `report` the reported loss is; all if null.
-    readings: folder of what was read off each finished training, a small file for each; by default
-        `<run_dir>/readings`. With these files another machine goes on without the runs.
-    note: what of the reported losses was known when this was planned; it stands on the page.
+    Attributes:
+        overrides: merged into the configuration of every model.
+        seeds: of the trainings that are reported; a seed settles data order and initial weights.
+        evaluations: how often the loss on `select` is read during a training; select_batches: of how many batches.
+        report_batches: of how many batches of the part `report` the reported loss is; all if null.
+        readings: folder of what was read off each finished training, a small file for each; by default
+            `<run_dir>/readings`. With these files another machine goes on without the runs.
+        note: what of the reported losses was known when this was planned; it stands on the page.
     """
 
     overrides: dict[str, Any] = field(default_factory=dict)
@@ -94,10 +96,11 @@ class SeedsConfig(OutputConfig):
 class StudyConfig(SeedsConfig):
     """Besides what `SeedsConfig` says:
 
-    text: `{type: wikitext2, folder: DIR}`, `{type: files, name, train, select, report}` or `{type: builtin}`.
-    learning_rates: for each model the one with the lowest mean loss on the part `select` at the end of trainings with
-        `selection_seeds` is taken; one alone is taken as it is. If empty, that of each configuration.
-    selection_seeds: others than `seeds`.
+    Attributes:
+        text: `{type: wikitext2, folder: DIR}`, `{type: files, name, train, select, report}` or `{type: builtin}`.
+        learning_rates: for each model the one with the lowest mean loss on the part `select` at the end of trainings
+            with `selection_seeds` is taken; one alone is taken as it is. If empty, that of each configuration.
+        selection_seeds: others than `seeds`.
     """
 
     text: TextConfig = field(default_factory=Builtin)
@@ -122,10 +125,11 @@ R = TypeVar("R", bound=Record)
 class Study(Generic[C, R]):
     """What makes a study one.
 
-    name: that of its folder. config: class of its YAML. record: class of its `results.json`.
-    make: carries it out in a folder for its runs. It is called again after any interruption, and goes on.
-    page: what stands in the holes of `page.md`; the page is written to `page_name`, and shown.
-    files: CSV and LaTeX, by name. figures: by name. default: YAML file that is taken where none is named.
+    Attributes:
+        name: that of its folder. config: class of its YAML. record: class of its `results.json`.
+        make: carries it out in a folder for its runs. It is called again after any interruption, and goes on.
+        page: what stands in the holes of `page.md`; the page is written to `page_name`, and shown.
+        files: CSV and LaTeX, by name. figures: by name. default: YAML file that is taken where none is named.
     """
 
     name: str

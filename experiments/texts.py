@@ -127,7 +127,9 @@ class Shakespeare(TextConfig):
 @dataclass(frozen=True)
 class HuggingFace(TextConfig):
     """id, name: of a data set on the Hugging Face hub. text_key: of a record, names its text.
-    train, select, report: its splits. They are fetched once.
+
+    Attributes:
+        train, select, report: its splits. They are fetched once.
     """
 
     id: str

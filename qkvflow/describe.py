@@ -53,13 +53,14 @@ Sections = dict[str, dict[str, Value]]
 @dataclass
 class DescribeConfig:
     """
-    files: configurations; what `--config_path A.yaml B.yaml` gives.
-    run: run directories.
-    checkpoint_step: N of the runs' checkpoints `step-N`; the newest if not given.
-    vocab_size: of the models of configurations; by default that of their tokenizer.
-    overrides: `--key.subkey value` for every configuration, as words.
-    mesh: the devices to compile the training step for, see `qkvflow.meshes.shape`.
-    json: a file that everything is also written to.
+    Attributes:
+        files: configurations; what `--config_path A.yaml B.yaml` gives.
+        run: run directories.
+        checkpoint_step: N of the runs' checkpoints `step-N`; the newest if not given.
+        vocab_size: of the models of configurations; by default that of their tokenizer.
+        overrides: `--key.subkey value` for every configuration, as words.
+        mesh: the devices to compile the training step for, see `qkvflow.meshes.shape`.
+        json: a file that everything is also written to.
     """
 
     files: list[str] = field(default_factory=list)

@@ -38,13 +38,14 @@ from qkvflow.runs.known_loss import warn_of_lost
 @dataclass
 class EvalConfig:
     """
-    run: the run directory.
-    checkpoint_step: N of the checkpoint step-N; the newest by default.
-    steps: numbers of steps, `6` or `4,6,12`; as trained by default.
-    solver: solvers, `euler` or `euler,rk4`; as trained by default.
-    max_eval_batches: of each validation set; all by default.
-    batch_size: sequences at a time; as in training by default.
-    data: keys of the run's `data` in place of its own: `--data.validation FILE` evaluates on another text.
+    Attributes:
+        run: the run directory.
+        checkpoint_step: N of the checkpoint step-N; the newest by default.
+        steps: numbers of steps, `6` or `4,6,12`; as trained by default.
+        solver: solvers, `euler` or `euler,rk4`; as trained by default.
+        max_eval_batches: of each validation set; all by default.
+        batch_size: sequences at a time; as in training by default.
+        data: keys of the run's `data` in place of its own: `--data.validation FILE` evaluates on another text.
     """
 
     run: str

@@ -171,7 +171,11 @@ def _listening(host: str, port: int) -> Iterator[socket.socket]:
 
 
 def _listen(sock: socket.socket) -> None:
-    """Errors: `UserError` if another server has bound the same port meanwhile, and listens already."""
+    """Begins to listen.
+
+    Raises:
+        UserError: another server has bound the same port meanwhile, and listens already.
+    """
     try:
         sock.listen(2048)
     except OSError as error:

@@ -41,11 +41,12 @@ class Read:
 class Group:
     """Models that differ in one thing.
 
-    question: what the group is to answer, in words.
-    arms: name -> what is merged into the configuration last; `base` among it is another file to begin from.
-    reference: the arm that the others are compared with.
-    base: file to begin from instead of that of all groups. overrides: merged before the arms.
-    read: other solvers and numbers of steps at which each trained model is read.
+    Attributes:
+        question: what the group is to answer, in words.
+        arms: name -> what is merged into the configuration last; `base` among it is another file to begin from.
+        reference: the arm that the others are compared with.
+        base: file to begin from instead of that of all groups. overrides: merged before the arms.
+        read: other solvers and numbers of steps at which each trained model is read.
     """
 
     question: str
@@ -65,10 +66,11 @@ class Group:
 class AblationsConfig(StudyConfig):
     """Besides what `StudyConfig` says; a learning rate is chosen for each arm:
 
-    base: configuration of train_lm that arms begin from; its data is replaced by `text`.
-    groups: name -> `Group`. Arms that are the same model are trained once, in whichever groups they stand.
-    only: names of groups; others are left out, and results go to a folder of their own, `results_<GROUP>_...`.
-    read_batches: of how many batches of the part `report` readings in other ways are; as `report_batches` if null.
+    Attributes:
+        base: configuration of train_lm that arms begin from; its data is replaced by `text`.
+        groups: name -> `Group`. Arms that are the same model are trained once, in whichever groups they stand.
+        only: names of groups; others are left out, and results go to a folder of their own, `results_<GROUP>_...`.
+        read_batches: of how many batches of the part `report` readings in other ways are; as `report_batches` if null.
     """
 
     base: str | None = None

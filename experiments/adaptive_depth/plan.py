@@ -18,12 +18,14 @@ class AdaptiveDepthConfig(SeedsConfig):
     """Besides what `SeedsConfig` says (results go to this folder, but for a smoke test; `overrides` are merged into all
     trainings):
 
-    wikitext2: folder with WikiText-2's valid.txt and test.txt. shakespeare: TinyShakespeare's file.
-    a, b: other texts.
-    flow, gpt2: `model` of train_lm.
-    pretrain: other keys of train_lm, for both models. scratch: for the GPT-2 that is trained on the other text alone.
-    full, lora: of finetune_lm. depths: M, the numbers of steps at which the flow is tuned.
-    both_ways: from the first text to the second and back.
+    Attributes:
+        wikitext2: folder with WikiText-2's valid.txt and test.txt. shakespeare: TinyShakespeare's file.
+        a, b: other texts.
+        flow, gpt2: `model` of train_lm.
+        pretrain: other keys of train_lm, for both models. scratch: for the GPT-2 that is trained on the other text
+            alone.
+        full, lora: of finetune_lm. depths: M, the numbers of steps at which the flow is tuned.
+        both_ways: from the first text to the second and back.
     """
 
     wikitext2: str | None = None
@@ -66,8 +68,9 @@ class AdaptiveDepthConfig(SeedsConfig):
 @dataclass(frozen=True)
 class Stage:
     """
-    system: `flow` or `gpt2`. kind: `pretrain`, `full`, `lora` or `scratch`. target: name of the text.
-    depth: M; None for a model of one depth. source: text of the base; None without a base.
+    Attributes:
+        system: `flow` or `gpt2`. kind: `pretrain`, `full`, `lora` or `scratch`. target: name of the text.
+        depth: M; None for a model of one depth. source: text of the base; None without a base.
     """
 
     system: str

@@ -42,7 +42,9 @@ class Trained(Training, Stage):
 @dataclass(frozen=True, kw_only=True)
 class AdaptiveDepth(Record):
     """texts: name -> bytes of each part.
-    counts: text -> part -> what n-grams reach there that are counted in as much of the text as a model is tuned on.
+
+    Attributes:
+        counts: text -> part -> what n-grams reach there that are counted in as much of the text as a model is tuned on.
     """
 
     settings: Settings

@@ -23,10 +23,11 @@ ROWS = {
 class CompareConfig(StudyConfig):
     """Besides what `StudyConfig` says; a learning rate is chosen for each system in each size:
 
-    systems: name -> configuration of train_lm; its data is replaced by `text`.
-    reference: the system that the others are compared with, in number of FLOPs and parameters too.
-    rows: of ROWS.
-    targets: losses on `select` to whose first crossing time and FLOPs are given.
+    Attributes:
+        systems: name -> configuration of train_lm; its data is replaced by `text`.
+        reference: the system that the others are compared with, in number of FLOPs and parameters too.
+        rows: of ROWS.
+        targets: losses on `select` to whose first crossing time and FLOPs are given.
     """
 
     systems: dict[str, str] = field(default_factory=dict)

@@ -51,7 +51,9 @@ class Comparison(Record):
 class Line:
     """A system in a row. trained: by seed. what: any of them, for what they share. flops: of the whole training.
 
-    loss: reported, against the reference; p is corrected over all systems of the row. seconds: of a step, over seeds.
+    Attributes:
+        loss: reported, against the reference; p is corrected over all systems of the row. seconds: of a step, over
+            seeds.
     """
 
     row: str

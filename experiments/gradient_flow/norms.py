@@ -73,8 +73,9 @@ def counts(norms: Sequence[float], totals: Sequence[float]) -> Counts:
 class Verdict:
     """The rule by which the seed called the flow's gradients healthy.
 
-    ratio: mean training loss over the last steps, of a model divided by that of the baseline.
-    gradient: mean norm of the flow's gradient, after clipping as in the seed; None for a model without a flow.
+    Attributes:
+        ratio: mean training loss over the last steps, of a model divided by that of the baseline.
+        gradient: mean norm of the flow's gradient, after clipping as in the seed; None for a model without a flow.
     """
 
     ratio: float

@@ -24,14 +24,16 @@ SYSTEMS = {
 class GradientFlowConfig(SeedsConfig):
     """Besides what `SeedsConfig` says:
 
-    text: `{type: wikitext2, folder: DIR}`, `{type: files, name, train, select, report}` or `{type: builtin}`.
-    hybrid: configuration of train_lm of a model with a flow between ordinary layers; its data is replaced by `text`.
-    replaced_layers: number of ordinary layers that the baseline has where the hybrid has its flow.
-    systems: of SYSTEMS, hybrid and baseline at least.
-    final_steps: over how many steps at the end the training loss of the verdict is averaged.
-    solvers, steps: with each solver the trained flow is read at each of these numbers of steps.
-    refinements: m, Euler steps of the trained length / m, in the flow and in the baseline's layers.
-    controls: number of random controls that are tried on each of a few sequences.
+    Attributes:
+        text: `{type: wikitext2, folder: DIR}`, `{type: files, name, train, select, report}` or `{type: builtin}`.
+        hybrid: configuration of train_lm of a model with a flow between ordinary layers; its data is replaced by
+            `text`.
+        replaced_layers: number of ordinary layers that the baseline has where the hybrid has its flow.
+        systems: of SYSTEMS, hybrid and baseline at least.
+        final_steps: over how many steps at the end the training loss of the verdict is averaged.
+        solvers, steps: with each solver the trained flow is read at each of these numbers of steps.
+        refinements: m, Euler steps of the trained length / m, in the flow and in the baseline's layers.
+        controls: number of random controls that are tried on each of a few sequences.
     """
 
     text: TextConfig = field(default_factory=Builtin)

@@ -85,7 +85,9 @@ class Refined:
 @dataclass(frozen=True)
 class Effect:
     """Of random controls. difference: the seed's number, mean |logits(u) - logits(no control)|, of centred logits.
-    loss_change: of the next-token loss."""
+
+    Attributes:
+        loss_change: of the next-token loss."""
 
     difference: float
     divergence: float

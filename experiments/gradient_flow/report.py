@@ -47,9 +47,11 @@ class GradientFlowProtocol(Protocol, GradientFlowConfig):
 @dataclass(frozen=True)
 class Trained(Training, System):
     """
-    loss: of training, by step. norms: component -> norms of its gradient, by step. clip: the limit of the total norm.
-    refined: of hybrid and baseline. readings, alpha, control (of the trained and of an untrained model), and
-        control_gradient, the largest that the control's matrix had: of the hybrid.
+    Attributes:
+        loss: of training, by step. norms: component -> norms of its gradient, by step. clip: the limit of the total
+            norm.
+        refined: of hybrid and baseline. readings, alpha, control (of the trained and of an untrained model), and
+            control_gradient, the largest that the control's matrix had: of the hybrid.
     """
 
     loss: list[float] = field(default_factory=list)

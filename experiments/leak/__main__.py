@@ -60,9 +60,10 @@ class Mask:
 @dataclass(frozen=True)
 class Shown:
     """
-    moved: the most that a logit before a changed token moves.
-    loss: nats per token on fresh random tokens after training.
-    error: standard error of that loss, over sequences.
+    Attributes:
+        moved: the most that a logit before a changed token moves.
+        loss: nats per token on fresh random tokens after training.
+        error: standard error of that loss, over sequences.
     """
 
     moved: float

@@ -37,9 +37,12 @@ class Published:
 class Recomputed:
     """p-values of one pair of models.
 
-    student: of the test that the fork says it made, two independent groups, uncorrected.
-    bonferroni: that, corrected for the six pairs, as the fork says it did.
-    welch, paired: of tests that do not suppose equal variances, and that use that seeds are shared; `holm`: the paired
+    Attributes:
+        student: of the test that the fork says it made, two independent groups, uncorrected.
+        bonferroni: that, corrected for the six pairs, as the fork says it did.
+        welch, paired: of tests that do not suppose equal variances, and that use that seeds are shared; `holm`: the
+            paired
+
     one, corrected for the six pairs.
     """
 

@@ -32,7 +32,11 @@ class Judge:
     """Tells text B from text A; both are known by as many bytes, so that neither is smoothed more."""
 
     def __init__(self, a: bytes, b: bytes):
-        """Errors: `UserError` if a text is shorter than one N-gram."""
+        """Counts the N-grams of the texts.
+
+        Raises:
+            UserError: a text is shorter than one N-gram.
+        """
         size = min(len(a), len(b))
         if size < N:
             raise UserError(f"the judge needs at least {N} bytes of each text, got {len(a)} and {len(b)}")

@@ -21,12 +21,13 @@ ARMS = {
 class SteeringConfig(SeedsConfig):
     """Besides what `SeedsConfig` says:
 
-    base: configuration of train_lm, of a model with control; its data is replaced.
-    a, b: the texts.
-    record: characters of a record. without_control: share of the records that have none.
-    samples: texts that are generated with each control, for each seed; length: of each, in bytes.
-    temperature: of sampling.
-    between: controls (1 - u, u) from text A at u = 0 to text B at u = 1.
+    Attributes:
+        base: configuration of train_lm, of a model with control; its data is replaced.
+        a, b: the texts.
+        record: characters of a record. without_control: share of the records that have none.
+        samples: texts that are generated with each control, for each seed; length: of each, in bytes.
+        temperature: of sampling.
+        between: controls (1 - u, u) from text A at u = 0 to text B at u = 1.
     """
 
     base: str | None = None

@@ -16,8 +16,9 @@ from experiments.tables import Table, bullets, difference_cells
 class SteeringProtocol(SteeringConfig):
     """a, b: names of the texts. learning_rate, steps: of the trainings.
 
-    counts: what n-grams reach on the parts `report`, means of both, that are counted in the first bytes of the parts
-        `train`, `counted` in all, as many as a model is trained on.
+    Attributes:
+        counts: what n-grams reach on the parts `report`, means of both, that are counted in the first bytes of the
+            parts `train`, `counted` in all, as many as a model is trained on.
     """
 
     a: str = "A"
@@ -49,9 +50,12 @@ class Bound:
 @dataclass(frozen=True)
 class Trained(Training, Named):
     """
-    accuracy: share of samples under u = 0 and u = 1 that are judged as the text asked for.
-    losses: under `right`, `wrong` and `none`, means of both texts' parts `report`; `report_loss` is that under `right`.
-    judged_b: share of samples that is judged as text B, for each u of `between` and for `none`; examples of samples.
+    Attributes:
+        accuracy: share of samples under u = 0 and u = 1 that are judged as the text asked for.
+        losses: under `right`, `wrong` and `none`, means of both texts' parts `report`; `report_loss` is that under
+            `right`.
+        judged_b: share of samples that is judged as text B, for each u of `between` and for `none`; examples of
+            samples.
     """
 
     accuracy: float = 0.0

@@ -25,8 +25,9 @@ class Interval:
 class CorpusExponents:
     """Of n texts of equal length, and of the same texts with their tokens in random order.
 
-    spectrum, shuffled_spectrum: the k largest exponents of each text, [n, k].
-    scores, shuffled_scores: the paper's token score max_i sum_n log |R_n|_ii towards the last token, [n, position].
+    Attributes:
+        spectrum, shuffled_spectrum: the k largest exponents of each text, [n, k].
+        scores, shuffled_scores: the paper's token score max_i sum_n log |R_n|_ii towards the last token, [n, position].
     """
 
     spectrum: np.ndarray

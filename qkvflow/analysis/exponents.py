@@ -70,7 +70,8 @@ def token_logs(jacobians: Callable[[int], np.ndarray], steps: int, tick: Tick | 
     """The paper's recursion for each input token by itself: Q_0 = I; (I + h J_n) Q_n = Q_{n+1} R_{n+1}; log |R_ii|.
 
     jacobians: n -> h J_n, [embed_out, position, embed_in]: how the output position answers to each input position.
-    Returns: [steps, position, embed].
+    Returns:
+        [steps, position, embed].
     """
     q, logs = None, []
     for n in range(steps):

@@ -179,16 +179,17 @@ def _at_official_times(model) -> Reading:
 @dataclass
 class LyapunovConfig:
     """
-    run: the run directory.
-    checkpoint_step: N of the checkpoint step-N; the newest by default.
-    text: the text to look at; by default the beginning of the run's validation text.
-    output_position: which token's state is looked at; the last by default.
-    k: exponents of the whole sequence.
-    sweeps: at most, of the iteration that finds the leading directions.
-    official_times: the official code's times for the token exponents.
-    texts: pieces of the validation text for means and intervals; 0 for none.
-    length: tokens of each of these; at most the context.
-    out: where files go; `<run>/analysis` by default.
+    Attributes:
+        run: the run directory.
+        checkpoint_step: N of the checkpoint step-N; the newest by default.
+        text: the text to look at; by default the beginning of the run's validation text.
+        output_position: which token's state is looked at; the last by default.
+        k: exponents of the whole sequence.
+        sweeps: at most, of the iteration that finds the leading directions.
+        official_times: the official code's times for the token exponents.
+        texts: pieces of the validation text for means and intervals; 0 for none.
+        length: tokens of each of these; at most the context.
+        out: where files go; `<run>/analysis` by default.
     """
 
     run: str

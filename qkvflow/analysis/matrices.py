@@ -48,7 +48,8 @@ def products(model: LmHeadModel, family: str, times=None) -> ThinProduct:
 
     times: numbers in [0, 1]; the training times if not given. Only weights that are functions of time (generated,
         modulated, constant) have values between those.
-    Returns: `ThinProduct` with leading axes [time, heads] for `qk` and `ov`, [time] for `ff`.
+    Returns:
+        `ThinProduct` with leading axes [time, heads] for `qk` and `ov`, [time] for `ff`.
 
     Raises:
         UserError: a model without such matrices, times outside [0, 1] or unknown to the model.

@@ -32,9 +32,10 @@ from qkvflow.weights import at
 class Reading(eqx.Module):
     """A model read step by step on one sequence; in inference mode, float32 at least, causal.
 
-    model: with per-layer weights on a fixed grid (`Flow.discretise`), in a form that can be differentiated forward
-        (attention without a custom backward pass).
-    inputs: what its blocks are given, the same at every step.
+    Attributes:
+        model: with per-layer weights on a fixed grid (`Flow.discretise`), in a form that can be differentiated forward
+            (attention without a custom backward pass).
+        inputs: what its blocks are given, the same at every step.
     """
 
     model: NeuralOdeLMHeadModel

@@ -23,13 +23,14 @@ LARGEST = 5_000_000  # bytes of a page
 @dataclass
 class ReportConfig:
     """
-    run: the run directory.
-    compare: other run directories, shown beside it.
-    checkpoint_step: N of the checkpoint step-N of `run`; the newest by default, as for the others.
-    text: texts to look at, several may be given; by default the beginning of the run's validation text.
-    k: exponents of the whole sequence.
-    draws: of fresh models to compare spectra with; 0 for none.
-    out: the file; `<run>/analysis/report.html` by default.
+    Attributes:
+        run: the run directory.
+        compare: other run directories, shown beside it.
+        checkpoint_step: N of the checkpoint step-N of `run`; the newest by default, as for the others.
+        text: texts to look at, several may be given; by default the beginning of the run's validation text.
+        k: exponents of the whole sequence.
+        draws: of fresh models to compare spectra with; 0 for none.
+        out: the file; `<run>/analysis/report.html` by default.
     """
 
     run: str

@@ -96,12 +96,13 @@ def jacobian_eigenvalues(model: LmHeadModel | Reading, tokens, position: int = -
 @dataclass
 class SpectralConfig:
     """
-    run: the run directory.
-    checkpoint_step: N of the checkpoint step-N; the newest by default.
-    times: layer-times, `0,0.5,1`, or a number of them, spread over [0, 1]; those of training by default.
-    text: a text at whose states the eigenvalues of the field's Jacobian are taken, too; at its last token.
-    draws: of fresh models to compare with; 0 for none.
-    out: where files go; `<run>/analysis` by default.
+    Attributes:
+        run: the run directory.
+        checkpoint_step: N of the checkpoint step-N; the newest by default.
+        times: layer-times, `0,0.5,1`, or a number of them, spread over [0, 1]; those of training by default.
+        text: a text at whose states the eigenvalues of the field's Jacobian are taken, too; at its last token.
+        draws: of fresh models to compare with; 0 for none.
+        out: where files go; `<run>/analysis` by default.
     """
 
     run: str

@@ -16,12 +16,13 @@ from qkvflow.analysis.matrices import ThinProduct
 class Summary:
     """What is read off the spectra of matrices M, each of the shape of the leading axes ([time, heads] or [time]).
 
-    radius: max |lambda|.
-    positive: share of the eigenvalues with positive real part.
-    real, imaginary: root mean squares of the two parts of lambda.
-    norm: Frobenius norm of M, sqrt(sum sigma^2).
-    symmetric: ||S||^2 / ||M||^2 for M = S + A, S symmetric, A antisymmetric: (1 + tr(M^2) / ||M||^2) / 2, with
-        tr(M^2) = sum lambda^2. 1 for a symmetric, 0 for an antisymmetric, 1/2 for a large random matrix.
+    Attributes:
+        radius: max |lambda|.
+        positive: share of the eigenvalues with positive real part.
+        real, imaginary: root mean squares of the two parts of lambda.
+        norm: Frobenius norm of M, sqrt(sum sigma^2).
+        symmetric: ||S||^2 / ||M||^2 for M = S + A, S symmetric, A antisymmetric: (1 + tr(M^2) / ||M||^2) / 2, with
+            tr(M^2) = sum lambda^2. 1 for a symmetric, 0 for an antisymmetric, 1/2 for a large random matrix.
     """
 
     radius: np.ndarray

@@ -25,10 +25,12 @@ class Motion:
     """Of each token, with v_k = (x_{k+1} - x_k) / (t_{k+1} - t_k) = L Psi_k, the mean velocity in step k on the axis
     t in [0, 1]: of flows and ordinary layers on one scale, so that the speed integrates to the length of the path.
 
-    speed: ||v_k||, [steps, position].
-    turning: cos(v_k, v_{k+1}), [steps - 1, position]: 1 goes straight on, 0 turns by a right angle.
-    outward: cos(x_k, v_k), [steps, position]: the part of the motion that only makes x longer (or shorter, negative).
-    displacement: ||x_k - x_0|| / ||x_0||, [steps + 1, position].
+    Attributes:
+        speed: ||v_k||, [steps, position].
+        turning: cos(v_k, v_{k+1}), [steps - 1, position]: 1 goes straight on, 0 turns by a right angle.
+        outward: cos(x_k, v_k), [steps, position]: the part of the motion that only makes x longer (or shorter,
+            negative).
+        displacement: ||x_k - x_0|| / ||x_0||, [steps + 1, position].
     """
 
     speed: np.ndarray
@@ -41,8 +43,9 @@ class Motion:
 class LogitLens:
     """What the model says if the flow ends early: the head (after coda and norm) on the states x_0, ..., x_L.
 
-    loss: of the next token, nats, [steps + 1, position - 1].
-    top_tokens, top_probabilities: the most likely next tokens, [steps + 1, position, top].
+    Attributes:
+        loss: of the next token, nats, [steps + 1, position - 1].
+        top_tokens, top_probabilities: the most likely next tokens, [steps + 1, position, top].
     """
 
     loss: np.ndarray

@@ -70,7 +70,8 @@ def attend(
 class Gpt2Attention(eqx.Module):
     """softmax(Q K^T / sqrt(head_size)) V, then the output projection.
 
-    c_attn: {embed} -> {qkv, heads, head_size};  c_proj: {heads, head_size} -> {embed}.
+    Attributes:
+        c_attn: {embed} -> {qkv, heads, head_size};  c_proj: {heads, head_size} -> {embed}.
     """
 
     c_attn: hnn.Linear

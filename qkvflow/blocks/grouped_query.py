@@ -17,8 +17,9 @@ from qkvflow.blocks.memory import KeysValues
 class GroupedQueryAttention(eqx.Module):
     """softmax(R(q) R(k)^T / sqrt(head_size)) v, then the output projection; R rotates by position.
 
-    q_proj: {embed} -> {heads, head_size};  k_proj, v_proj: {embed} -> {kv_head, head_size};
-    o_proj: {heads, head_size} -> {embed}. Head h reads the keys of kv_head h // (heads / kv_head).
+    Attributes:
+        q_proj: {embed} -> {heads, head_size};  k_proj, v_proj: {embed} -> {kv_head, head_size};
+        o_proj: {heads, head_size} -> {embed}. Head h reads the keys of kv_head h // (heads / kv_head).
 
     Differs from Levanter's Llama, whose q_proj has the axes {kv_head, q_heads_per_group, head_size}: here `heads`, so
     that a mesh can divide q and o over more devices than there are key-value heads. For tensor parallelism map both

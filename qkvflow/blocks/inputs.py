@@ -16,10 +16,11 @@ from qkvflow.blocks.memory import Window
 class Inputs(eqx.Module):
     """Beside the state x {..., position, embed} of B(x; W).
 
-    mask: of the attention; None attends to everything. Not read where there is a `window`.
-    pos_ids: {..., position} int, of rotary positions or of the table of positions; None is 0, 1, 2, ...
-    control: {..., control} or {..., position, control}; None is zero control.
-    window: which positions x holds, where earlier ones are remembered; None if x holds whole sequences.
+    Attributes:
+        mask: of the attention; None attends to everything. Not read where there is a `window`.
+        pos_ids: {..., position} int, of rotary positions or of the table of positions; None is 0, 1, 2, ...
+        control: {..., control} or {..., position, control}; None is zero control.
+        window: which positions x holds, where earlier ones are remembered; None if x holds whole sequences.
     """
 
     mask: AttentionMask | NamedArray | None = None

@@ -85,11 +85,13 @@ class LlamaBlock(eqx.Module):
 class LlamaBlockConfig(BlockConfig):
     """Rotary positions inside the attention; around it a head of its own (unless tied) and no table of positions.
 
-    num_kv_heads: heads of keys and values, a divisor of num_heads; as many as num_heads if not given.
-    intermediate_dim: hidden units of the MLP; 4 times the width if not given, as in the paper's Llama.
-    rope: Levanter's rotary embeddings, `{type: default | llama3 | yarn, theta: ...}`, halves rotated (not pairs).
-    layer_norm_epsilon: of all norms; if not given 1e-5, but 1e-6 for those inside an `official` block.
-    use_bias: of all linear maps and norms. The norms inside an `official` block always have a bias, as in its source.
+    Attributes:
+        num_kv_heads: heads of keys and values, a divisor of num_heads; as many as num_heads if not given.
+        intermediate_dim: hidden units of the MLP; 4 times the width if not given, as in the paper's Llama.
+        rope: Levanter's rotary embeddings, `{type: default | llama3 | yarn, theta: ...}`, halves rotated (not pairs).
+        layer_norm_epsilon: of all norms; if not given 1e-5, but 1e-6 for those inside an `official` block.
+        use_bias: of all linear maps and norms. The norms inside an `official` block always have a bias, as in its
+            source.
     """
 
     num_heads: Count = 16

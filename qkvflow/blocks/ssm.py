@@ -60,8 +60,9 @@ class SsmMemory(eqx.Module):
 class SsmBlockConfig(Gpt2LikeConfig):
     """GPT-2's attention and a diagonal state-space model with `state_size` numbers for each channel of the state x.
 
-    state_size: of Mamba 16.
-    selective: Delta, B and C depend on the input (Mamba); otherwise on layer-time only, through the weights.
+    Attributes:
+        state_size: of Mamba 16.
+        selective: Delta, B and C depend on the input (Mamba); otherwise on layer-time only, through the weights.
     """
 
     state_size: Count = 16

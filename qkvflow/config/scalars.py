@@ -30,8 +30,9 @@ class Text(str):
 class Typed:
     """A value of the command line. For a field of text it is the text, for others what YAML reads in it.
 
-    text: as typed; not empty.
-    where: `--key`, for messages.
+    Attributes:
+        text: as typed; not empty.
+        where: `--key`, for messages.
     """
 
     def __init__(self, text: str, where: str):

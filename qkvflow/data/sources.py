@@ -126,7 +126,8 @@ class FilesDataSource(ShardedDataSource[dict]):
 class BuiltinSource(LmDatasetSourceConfigBase):
     """Text that every Python carries, about a tenth of it for validation.
 
-    text: `topics`, the English of its help, about 465 kB; `library`, sources of its standard library, about 1 MB.
+    Attributes:
+        text: `topics`, the English of its help, about 465 kB; `library`, sources of its standard library, about 1 MB.
     """
 
     text: str = "topics"

@@ -38,8 +38,9 @@ def resolve_tokenizer(spec: str, folder: Path) -> Path:
             knows; same ids), a local folder with `tokenizer.json`, or a name on the Hugging Face hub.
         folder: where the files go. If it was already made from the same spec it is used as it is.
 
-    Returns: `folder`; `levanter.tokenizers.load_tokenizer(str(folder))` and `transformers.AutoTokenizer`
-    read it without a network.
+    Returns:
+        `folder`; `levanter.tokenizers.load_tokenizer(str(folder))` and `transformers.AutoTokenizer`
+        read it without a network.
 
     Raises:
         UserError: an unknown name, an incomplete folder, a source that cannot be reached, and a `folder` that holds

@@ -32,10 +32,11 @@ RECOMPUTED = {"direct": 0, "checkpoint": 1, "reversible": 1}  # times that the b
 class FixedPlan(AbstractPlan):
     """Steps of equal length, known beforehand.
 
-    grid: where the stages of the steps stand.
-    step: the length h of a step as the state sees it (1/L, or 1 for plain residuals).
-    adjoint: checkpoint, direct or reversible. evaluate: batched or in_scan.
-    jitter: the grid is warped at random in each solve (see `qkvflow.depth.jitter`); `times` are those of no warp.
+    Attributes:
+        grid: where the stages of the steps stand.
+        step: the length h of a step as the state sees it (1/L, or 1 for plain residuals).
+        adjoint: checkpoint, direct or reversible. evaluate: batched or in_scan.
+        jitter: the grid is warped at random in each solve (see `qkvflow.depth.jitter`); `times` are those of no warp.
     """
 
     grid: StepGrid

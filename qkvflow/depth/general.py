@@ -46,8 +46,9 @@ class Tolerances:
 class AdaptivePlan(AbstractPlan):
     """Steps of lengths that the error of the state decides.
 
-    steps: the first step tried has the length 1/steps; the trajectory is read at the ends of as many equal steps.
-    adjoint: checkpoint, direct or backsolve.
+    Attributes:
+        steps: the first step tried has the length 1/steps; the trajectory is read at the ends of as many equal steps.
+        adjoint: checkpoint, direct or backsolve.
     """
 
     solver: str

@@ -19,7 +19,8 @@ from qkvflow.depth.solvers import Tableau
 class StepGrid:
     """`steps` equal steps from t = 0 to 1, each with the stages of `tableau`.
 
-    coupling: lambda of the reversible scheme; None for the solver's own step.
+    Attributes:
+        coupling: lambda of the reversible scheme; None for the solver's own step.
     """
 
     tableau: Tableau

@@ -17,7 +17,10 @@ Field = Callable[[Any, NamedArray, Any, Any], NamedArray]
 class Statistics(eqx.Module):
     """What a solve cost whose steps follow the state.
 
-    steps: tried, those rejected included. evaluations: of the vector field; one more was made each time that the very
+    Attributes:
+        steps: tried, those rejected included. evaluations: of the vector field; one more was made each time that the
+            very
+
     first step was rejected. successful: False if max_steps was hit.
     """
 
@@ -30,11 +33,12 @@ class Statistics(eqx.Module):
 class Solution(eqx.Module):
     """x(1), and what was asked for beside it.
 
-    states: after each step, {layers, ...}; None unless the trajectory was asked for.
-    statistics: None where the plan says beforehand what a solve costs.
-    kinetic: the integral of the mean of (dx/dt)^2 over all axes of x, fp32, with the mean velocity of each step in
-        place of dx/dt: sum_k mean((x_{k+1} - x_k)^2) / (t_{k+1} - t_k). None unless asked for.
-    steps: how many there were, where they were drawn from several numbers.
+    Attributes:
+        states: after each step, {layers, ...}; None unless the trajectory was asked for.
+        statistics: None where the plan says beforehand what a solve costs.
+        kinetic: the integral of the mean of (dx/dt)^2 over all axes of x, fp32, with the mean velocity of each step in
+            place of dx/dt: sum_k mean((x_{k+1} - x_k)^2) / (t_{k+1} - t_k). None unless asked for.
+        steps: how many there were, where they were drawn from several numbers.
     """
 
     end: NamedArray
@@ -47,12 +51,13 @@ class Solution(eqx.Module):
 class AbstractPlan(abc.ABC):
     """How a flow is solved. Plans are static: hashable, compared by value, free of arrays.
 
-    steps: of the grid on which the trajectory is read.
-    times: where W(t) is evaluated, ascending; of a plan that finds its own times, the ends of `steps` equal steps.
-    grid: the fixed grid of the solver's own steps; None for a plan that finds its own times.
-    evaluations: of the vector field from t = 0 to 1; None if that depends on the state, as do the next two.
-    recomputed: how many of these the backward pass makes again, at most.
-    weight_evaluations: how many times W(t) is computed in a forward pass.
+    Attributes:
+        steps: of the grid on which the trajectory is read.
+        times: where W(t) is evaluated, ascending; of a plan that finds its own times, the ends of `steps` equal steps.
+        grid: the fixed grid of the solver's own steps; None for a plan that finds its own times.
+        evaluations: of the vector field from t = 0 to 1; None if that depends on the state, as do the next two.
+        recomputed: how many of these the backward pass makes again, at most.
+        weight_evaluations: how many times W(t) is computed in a forward pass.
     """
 
     steps: int

@@ -39,7 +39,8 @@ class Text:
 class Step:
     """What a decoding step has left: for each slot its last token, its length, and whether it is complete.
 
-    logprobs: of these tokens, if one of the texts wanted them.
+    Attributes:
+        logprobs: of these tokens, if one of the texts wanted them.
     """
 
     token: np.ndarray

@@ -45,10 +45,12 @@ def generate(
         stop_token: a text ends with this token, if it comes.
         dtype: `f32` or `bf16`: what is computed in, by default the precision of the weights.
 
-    Returns: {batch, position = that of `tokens` + max_new_tokens}, prompts included; behind the end of a text
+    Returns:
+        {batch, position = that of `tokens` + max_new_tokens}, prompts included; behind the end of a text
         `stop_token` is repeated, or 0 if there is none.
 
-    Errors: `UserError` if prompt and new tokens are more than `model.max_seq_len`; for adaptive steps.
+    Raises:
+        UserError: prompt and new tokens are more than `model.max_seq_len`; for adaptive steps.
     """
     Pos = tokens.resolve_axis(POSITION)
     others = [a for a in tokens.axes if a.name != POSITION]

@@ -11,7 +11,11 @@ _LONG_NAMES = {"float32": "f32", "bfloat16": "bf16"}
 
 
 def dtype_by_name(name: str):
-    """`f32` or `bf16` (`float32`, `bfloat16`). Errors: `UserError` for another name."""
+    """`f32` or `bf16` (`float32`, `bfloat16`).
+
+    Raises:
+        UserError: another name.
+    """
     short = _LONG_NAMES.get(name, name)
     if short not in _DTYPES:
         raise UserError(f"dtype must be one of {', '.join(_DTYPES)}, or left out for that of the weights; got {name!r}")

@@ -22,12 +22,15 @@ LEAST_ROOM, ROOM_UNIT, RECOMPUTED_UNIT = 1024, 256, 1024
 class PreparedModel:
     """A model made ready to generate by any number of engines.
 
-    model: of qkvflow or of Levanter.
+    Attributes:
+        model: of qkvflow or of Levanter.
+
     use_cache: False reads the whole text again for each token. Levanter's models other than GPT-2 and Llama are always
         read so.
     dtype: `f32` or `bf16`, what is computed in; None for that of the weights.
 
-    Errors: `UserError` for a model with adaptive steps.
+    Raises:
+        UserError: the model has adaptive steps.
     """
 
     def __init__(self, model: LmHeadModel, use_cache: bool = True, dtype: str | None = None):
@@ -64,7 +67,11 @@ class PreparedModel:
         )
 
     def check_length(self, prompt: int, max_new_tokens: int, what: str = "the prompt") -> None:
-        """Errors: `UserError` if a prompt of `prompt` tokens and the new ones do not fit the context."""
+        """Checks a prompt and the number of new tokens against the context.
+
+        Raises:
+            UserError: a prompt of `prompt` tokens and the new ones do not fit the context.
+        """
         if max_new_tokens < 1:
             raise UserError(f"max_new_tokens must be at least 1, got {max_new_tokens}.")
         if prompt < 1:
@@ -78,7 +85,11 @@ class PreparedModel:
             )
 
     def check_control(self, control) -> np.ndarray | None:
-        """One control, [control] or [position, control], as an array. Errors: `UserError` if it does not fit."""
+        """One control, [control] or [position, control], as an array.
+
+        Raises:
+            UserError: it does not fit.
+        """
         if control is None:
             return None
         if self.control_dim is None:

@@ -25,7 +25,8 @@ class Prompt:
 def read_prompts(prompt: str | None, file: str | None, stdin: TextIO | None = None) -> list[Prompt]:
     """The prompt, or those of the file, or standard input as one prompt (without its last line break).
 
-    Errors: `UserError` if there is none or more than one source, or if it is empty or cannot be read.
+    Raises:
+        UserError: there is none or more than one source, or it is empty or cannot be read.
     """
     if prompt is not None and file is not None:
         raise UserError("prompt and prompt_file are both given: leave one of them out")

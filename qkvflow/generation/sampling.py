@@ -26,8 +26,10 @@ MAX_BIASES = 300  # tokens of one sequence that may have a bias
 class SamplingOptions:
     """How the tokens of one sequence are chosen. top_k, top_p: None for no limit. seed: any integer.
 
-    bias: what is added to the logits of single tokens.
-    logprobs: whether the log-probabilities of what is chosen are wanted too.
+    Attributes:
+        bias: what is added to the logits of single tokens.
+        logprobs: whether the log-probabilities of what is chosen are wanted too.
+
     The draw at a position depends on seed and position alone, not on what else is in the batch.
     """
 

@@ -23,8 +23,9 @@ from qkvflow.generation.sampling import Bias, Sampling, SamplingOptions, choose
 class State(eqx.Module):
     """What a batch of rows holds.
 
-    text: {batch, position}, `length` tokens each. filled: how many of them are in the memory.
-    limit: the length at which a text is complete; 0 for a row without a text.
+    Attributes:
+        text: {batch, position}, `length` tokens each. filled: how many of them are in the memory.
+        limit: the length at which a text is complete; 0 for a row without a text.
     """
 
     text: Int[Array, "batch position"]

@@ -149,9 +149,10 @@ class StopStrings:
 class Continuation:
     """The text behind one prompt, token by token: what to show, and why it ended.
 
-    reason: None while it goes on; `stop` after the end-of-text token or a stop string, `length` at its full length.
-    made, shown: characters of the text so far, and those of them that were shown; a stop string that may have begun
-        is held back.
+    Attributes:
+        reason: None while it goes on; `stop` after the end-of-text token or a stop string, `length` at its full length.
+        made, shown: characters of the text so far, and those of them that were shown; a stop string that may have begun
+            is held back.
     """
 
     def __init__(

@@ -21,8 +21,9 @@ from qkvflow.runs.load import load_run
 class Writer:
     """A model that writes text.
 
-    step: of the checkpoint.
-    stop_tokens: the end-of-text token, if the tokenizer has one.
+    Attributes:
+        step: of the checkpoint.
+        stop_tokens: the end-of-text token, if the tokenizer has one.
     """
 
     name: str

@@ -88,7 +88,8 @@ class StepTrainer(Trainer):
 
     Reason: Levanter has no place for work on the whole new state (its hooks see gradients only), and compiles one step.
 
-    stage: of a model whose depth grows; the loss reads it while a step is traced.
+    Attributes:
+        stage: of a model whose depth grows; the loss reads it while a step is traced.
     """
 
     stage: int = 0

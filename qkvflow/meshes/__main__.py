@@ -19,10 +19,11 @@ from qkvflow.training.start import start_of
 @dataclass
 class ChildConfig:
     """
-    given: file of the configuration, as `write_config` writes it.
-    run: the run that it is of, if it is of one.
-    tokens: size of the tokenizer's vocabulary.
-    found: where the report goes.
+    Attributes:
+        given: file of the configuration, as `write_config` writes it.
+        run: the run that it is of, if it is of one.
+        tokens: size of the tokenizer's vocabulary.
+        found: where the report goes.
     """
 
     given: str

@@ -12,9 +12,10 @@ KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective
 @dataclass(frozen=True)
 class Collective:
     """
-    kind: as XLA names it.
-    count: executions in one step.
-    bytes: summed over executions: for each the larger of what a device gives and what it gets.
+    Attributes:
+        kind: as XLA names it.
+        count: executions in one step.
+        bytes: summed over executions: for each the larger of what a device gives and what it gets.
     """
 
     kind: str

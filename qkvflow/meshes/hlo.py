@@ -34,11 +34,12 @@ class Array:
 @dataclass(frozen=True)
 class Instruction:
     """
-    name, op: of the instruction, the latter as XLA names it (`dot`, `all-gather`, ...).
-    results: its result, or the parts of it if it is a tuple.
-    rest: operands and attributes, as written.
-    times: executions in one run; a fraction under a conditional.
-    is_stored: whether its result is an array in memory; not so within a fusion.
+    Attributes:
+        name, op: of the instruction, the latter as XLA names it (`dot`, `all-gather`, ...).
+        results: its result, or the parts of it if it is a tuple.
+        rest: operands and attributes, as written.
+        times: executions in one run; a fraction under a conditional.
+        is_stored: whether its result is an array in memory; not so within a fusion.
     """
 
     name: str
@@ -63,8 +64,9 @@ class Instruction:
 @dataclass(frozen=True)
 class Program:
     """
-    computations: instructions by the computation that they stand in.
-    unknown_loops: loops whose number of turns XLA does not know.
+    Attributes:
+        computations: instructions by the computation that they stand in.
+        unknown_loops: loops whose number of turns XLA does not know.
     """
 
     computations: dict[str, list[Instruction]]

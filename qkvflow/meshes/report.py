@@ -16,16 +16,18 @@ NOTABLE = 0.05  # of the memory that a device needs
 @dataclass(frozen=True)
 class MeshReport:
     """
-    mesh: axis -> size; axes of one device are left out.
-    parameters, optimizer: bytes on a device; all_parameters, all_optimizer: of the whole model.
-    arguments, outputs, donated, temporary: bytes on a device by XLA's count; donated is what outputs share with
-        arguments, temporary is everything else that lives during the step: activations, gradients, gathered weights.
-    flops: of matrix products, on a device in a step; xla_flops: XLA's own count, which enters each loop once.
-    unknown_loops: loops that are counted once because their number of turns is not known (adaptive steps).
-    collectives: on a device in a step.
-    whole_arguments, whole_temporaries: arrays above `large` bytes that every device holds whole.
-    rematerialised: warnings of XLA that it gathers an array only to divide it in another way.
-    compile_seconds, compile_bytes: what compiling took on this machine.
+    Attributes:
+        mesh: axis -> size; axes of one device are left out.
+        parameters, optimizer: bytes on a device; all_parameters, all_optimizer: of the whole model.
+        arguments, outputs, donated, temporary: bytes on a device by XLA's count; donated is what outputs share with
+            arguments, temporary is everything else that lives during the step: activations, gradients, gathered
+            weights.
+        flops: of matrix products, on a device in a step; xla_flops: XLA's own count, which enters each loop once.
+        unknown_loops: loops that are counted once because their number of turns is not known (adaptive steps).
+        collectives: on a device in a step.
+        whole_arguments, whole_temporaries: arrays above `large` bytes that every device holds whole.
+        rematerialised: warnings of XLA that it gathers an array only to divide it in another way.
+        compile_seconds, compile_bytes: what compiling took on this machine.
     """
 
     mesh: dict[str, int]

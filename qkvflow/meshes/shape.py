@@ -17,8 +17,9 @@ _FORMS = "`64` (devices, divided as `trainer.mesh` says), `8x8` (data x model) o
 @dataclass(frozen=True)
 class MeshShape:
     """
-    devices: number of devices.
-    axes: sizes of the mesh axes that were named; none for a bare number of devices.
+    Attributes:
+        devices: number of devices.
+        axes: sizes of the mesh axes that were named; none for a bare number of devices.
     """
 
     devices: int

@@ -24,9 +24,10 @@ _NO_ARRAY = {"parameter", "tuple", "get-tuple-element", "bitcast", "while", "con
 @dataclass(frozen=True)
 class Whole:
     """
-    name: path of an argument; for other arrays where it comes from, as JAX names it.
-    sizes, bytes: of one copy.
-    times: how often it is made in a step; 0 for an argument, which stays.
+    Attributes:
+        name: path of an argument; for other arrays where it comes from, as JAX names it.
+        sizes, bytes: of one copy.
+        times: how often it is made in a step; 0 for an argument, which stays.
     """
 
     name: str

@@ -63,7 +63,11 @@ class CachedModel(eqx.Module):
 
     @staticmethod
     def of(model: NeuralOdeLMHeadModel) -> "CachedModel":
-        """Evaluates all weights; `model` must be in inference mode. Errors: `UserError` for adaptive steps."""
+        """Evaluates all weights; `model` must be in inference mode.
+
+        Raises:
+            UserError: the model has adaptive steps.
+        """
         model = on_fixed_grid(model)
         parts = model.transformer
         prelude, flow, coda = (None if f is None else CachedFlow.of(f) for f in (parts.prelude, parts.flow, parts.coda))
@@ -105,7 +109,11 @@ class CachedModel(eqx.Module):
 
 
 def on_fixed_grid(model: NeuralOdeLMHeadModel) -> NeuralOdeLMHeadModel:
-    """The model with a plan of fixed steps. Errors: `UserError` if its steps are adaptive."""
+    """The model with a plan of fixed steps.
+
+    Raises:
+        UserError: its steps are adaptive.
+    """
     depth = model.config.depth
     if depth.is_adaptive:
         raise UserError(

@@ -32,10 +32,11 @@ class ControlConfig:
 class NeuralOdeConfig(LmConfig):
     """x(0) = embed(tokens);  dx/dt = B(x; W(t)), t in [0, 1];  logits = head(norm(x(1))).
 
-    prelude_layers, coda_layers: ordinary layers (per-layer weights, x + B(x), sequential form) before and after the
-        flow.
-    control: the flow hears a control signal; None for a model without.
-    gradient_checkpointing: of the ordinary layers; the flow has `depth.adjoint`.
+    Attributes:
+        prelude_layers, coda_layers: ordinary layers (per-layer weights, x + B(x), sequential form) before and after the
+            flow.
+        control: the flow hears a control signal; None for a model without.
+        gradient_checkpointing: of the ordinary layers; the flow has `depth.adjoint`.
     """
 
     max_seq_len: Count = 1024

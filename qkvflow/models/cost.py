@@ -25,11 +25,12 @@ class Flops:
     against XLA's count in tests/models/test_cost.py. A matrix product costs twice its forward FLOPs in the backward
     pass.
 
-    forward, backward: per token, head included.
-    recomputed: per token; what is evaluated again in the backward pass, at most (products that the gradient does not
-        need, such as output projections, are skipped).
-    generation: of W(t) at all times of the grid, once per batch, forward; the backward pass takes twice that, and once
-        more where W(t) is computed within checkpointed steps (`in_scan`).
+    Attributes:
+        forward, backward: per token, head included.
+        recomputed: per token; what is evaluated again in the backward pass, at most (products that the gradient does
+            not need, such as output projections, are skipped).
+        generation: of W(t) at all times of the grid, once per batch, forward; the backward pass takes twice that, and
+            once more where W(t) is computed within checkpointed steps (`in_scan`).
     """
 
     forward: float

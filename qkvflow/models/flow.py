@@ -18,10 +18,11 @@ from qkvflow.weights import PerLayer, at, evaluate
 class Flow(eqx.Module):
     """x(0) -> x(1) under dx/dt = B(x; W(t)).
 
-    weights: a block some of whose parts are functions of time; `at(weights, t)` is the block at t.
-    plan: how it is read outside training, and in training too if there are no `training_plans`, of which one is drawn
-        for each call that has a key.
-    kinetic: in training mode a solve also gives its kinetic energy.
+    Attributes:
+        weights: a block some of whose parts are functions of time; `at(weights, t)` is the block at t.
+        plan: how it is read outside training, and in training too if there are no `training_plans`, of which one is
+            drawn for each call that has a key.
+        kinetic: in training mode a solve also gives its kinetic energy.
     """
 
     weights: eqx.Module

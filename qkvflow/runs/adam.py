@@ -14,8 +14,10 @@ from qkvflow.models.generated_scale import check_choice, scale_generated
 class ScaledAdamConfig(AdamConfig):
     """Levanter's `AdamConfig`.
 
-    generated_scale: `sum_e` divides the steps of the projections P of generated weights by the sum of |e(t)|
-        (`qkvflow.models.generated_scale`), so that one learning rate suits all T; `none` leaves them. Decay is as ever.
+    Attributes:
+        generated_scale: `sum_e` divides the steps of the projections P of generated weights by the sum of |e(t)|
+            (`qkvflow.models.generated_scale`), so that one learning rate suits all T; `none` leaves them. Decay is as
+            ever.
     """
 
     generated_scale: str = "none"

@@ -32,11 +32,12 @@ _LLAMA = "transformer.block.self_attn."
 class OfficialConfig:
     """A checkpoint of the official implementation (SDML-KU/qkvflow); its sizes are read off its arrays.
 
-    path: the folder of one checkpoint, `.../step-10000`.
-    num_heads: attention heads, which no array tells.
-    steps: number of Euler steps it was trained with.
-    max_seq_len: the longest sequence, for the Llama block; GPT-2's stands in its table of positions.
-    block: further keys of `model.block`, such as dropout: `{resid_pdrop: 0.1}`.
+    Attributes:
+        path: the folder of one checkpoint, `.../step-10000`.
+        num_heads: attention heads, which no array tells.
+        steps: number of Euler steps it was trained with.
+        max_seq_len: the longest sequence, for the Llama block; GPT-2's stands in its table of positions.
+        block: further keys of `model.block`, such as dropout: `{resid_pdrop: 0.1}`.
     """
 
     path: str
@@ -64,10 +65,12 @@ class OfficialConfig:
 class BaseRecord:
     """A run's `base.json`: where its base lies, and what it must be.
 
-    path: of the base run or checkpoint, absolute; relative: the same as seen from the run, so that both may be moved.
-    checkpoint_step: of a base run; None for an official checkpoint.
-    model: the base's configuration, as plain data.
-    sha256: of the base's arrays, see `fingerprint`.
+    Attributes:
+        path: of the base run or checkpoint, absolute; relative: the same as seen from the run, so that both may be
+            moved.
+        checkpoint_step: of a base run; None for an official checkpoint.
+        model: the base's configuration, as plain data.
+        sha256: of the base's arrays, see `fingerprint`.
     """
 
     path: str
@@ -146,10 +149,15 @@ def _at(path: str, folder: Path | Place = Path()) -> Path | Place:
 @dataclass(frozen=True)
 class Base(abc.ABC):
     """
-    path: where it lies.
-    model: its configuration.
+    Attributes:
+        path: where it lies.
+        model: its configuration.
+
     Vocab: its vocabulary.
-    tokenizer: the folder of its tokenizer, and the name by which its run asked for it; None for an official checkpoint.
+
+    Attributes:
+        tokenizer: the folder of its tokenizer, and the name by which its run asked for it; None for an official
+            checkpoint.
     """
 
     path: Path | Place

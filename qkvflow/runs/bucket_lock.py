@@ -36,7 +36,11 @@ class BucketLock:
         self._thread = threading.Thread(target=self._beat, name="lock of the run", daemon=True)
 
     def check(self) -> None:
-        """Errors: `UserError` if another process has taken the lock, because this one stood still for too long."""
+        """Looks whether this process still holds the lock.
+
+        Raises:
+            UserError: another process has taken the lock, because this one stood still for too long.
+        """
         if self._taker is not None:
             raise UserError(
                 f"{self._taker} has taken over the run {self._place}, because this process was not heard of for more than"
@@ -44,7 +48,11 @@ class BucketLock:
             )
 
     def take(self) -> None:
-        """Errors: `Taken` if it is held by another."""
+        """Takes the lock if nobody holds it.
+
+        Raises:
+            Taken: it is held by another.
+        """
         before = self._read()
         if before is not None:
             deadline = time.monotonic() + PATIENCE_SECONDS

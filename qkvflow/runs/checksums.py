@@ -24,9 +24,10 @@ _saves = itertools.count()  # all processes of a run count alike
 class Checksum:
     """What is known of a file.
 
-    bytes: its size.
-    sha256: of its content; None in a bucket.
-    tag: what the bucket says of its content; None on a disk.
+    Attributes:
+        bytes: its size.
+        sha256: of its content; None in a bucket.
+        tag: what the bucket says of its content; None on a disk.
     """
 
     bytes: int

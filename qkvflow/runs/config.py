@@ -62,10 +62,11 @@ class RunTrainerConfig(TrainerConfig):
     Differs from Levanter: its defaults ask for a W&B key and for an accelerator, and compile or trace the
     training step several times for logs.
 
-    tracker: added to metrics.jsonl and TensorBoard, which a run always writes.
-    require_accelerator: true refuses to train on a CPU.
-    watch: norms of gradients (before clipping) and parameters, every `interval` steps from the first, as `grad/norm/...`;
-        `interval: 0` switches them off.
+    Attributes:
+        tracker: added to metrics.jsonl and TensorBoard, which a run always writes.
+        require_accelerator: true refuses to train on a CPU.
+        watch: norms of gradients (before clipping) and parameters, every `interval` steps from the first, as
+            `grad/norm/...`; `interval: 0` switches them off.
     """
 
     tracker: TrackerConfig | tuple[TrackerConfig, ...] = ()
@@ -78,20 +79,21 @@ class RunTrainerConfig(TrainerConfig):
 @dataclass
 class TrainConfig:
     """
-    model: `type: neuralode`, or Levanter's own `gpt2`, `llama`, ...
-    data: text and tokenizer.
-    trainer: Levanter's trainer: steps, batch size, precision, mesh, checkpoints. `trainer.id` names the run.
-    optimizer: Levanter's optimizers, `type: adam` by default.
-    weight_decay_on: which parameters decay, by name (see `qkvflow.models.decay`).
-    run_dir: the run's files go to `<run_dir>/<trainer.id>`.
-    train_seq_len: tokens per training sequence; the model's `max_seq_len` if not given.
-    vocab_size: size of the model's vocabulary; by default the tokenizer's, rounded up for the mesh.
-    z_loss_weight: weight of the square of the log normaliser, added to the loss.
-    max_skipped_steps: steps in a row that may be skipped because their loss or update is not finite: such a step
-        changes nothing and is logged. 0: training stops at the first one.
-    accept_changes: continue a run although keys that matter differ from its `config.yaml`, or its data has changed;
-        it is recorded.
-    config_path: the YAML file that the configuration came from.
+    Attributes:
+        model: `type: neuralode`, or Levanter's own `gpt2`, `llama`, ...
+        data: text and tokenizer.
+        trainer: Levanter's trainer: steps, batch size, precision, mesh, checkpoints. `trainer.id` names the run.
+        optimizer: Levanter's optimizers, `type: adam` by default.
+        weight_decay_on: which parameters decay, by name (see `qkvflow.models.decay`).
+        run_dir: the run's files go to `<run_dir>/<trainer.id>`.
+        train_seq_len: tokens per training sequence; the model's `max_seq_len` if not given.
+        vocab_size: size of the model's vocabulary; by default the tokenizer's, rounded up for the mesh.
+        z_loss_weight: weight of the square of the log normaliser, added to the loss.
+        max_skipped_steps: steps in a row that may be skipped because their loss or update is not finite: such a step
+            changes nothing and is logged. 0: training stops at the first one.
+        accept_changes: continue a run although keys that matter differ from its `config.yaml`, or its data has changed;
+            it is recorded.
+        config_path: the YAML file that the configuration came from.
     """
 
     model: LmConfig
@@ -141,13 +143,14 @@ class FinetuneDataConfig(DataConfig):
 @dataclass
 class FinetuneConfig(TrainConfig):
     """
-    run: the run directory to begin from.
-    checkpoint_step: N of its checkpoint step-N; the last of a finished run if not given.
-    official: a checkpoint of the official implementation to begin from instead.
-    steps: M, the depth to fine-tune at; that of the base if not given.
-    mode: `{type: flow}`, `{type: full}` or `{type: lora, r, alpha, dropout, target_modules, train_embeddings}`.
-    merge: of a LoRA run: write, when it is finished, an ordinary run with LoRA in its weights, `<run>-merged`.
-    model: is not given: it follows from the base, `steps` and `mode`, and stands in the run's `config.yaml`.
+    Attributes:
+        run: the run directory to begin from.
+        checkpoint_step: N of its checkpoint step-N; the last of a finished run if not given.
+        official: a checkpoint of the official implementation to begin from instead.
+        steps: M, the depth to fine-tune at; that of the base if not given.
+        mode: `{type: flow}`, `{type: full}` or `{type: lora, r, alpha, dropout, target_modules, train_embeddings}`.
+        merge: of a LoRA run: write, when it is finished, an ordinary run with LoRA in its weights, `<run>-merged`.
+        model: is not given: it follows from the base, `steps` and `mode`, and stands in the run's `config.yaml`.
     """
 
     model: LmConfig | None = None

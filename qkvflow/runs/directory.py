@@ -17,8 +17,9 @@ from qkvflow.runs.places import Place, is_remote
 class RunDirectory:
     """`<run_dir>/<id>/`: everything that belongs to one run.
 
-    path: the folder of its small files; of a run in a bucket that which they are worked on in.
-    mirror: of a run in a bucket, between the two.
+    Attributes:
+        path: the folder of its small files; of a run in a bucket that which they are worked on in.
+        mirror: of a run in a bucket, between the two.
     """
 
     path: Path

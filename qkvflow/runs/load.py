@@ -40,11 +40,12 @@ from qkvflow.named import is_named
 class Run:
     """A run that was read back; `config, model, tokenizer = run` unpacks the first three.
 
-    config: the configuration it was trained with.
-    model: the model in inference mode (no dropout).
-    tokenizer: Levanter's wrapper of the run's own tokenizer.
-    step: the model is as it was after this step (the first step is 0).
-    directory: of the run.
+    Attributes:
+        config: the configuration it was trained with.
+        model: the model in inference mode (no dropout).
+        tokenizer: Levanter's wrapper of the run's own tokenizer.
+        step: the model is as it was after this step (the first step is 0).
+        directory: of the run.
     """
 
     config: TrainConfig

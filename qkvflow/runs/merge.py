@@ -25,7 +25,8 @@ def merge_run(path: str | os.PathLike, target: Path | Place, checkpoint_step: in
     It holds the configuration, the tokenizer, the metrics and one checkpoint, of the model alone; it does not need the
     base any more.
 
-    Returns: `target`.
+    Returns:
+        `target`.
 
     Raises:
         UserError: there is no such run or it is none of LoRA, if its base is gone or has changed, and if `target`

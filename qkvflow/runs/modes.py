@@ -96,11 +96,12 @@ class FullMode(FinetuneMode):
 class LoraMode(FullMode):
     """The ordinary model of M layers stays as it is; beside its linear maps W stands (alpha / r) B A, which is trained.
 
-    dropout: of the input of A.
-    target_modules: ends of the paths of linear maps (`[c_attn, mlp.c_fc]`) or a regular expression; null is all.
-    train_embeddings: the tables at the model's entrance are trained too.
-    a_init: how A is drawn: `normal`, or `uniform` as PEFT draws it, sqrt(3) narrower: learning rates of the one are not
-        those of the other.
+    Attributes:
+        dropout: of the input of A.
+        target_modules: ends of the paths of linear maps (`[c_attn, mlp.c_fc]`) or a regular expression; null is all.
+        train_embeddings: the tables at the model's entrance are trained too.
+        a_init: how A is drawn: `normal`, or `uniform` as PEFT draws it, sqrt(3) narrower: learning rates of the one are
+            not those of the other.
     """
 
     r: Count = 8

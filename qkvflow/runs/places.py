@@ -24,8 +24,9 @@ def is_remote(path: str | os.PathLike) -> bool:
 @dataclass(frozen=True)
 class FileInfo:
     """
-    bytes: size.
-    tag: what the store says of its content, which changes with it; None on disks.
+    Attributes:
+        bytes: size.
+        tag: what the store says of its content, which changes with it; None on disks.
     """
 
     bytes: int
@@ -36,7 +37,8 @@ class FileInfo:
 class Place:
     """A folder, which may not exist. On this machine its path is taken literally, whatever characters it has.
 
-    url: an absolute path, or a URL.
+    Attributes:
+        url: an absolute path, or a URL.
     """
 
     url: str

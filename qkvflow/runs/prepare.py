@@ -43,13 +43,14 @@ _ATTEMPTS = 10
 class PreparedRun(Generic[C]):
     """An open run directory.
 
-    directory: where its files lie.
-    config: the configuration, with the run's name and what an earlier start has settled (vocab_size).
-    last_step: step of the newest good checkpoint; -1 if there is none.
-    changes: keys that differ from the stored configuration, and data that changed, and were accepted.
-    data: what the training data is, see `check_data`.
-    lock: of a run in a bucket, in its first process.
-    is_committed: whether it is a run that can be continued.
+    Attributes:
+        directory: where its files lie.
+        config: the configuration, with the run's name and what an earlier start has settled (vocab_size).
+        last_step: step of the newest good checkpoint; -1 if there is none.
+        changes: keys that differ from the stored configuration, and data that changed, and were accepted.
+        data: what the training data is, see `check_data`.
+        lock: of a run in a bucket, in its first process.
+        is_committed: whether it is a run that can be continued.
     """
 
     directory: RunDirectory

@@ -12,7 +12,11 @@ _DRAIN = 16  # bodies up to this many times the limit are read to their end, so 
 
 
 async def read_body(request: Request, max_bytes: int, timeout: float) -> bytes:
-    """The body of a request. Errors: `RequestError` 413 if it is too large, 408 if it is too slow."""
+    """The body of a request.
+
+    Raises:
+        RequestError: 413 if it is too large, 408 if it is too slow.
+    """
     try:
         return await asyncio.wait_for(_read(request, max_bytes), timeout)
     except TimeoutError:
@@ -20,7 +24,11 @@ async def read_body(request: Request, max_bytes: int, timeout: float) -> bytes:
 
 
 def parse_json(body: bytes) -> Any:
-    """What a body says. Errors: `RequestError` 400 if it is no JSON."""
+    """What a body says.
+
+    Raises:
+        RequestError: 400 if it is no JSON.
+    """
     try:
         return json.loads(body)
     except (ValueError, RecursionError) as error:

@@ -43,7 +43,11 @@ MAX_MESSAGES = 1024
 
 
 def read(raw: Any, writer: Writer, max_length: int) -> Order:
-    """The order in a request's JSON. Errors: `RequestError`; a tokenizer without a chat template is one."""
+    """The order in a request's JSON.
+
+    Raises:
+        RequestError: a tokenizer without a chat template is one.
+    """
     values = FIELDS.read(raw, '{"messages": [{"role": "user", "content": "Hello"}]}')
     if values.get("top_logprobs") is not None and not values.get("logprobs"):
         raise wrong("top_logprobs", "`top_logprobs` is only allowed when `logprobs` is true.")

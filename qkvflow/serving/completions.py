@@ -29,7 +29,11 @@ _PROMPT = "`prompt` must be a text, a list of texts, a list of tokens or a list 
 
 
 def read(raw: Any, writer: Writer, max_length: int) -> Order:
-    """The order in a request's JSON. Work is bounded before it is done. Errors: `RequestError`."""
+    """The order in a request's JSON. Work is bounded before it is done.
+
+    Raises:
+        RequestError: what is wrong with it.
+    """
     values = FIELDS.read(raw, '{"prompt": "Once", "max_tokens": 16}')
     n, best_of = values.get("n", 1), values.get("best_of", values.get("n", 1))
     if best_of < n:

@@ -19,9 +19,10 @@ Check = Callable[[str, Any], Any]  # (name, value) -> what it means; raises `Req
 class Fields:
     """The fields of a kind of request.
 
-    served: what the server does, with the check of each.
-    idle: known to clients; accepted with these values, which ask for nothing.
-    harmless: accepted with any value, because they do not change what is made.
+    Attributes:
+        served: what the server does, with the check of each.
+        idle: known to clients; accepted with these values, which ask for nothing.
+        harmless: accepted with any value, because they do not change what is made.
     """
 
     served: Mapping[str, Check]
@@ -29,7 +30,11 @@ class Fields:
     harmless: frozenset[str]
 
     def read(self, raw: Any, example: str) -> dict[str, Any]:
-        """The values of the fields that are given, checked. Errors: `RequestError` that names the first wrong one."""
+        """The values of the fields that are given, checked.
+
+        Raises:
+            RequestError: names the first wrong one.
+        """
         if not isinstance(raw, dict):
             raise RequestError(400, f"The body must be a JSON object such as {example}.")
         values = {}

@@ -24,7 +24,8 @@ ANY = "*"
 class Access:
     """hosts: names that the server may be called by, besides `localhost` and addresses; `*` for any.
 
-    origins: sites whose pages may ask, such as `https://example.org`; `*` for any. api_key: None for none.
+    Attributes:
+        origins: sites whose pages may ask, such as `https://example.org`; `*` for any. api_key: None for none.
     """
 
     hosts: Sequence[str] = ()

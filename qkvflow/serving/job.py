@@ -16,7 +16,8 @@ from qkvflow.generation.text import Continuation
 class Told:
     """What is told of a token that stands in a text. logprob: None for the first token of a prompt.
 
-    top: the likeliest tokens there, (token, log-probability), as many as are wanted. offset: where it begins.
+    Attributes:
+        top: the likeliest tokens there, (token, log-probability), as many as are wanted. offset: where it begins.
     """
 
     token: int
@@ -29,7 +30,8 @@ class Told:
 class Event:
     """News of a text. text: what it has got. reason: why it ended (`stop`, `length`, `error`), None if it goes on.
 
-    tokens: how many it has got so far. told: of those whose text is now told; of a prompt, without offsets.
+    Attributes:
+        tokens: how many it has got so far. told: of those whose text is now told; of a prompt, without offsets.
     """
 
     text: str
@@ -43,9 +45,10 @@ class Event:
 class Job:
     """One text to make. emit: receives its events, in the scheduler's thread; the last one has a reason.
 
-    max_new_tokens: may be 0, if only the prompt is to be judged.
-    top: how many of the likeliest tokens are told beside each token, if `options.logprobs`.
-    prompt_logprobs: whether those of the prompt are told too.
+    Attributes:
+        max_new_tokens: may be 0, if only the prompt is to be judged.
+        top: how many of the likeliest tokens are told beside each token, if `options.logprobs`.
+        prompt_logprobs: whether those of the prompt are told too.
     """
 
     tokens: list[int]
@@ -62,8 +65,9 @@ class Job:
 class Running:
     """A job that was given a slot: in it, or parked.
 
-    text: on its own, while its prompt is read and while it is parked; None while the engine's slot holds it.
-    order: of its start.
+    Attributes:
+        text: on its own, while its prompt is read and while it is parked; None while the engine's slot holds it.
+        order: of its start.
     """
 
     def __init__(self, job: Job, continuation: Continuation, order: int):

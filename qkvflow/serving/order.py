@@ -54,9 +54,13 @@ class Prompt:
 class Order:
     """What is to be made.
 
-    new_tokens: for each prompt.
+    Attributes:
+        new_tokens: for each prompt.
+
     options: by the number of the text; best_of: texts that are made for each prompt, of which n are answered.
-    top: how many likeliest tokens are told beside each, None if no log-probabilities are wanted.
+
+    Attributes:
+        top: how many likeliest tokens are told beside each, None if no log-probabilities are wanted.
     """
 
     prompts: list[Prompt]

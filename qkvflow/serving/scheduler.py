@@ -30,7 +30,9 @@ class Scheduler:
     """Serves jobs with `slots` of them at a time.
 
     length: room for each text, prompt included.
-    max_waiting: jobs that may wait for a slot.
+
+    Attributes:
+        max_waiting: jobs that may wait for a slot.
     """
 
     def __init__(self, writer: Writer, slots: int, length: int, max_waiting: int = 256):
@@ -75,7 +77,12 @@ class Scheduler:
         self._thread.start()
 
     def submit(self, jobs: Sequence[Job]) -> None:
-        """Takes the jobs of one request, all or none. Errors: `Overloaded`; `TooMany` if it never could."""
+        """Takes the jobs of one request, all or none.
+
+        Raises:
+            Overloaded: there is no room now.
+            TooMany: there never could be.
+        """
         if len(jobs) > self.capacity:
             raise TooMany
         with self._changed:

@@ -29,7 +29,11 @@ class Texts:
         self._jobs = [self._job(i, options) for i, options in enumerate(order.options())]
 
     def submit(self) -> None:
-        """Hands the jobs over. Errors: `RequestError`."""
+        """Hands the jobs over.
+
+        Raises:
+            RequestError: what is wrong with it.
+        """
         jobs = [job for job in self._jobs if job.max_new_tokens > 0 or job.prompt_logprobs]
         try:
             if jobs:
@@ -78,7 +82,11 @@ class Texts:
             yield f"data: {json.dumps(error.body)}\n\n"
 
     async def _events(self) -> AsyncIterator[tuple[int, Event]]:
-        """All events of all texts until the last has ended. Errors: `RequestError` 504 at the deadline."""
+        """All events of all texts until the last has ended.
+
+        Raises:
+            RequestError: 504 at the deadline.
+        """
         left, made = len(self._jobs), [0] * len(self._jobs)
         while left:
             try:

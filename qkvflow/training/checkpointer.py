@@ -20,7 +20,8 @@ _TIMEOUT_SECONDS = 30 * 60  # as in Levanter
 class RunCheckpointer(StoppableCheckpointer):
     """Saves checkpoints of a run as they fall due, and one more when it is stopped.
 
-    before_saving: called before anything of a checkpoint is written.
+    Attributes:
+        before_saving: called before anything of a checkpoint is written.
     """
 
     before_saving: Callable[[], None] = staticmethod(lambda: None)

@@ -20,13 +20,14 @@ from qkvflow.runs.prepare import PreparedRun
 @dataclass(frozen=True)
 class Corpus:
     """
-    tokenizer: of the run.
-    train: Levanter's training set of sequences.
-    validation: Levanter's tagged validation sets; may be empty.
-    train_tokens: size of the training text.
-    train_sequences: sequences in an epoch; None if there is no such number, as for a mixture.
-    unigram: cross-entropy of the validation text under single-token frequencies of the training text, in nats
-        per token: what a model reaches that knows no context. None without validation text.
+    Attributes:
+        tokenizer: of the run.
+        train: Levanter's training set of sequences.
+        validation: Levanter's tagged validation sets; may be empty.
+        train_tokens: size of the training text.
+        train_sequences: sequences in an epoch; None if there is no such number, as for a mixture.
+        unigram: cross-entropy of the validation text under single-token frequencies of the training text, in nats per
+            token: what a model reaches that knows no context. None without validation text.
     """
 
     tokenizer: MarinTokenizer

@@ -26,8 +26,9 @@ class FiniteTrainer(StepTrainer):
     Differs from Levanter, which looks at the loss alone: a gradient that is not finite beside a finite loss
     spoils the parameters one step, and perhaps one checkpoint, before it is noticed.
 
-    skips: a step that is not finite changes neither parameters nor the optimizer's state (its count of steps,
-        and so the learning rate, included), nor averages of parameters.
+    Attributes:
+        skips: a step that is not finite changes neither parameters nor the optimizer's state (its count of steps, and
+            so the learning rate, included), nor averages of parameters.
     """
 
     skips: bool = False
@@ -49,7 +50,8 @@ class FiniteTrainer(StepTrainer):
 class BadSteps:
     """Counts the skipped steps; more than `limit` in a row end the training.
 
-    total: skipped by this process.
+    Attributes:
+        total: skipped by this process.
     """
 
     def __init__(self, limit: int):

@@ -26,9 +26,10 @@ _NAN = "not a number (NaN)"
 class Stages:
     """The stages of a training; one, unless the depth of the model grows.
 
-    first_steps: the step (counted from 0) with which each begins.
-    depth_steps: of the solver in each; None where there is no such number.
-    flops_per_example: of a training step, forward and backward; None where it is not known.
+    Attributes:
+        first_steps: the step (counted from 0) with which each begins.
+        depth_steps: of the solver in each; None where there is no such number.
+        flops_per_example: of a training step, forward and backward; None where it is not known.
     """
 
     first_steps: tuple[int, ...]
@@ -44,11 +45,12 @@ class Stages:
 class Outcome:
     """How training ended.
 
-    step: the last step that was made; None if it was stopped before its first.
-    loss: its training loss; None without a step.
-    validation_loss: after the last step; None without validation text, or if stopped before the end.
-    exit_status: 0, or that of the signal that stopped it.
-    skipped: steps of this process that were not finite and changed nothing.
+    Attributes:
+        step: the last step that was made; None if it was stopped before its first.
+        loss: its training loss; None without a step.
+        validation_loss: after the last step; None without validation text, or if stopped before the end.
+        exit_status: 0, or that of the signal that stopped it.
+        skipped: steps of this process that were not finite and changed nothing.
     """
 
     step: int | None

@@ -39,10 +39,12 @@ from qkvflow.weights import PerLayerConfig
 @dataclasses.dataclass(frozen=True)
 class Trained:
     """
-    path: the run directory.
-    text: what to tell on standard output: how training ended and what can be done next. Empty but for the first of
-        several processes.
-    exit_status: 0, or that of the signal that stopped the training; a checkpoint of what was trained is written first.
+    Attributes:
+        path: the run directory.
+        text: what to tell on standard output: how training ended and what can be done next. Empty but for the first of
+            several processes.
+        exit_status: 0, or that of the signal that stopped the training; a checkpoint of what was trained is written
+            first.
     """
 
     path: Path | Place

@@ -14,9 +14,10 @@ from qkvflow.training.checks import tree_bytes
 @dataclass(frozen=True)
 class TrainedShare:
     """
-    trained, total: numbers of parameters.
-    trained_bytes: size of the trained parameters.
-    optimizer_bytes: size of the optimizer's state for the trained parameters; full_optimizer_bytes: if all were.
+    Attributes:
+        trained, total: numbers of parameters.
+        trained_bytes: size of the trained parameters.
+        optimizer_bytes: size of the optimizer's state for the trained parameters; full_optimizer_bytes: if all were.
     """
 
     trained: int

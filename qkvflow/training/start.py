@@ -30,8 +30,9 @@ from qkvflow.training.checks import model_shape
 @dataclass(frozen=True)
 class Start(abc.ABC):
     """
-    model: configuration of the model that is trained.
-    directory: of the run.
+    Attributes:
+        model: configuration of the model that is trained.
+        directory: of the run.
     """
 
     model: Any
@@ -84,7 +85,8 @@ class FromScratch(Start):
 class RecordedBase(Base):
     """The base of a run as the run itself tells it: its shapes are known even where it is gone.
 
-    directory: of the run.
+    Attributes:
+        directory: of the run.
     """
 
     directory: RunDirectory

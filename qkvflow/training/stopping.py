@@ -20,7 +20,8 @@ class StopRequest:
     preemption service notes SIGTERM, from `meet` on, and finds a question at which it says yes to all; Ctrl-C ends
     them without a checkpoint.
 
-    signal: the number of the signal that asked to stop, or None.
+    Attributes:
+        signal: the number of the signal that asked to stop, or None.
     """
 
     def __init__(self) -> None:

@@ -27,8 +27,9 @@ _AT_BOUNDARY = {np.float64: 1e-9, np.float32: 1e-5}  # in widths of an interval:
 class FunctionBasis:
     """K = `dim` functions on [0, 1].
 
-    right_closed: of `piecewise`: a time between two intervals belongs to the left one, as the right end points of
-        Euler's steps want it (t = (k+1)/K is in the k-th interval); else to the right one.
+    Attributes:
+        right_closed: of `piecewise`: a time between two intervals belongs to the left one, as the right end points of
+            Euler's steps want it (t = (k+1)/K is in the k-th interval); else to the right one.
     """
 
     name: str

@@ -44,7 +44,8 @@ class WeightsConfig(draccus.ChoiceRegistry, abc.ABC):
 class GeneratedConfig(WeightsConfig):
     """Each weight is produced by a time network (the paper). T = time_embed_dim, S = sinusoidal_dim.
 
-    frozen_time: null, or a time in [0, 1] at which weights are generated whatever t is (the control without time).
+    Attributes:
+        frozen_time: null, or a time in [0, 1] at which weights are generated whatever t is (the control without time).
     """
 
     time_embed_dim: Count = 20
@@ -77,8 +78,10 @@ class GeneratedConfig(WeightsConfig):
 class ModulatedConfig(WeightsConfig):
     """One block shared by all depths, times gates of time. H = hidden_dim, S = sinusoidal_dim of the gates' networks.
 
-    gate: `sigmoid`, or `film`, 1 + tanh, which starts as `constant` weights exactly.
-    frozen_time: null, or a time in [0, 1] at which the gates are evaluated whatever t is (the control without time).
+    Attributes:
+        gate: `sigmoid`, or `film`, 1 + tanh, which starts as `constant` weights exactly.
+        frozen_time: null, or a time in [0, 1] at which the gates are evaluated whatever t is (the control without
+            time).
     """
 
     hidden_dim: Count = 64
@@ -108,9 +111,12 @@ class ModulatedConfig(WeightsConfig):
 class BasisConfig(WeightsConfig):
     """Each weight is a combination of K = `dim` fixed functions of time: no time network, K layers of parameters.
 
-    basis: chebyshev, cosine (smooth everywhere), spline (cubic), linear (hat functions), piecewise (K equal intervals).
-    init: `matched`, the scale of the ordinary layer at all times.
-    smoothness_weight: training adds this times the integral of ||dW/dt||^2 to the loss (`qkvflow.weights.roughness`).
+    Attributes:
+        basis: chebyshev, cosine (smooth everywhere), spline (cubic), linear (hat functions), piecewise (K equal
+            intervals).
+        init: `matched`, the scale of the ordinary layer at all times.
+        smoothness_weight: training adds this times the integral of ||dW/dt||^2 to the loss
+            (`qkvflow.weights.roughness`).
     """
 
     basis: str = "chebyshev"

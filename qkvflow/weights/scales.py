@@ -50,7 +50,8 @@ GATE_LOGITS = {"sigmoid": 0.2, "film": 0.0}
 class GeneratedScales:
     """Standard deviations for `weights: generated`; None means: matched to the ordinary layer.
 
-    untied_embedding, head: of the token embeddings and the head of a model whose head is its own (Llama).
+    Attributes:
+        untied_embedding, head: of the token embeddings and the head of a model whose head is its own (Llama).
     """
 
     lin1: float | None

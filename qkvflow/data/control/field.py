@@ -13,8 +13,9 @@ _LARGEST = float(np.finfo(np.float32).max)
 @dataclass(frozen=True)
 class ControlField:
     """
-    key: of a record, names its control.
-    dim: components of a control, those of `model.control.dim`.
+    Attributes:
+        key: of a record, names its control.
+        dim: components of a control, those of `model.control.dim`.
     """
 
     key: str
