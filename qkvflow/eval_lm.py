@@ -5,12 +5,17 @@
 prints a table and writes `depth.json` and `depth.png` into `<run>/evaluation/`. Beside the loss stands the relative
 displacement ||x(1) - x(0)|| / ||x(0)|| of the flow: a flow that does nothing reads the same at every depth too. With
 `--data.validation FILE` it reads another text, and writes `depth-FILE.json`.
+
+    python -m qkvflow.eval_lm --run runs/quickstart --continuity
+
+asks whether the flow is a solution of its ODE, and writes `continuity.json`.
 """
 
+import contextlib
 import json
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +24,7 @@ import equinox as eqx
 from levanter.models.lm_model import LmExample
 
 import qkvflow as qkvflow  # registers the models
+from qkvflow.analysis.continuity import Continuity, continuity, table, ways
 from qkvflow.blocks import Inputs
 from qkvflow.cli import run_program
 from qkvflow.cli.quiet import quiet_libraries
@@ -30,7 +36,7 @@ from qkvflow.files import write_text
 from qkvflow.models import NeuralOdeLMHeadModel
 from qkvflow.progress import Progress, perplexity
 from qkvflow.ranges import Count
-from qkvflow.runs import load_run
+from qkvflow.runs import Run, load_run
 from qkvflow.runs.evaluate import RunEvaluator, on_other_text, relative_displacement
 from qkvflow.runs.known_loss import warn_of_lost
 
@@ -46,6 +52,8 @@ class EvalConfig:
         max_eval_batches: of each validation set; all by default.
         batch_size: sequences at a time; as in training by default.
         data: keys of the run's `data` in place of its own: `--data.validation FILE` evaluates on another text.
+        continuity: is the flow a solution of its ODE? It is read at L, 2L and 4L steps, by Heun's and the Runge-Kutta
+            method (`qkvflow.analysis.continuity`); not with `steps` and `solver`.
     """
 
     run: str
@@ -55,6 +63,7 @@ class EvalConfig:
     max_eval_batches: Count | None = None
     batch_size: Count | None = None
     data: Keys | None = None
+    continuity: bool = False
 
 
 @dataclass(frozen=True)
@@ -69,44 +78,69 @@ class Reading:
     displacement: float
 
 
-def main(config: EvalConfig) -> list[Reading]:
-    """Evaluates, prints and writes; returns the readings."""
+def main(config: EvalConfig) -> list[Reading] | Continuity:
+    """Evaluates, prints and writes; returns what was found."""
     steps, solvers = _integers("steps", config.steps), _names(config.solver)
     for solver in solvers:
         solver_by_name(solver)
+    if config.continuity and (steps or solvers):
+        raise UserError("--continuity chooses its own steps and solvers: leave out steps and solver")
     with quiet_libraries() as quiet:
         progress = Progress(quiet.terminal)
         with progress.phase(f"Loading {config.run}"):
             run = load_run(config.run, config.checkpoint_step)
         run = on_other_text(run, config.data or {})
-        if not isinstance(run.model, NeuralOdeLMHeadModel):
-            if steps or solvers:
-                raise UserError(
-                    f"{config.run} is no flow but a Levanter model of one depth: leave out steps and solver"
-                )
-            readings = [_evaluate_ordinary(run, config, progress)]
-        else:
-            readings = _sweep(run, run.model, steps, solvers, config, progress)
         text = _other_text(config.data or {})
-        if text is None:
-            warn_of_lost(run, {f"{r.solver} with {r.steps} steps": r.loss for r in readings})
-    print(_table(readings))
-    target = run.path / "evaluation" / f"depth{'' if text is None else f'-{text}'}.json"
+        if config.continuity:
+            found = _continuity(run, config, progress)
+        else:
+            found = _readings(run, steps, solvers, config, progress)
+            if text is None:
+                warn_of_lost(run, {f"{r.solver} with {r.steps} steps": r.loss for r in found})
+    suffix = "" if text is None else f"-{text}"
+    if isinstance(found, Continuity):
+        print(table(found))
+        _write(run, f"continuity{suffix}.json", found.as_json())
+    else:
+        print(_table(found))
+        _write(run, f"depth{suffix}.json", {"readings": [asdict(r) for r in found]}, found)
+    return found
+
+
+def _write(run: Run, name: str, content: dict[str, Any], readings: Sequence[Reading] = ()) -> None:
+    """Into the folder `evaluation` of the run; more than one reading is drawn too."""
+    target = run.path / "evaluation" / name
     try:
-        _write(readings, run.step, target)
+        target.parent.mkdir(exist_ok=True)
+        write_text(target, json.dumps({"checkpoint_step": run.step, **content}, indent=2) + "\n")
+        if len(readings) > 1:
+            _draw(readings, target.with_suffix(".png"))
         run.directory.push()
-        print(f"Written to {run.directory.location / 'evaluation' / target.name}")
+        print(f"Written to {run.directory.location / 'evaluation' / name}")
     except OSError as error:
         warnings.warn(Notice(f"the readings cannot be written to {target}: {error.strerror}"), stacklevel=1)
-    return readings
 
 
-def _write(readings: list[Reading], step: int, target: Path) -> None:
-    target.parent.mkdir(exist_ok=True)
-    record = {"checkpoint_step": step, "readings": [asdict(r) for r in readings]}
-    write_text(target, json.dumps(record, indent=2) + "\n")
-    if len(readings) > 1:
-        _draw(readings, target.with_suffix(".png"))
+def _readings(run: Run, steps, solvers, config: EvalConfig, progress: Progress) -> list[Reading]:
+    if isinstance(run.model, NeuralOdeLMHeadModel):
+        return _sweep(run, run.model, steps, solvers, config, progress)
+    if steps or solvers:
+        raise UserError(f"{config.run} is no flow but a Levanter model of one depth: leave out steps and solver")
+    return [_evaluate_ordinary(run, config, progress)]
+
+
+def _continuity(run: Run, config: EvalConfig, progress: Progress) -> Continuity:
+    if not isinstance(run.model, NeuralOdeLMHeadModel):
+        raise UserError(f"{config.run} is no flow but a Levanter model: --continuity is a question about flows")
+    ways(run.model)  # refuses ordinary layers before any text is read
+    evaluator = RunEvaluator(run, config.batch_size, config.max_eval_batches)
+    with contextlib.ExitStack() as phases:
+
+        def step(name: str) -> None:
+            phases.close()
+            phases.enter_context(progress.phase(name))
+
+        return continuity(run.model, evaluator.example(), evaluator.loss, step=step)
 
 
 def _other_text(keys: Mapping[str, Any]) -> str | None:
@@ -173,7 +207,7 @@ def _table(readings: list[Reading]) -> str:
     return "\n".join(lines)
 
 
-def _draw(readings: list[Reading], path: Path) -> None:
+def _draw(readings: Sequence[Reading], path: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")

@@ -17,9 +17,8 @@ from haliax import Axis
 from levanter.models.lm_model import LmConfig, LmHeadModel
 
 from qkvflow import official
-from qkvflow.config import decode
+from qkvflow.config import decode, encode
 from qkvflow.errors import UserError
-from qkvflow.config import encode
 from qkvflow.files import local_path, write_text
 from qkvflow.ranges import Count
 from qkvflow.runs.directory import RunDirectory
@@ -195,5 +194,3 @@ class OfficialBase(Base):
 
     def load(self) -> LmHeadModel:
         return self.loaded
-
-

@@ -40,7 +40,9 @@ def bucket_errors_are_told(place: Place) -> Iterator[None]:
         reason = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
         if isinstance(error, ImportError):
             library = SCHEMES[place.scheme]
-            raise UserError(f"{place} needs the package {library}, which is not installed: pip install {library}") from None
+            raise UserError(
+                f"{place} needs the package {library}, which is not installed: pip install {library}"
+            ) from None
         if isinstance(error, PermissionError) or any(word in f"{type(error)} {error}".lower() for word in _DENIED):
             raise UserError(
                 f"the bucket of {place} refuses this user: {shortened(reason)}. Give credentials that may read, list and"

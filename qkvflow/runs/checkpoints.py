@@ -9,7 +9,6 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import datetime
-from pathlib import Path
 
 from qkvflow.errors import UserError
 from qkvflow.runs.checksums import damage_of
@@ -69,9 +68,7 @@ def has_checkpoint(folder: Folder) -> bool:
     return any(p.has(_METADATA) for p in (place, *(place / name for name in place.folders())))
 
 
-def sound_checkpoint(
-    path: Folder, damage_of: Callable[[Place], str | None] = damage_of
-) -> tuple[Place, list[Damaged]]:
+def sound_checkpoint(path: Folder, damage_of: Callable[[Place], str | None] = damage_of) -> tuple[Place, list[Damaged]]:
     """The checkpoint that `path` means: itself, or the newest good one in it; and the damaged ones that are newer.
 
     Raises:

@@ -124,7 +124,9 @@ class TrainConfig:
         try:
             return optimizer.build(self.trainer.num_train_steps)
         except (ValueError, TypeError, ArithmeticError, AssertionError) as error:
-            raise UserError(f"the optimizer cannot be built from `optimizer`: {error or type(error).__name__}") from error
+            raise UserError(
+                f"the optimizer cannot be built from `optimizer`: {error or type(error).__name__}"
+            ) from error
 
     @property
     def control_dim(self) -> int | None:

@@ -29,7 +29,9 @@ def on_other_text(run: Run, keys: Mapping[str, Any]) -> Run:
         UserError: a key that there is not, a wrong value, or another tokenizer.
     """
     if "tokenizer" in keys:
-        raise UserError("`data.tokenizer` is that of the run, whose embeddings mean nothing for other tokens. Leave it out")
+        raise UserError(
+            "`data.tokenizer` is that of the run, whose embeddings mean nothing for other tokens. Leave it out"
+        )
     stored = run.config.data
     if "validation" in keys and not {"train", "components"} & set(keys):
         kind = typing.get_type_hints(type(stored))["validation"]

@@ -8,15 +8,15 @@ from pathlib import Path
 
 from levanter.trainer import TrainerConfig
 
+from qkvflow.config import read_config, write_config
 from qkvflow.data import copy_tokenizer
 from qkvflow.errors import UserError
 from qkvflow.inside.levanter import save_checkpoint
 from qkvflow.runs.checksums import ChecksumManager
 from qkvflow.runs.config import TrainConfig
-from qkvflow.config import read_config, write_config
 from qkvflow.runs.directory import RunDirectory
-from qkvflow.runs.places import Place
 from qkvflow.runs.load import find_run, is_adapter, load_run
+from qkvflow.runs.places import Place
 
 
 def merge_run(path: str | os.PathLike, target: Path | Place, checkpoint_step: int | None = None) -> Path | Place:

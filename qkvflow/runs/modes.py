@@ -2,6 +2,7 @@
 
 import abc
 import dataclasses
+import warnings
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -11,10 +12,11 @@ import jax
 from levanter.models.lm_model import LmConfig, LmHeadModel
 from levanter.utils.types import FilterTree
 
-from qkvflow.errors import UserError
+from qkvflow.errors import Notice, UserError
 from qkvflow.models import NeuralOdeConfig, lora
 from qkvflow.ranges import Count, Positive, ProperShare
-from qkvflow.weights import PerLayerConfig
+from qkvflow.weights import BasisConfig, PerLayerConfig
+from qkvflow.weights.galerkin import refine_with_error
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,14 @@ class FinetuneMode(draccus.ChoiceRegistry, abc.ABC):
 @FinetuneMode.register_subclass("flow")
 @dataclass(frozen=True)
 class FlowMode(FinetuneMode):
-    """The ODE stays one: what is trained are the functions of time W(t), read at M steps."""
+    """The ODE stays one: what is trained are the functions of time W(t), read at M steps.
+
+    Attributes:
+        refine: K, of `weights: {type: basis}`: before training W(t) is written in a basis of K functions, the same
+            function of time where the finer basis can hold it (`qkvflow.weights.refine`).
+    """
+
+    refine: Count | None = None
 
     def model_config(self, base: LmConfig, steps: int | None) -> Any:
         if not isinstance(base, NeuralOdeConfig) or isinstance(base.weights, PerLayerConfig):
@@ -55,6 +64,8 @@ class FlowMode(FinetuneMode):
                 "mode: flow trains weights that are functions of time, and this base has ordinary layers. Use"
                 " mode: {type: full} or {type: lora}."
             )
+        if self.refine is not None:
+            base = self._refined(base)
         if steps is None:
             return base
         sampling = "fixed" if base.depth.is_adaptive else base.depth.time_sampling
@@ -63,7 +74,33 @@ class FlowMode(FinetuneMode):
 
     def adapt(self, base: LmHeadModel, config: Any, *, key: jax.Array) -> LmHeadModel:
         del key
+        if self.refine is not None:
+            transformer = base.transformer
+            weights, error = refine_with_error(transformer.flow.weights, self.refine)
+            flow = dataclasses.replace(transformer.flow, weights=weights)
+            refined = dataclasses.replace(base.config, weights=config.weights)
+            base = dataclasses.replace(base, transformer=dataclasses.replace(transformer, flow=flow), _config=refined)
+            if error:
+                text = (
+                    f"{config.weights.basis} with {self.refine} functions cannot hold W(t) exactly: the nearest in the"
+                    f" mean square is taken, and the worst function of the old basis is off by {error:.1e}"
+                )
+                warnings.warn(Notice(text), stacklevel=2)
         return base.with_depth(config.depth)
+
+    def _refined(self, base: NeuralOdeConfig) -> NeuralOdeConfig:
+        weights = base.weights
+        if not isinstance(weights, BasisConfig):
+            raise UserError(
+                f"mode.refine: {self.refine} is for weights in a basis (weights: {{type: basis}}), and those of this base"
+                f" are {weights.get_choice_name(type(weights))}. Leave it out."
+            )
+        if self.refine is not None and self.refine < weights.dim:
+            raise UserError(
+                f"mode.refine: {self.refine} functions of time are fewer than the {weights.dim} of the base, and cannot"
+                " hold its weights. Give at least as many."
+            )
+        return dataclasses.replace(base, weights=dataclasses.replace(weights, dim=self.refine))
 
 
 @FinetuneMode.register_subclass("full")

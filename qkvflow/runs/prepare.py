@@ -13,10 +13,13 @@ from typing import Generic, TypeVar
 
 import jax
 
+from qkvflow.config import differences, listed, read_config, write_config
 from qkvflow.errors import Notice, UserError
 from qkvflow.files import is_fresh
 from qkvflow.locks import Taken, locked
 from qkvflow.runs import data_record, disk
+from qkvflow.runs.bucket_lock import BucketLock, held
+from qkvflow.runs.buckets import bucket_errors_are_told
 from qkvflow.runs.checkpoints import (
     Damaged,
     Phase,
@@ -27,9 +30,6 @@ from qkvflow.runs.checkpoints import (
     set_aside,
 )
 from qkvflow.runs.config import FREE_KEYS, TrainConfig
-from qkvflow.config import differences, listed, read_config, write_config
-from qkvflow.runs.bucket_lock import BucketLock, held
-from qkvflow.runs.buckets import bucket_errors_are_told
 from qkvflow.runs.directory import RunDirectory, location_of, log_name, run_id
 from qkvflow.runs.mirror import LOCK
 from qkvflow.runs.places import Place
@@ -130,7 +130,9 @@ def prepare_run(config: C, phase: Phase | None = None) -> Iterator[PreparedRun[C
     config = dataclasses.replace(config, trainer=dataclasses.replace(config.trainer, id=name))
     directory = RunDirectory.at(location_of(config.run_dir) / name)
     if "::" in str(directory.path.absolute()):
-        raise UserError(f"{directory.path.absolute()} holds `::`, which libraries take for two paths. Choose another place")
+        raise UserError(
+            f"{directory.path.absolute()} holds `::`, which libraries take for two paths. Choose another place"
+        )
     with contextlib.ExitStack() as stack:
         with bucket_errors_are_told(directory.place):
             if jax.process_index() > 0:  # one of several processes of a run: the first one makes all checks

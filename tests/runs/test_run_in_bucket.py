@@ -19,8 +19,8 @@ from qkvflow.config import decode
 from qkvflow.errors import UserError
 from qkvflow.locks import Taken
 from qkvflow.runs import bucket_lock
-from qkvflow.runs.config import FinetuneConfig
 from qkvflow.runs.bucket_lock import held
+from qkvflow.runs.config import FinetuneConfig
 from qkvflow.runs.directory import location_of
 from qkvflow.runs.load import find_run
 from qkvflow.runs.mirror import Mirror
