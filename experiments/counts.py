@@ -1,14 +1,41 @@
 """What counting reaches: losses of n-grams, beside which the loss of a model tells what it has learned so far."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
-Keys = NDArray[np.int64]
+from experiments.recipes import Recipe
+from experiments.study import SeedsConfig
+from experiments.texts import Text
+
+MOST = 5  # tokens of the longest n-grams
+Counts = dict[str, float]  # n -> loss
 
 
-def ngram_losses(train: Sequence[int], report: Sequence[int], vocab: int, most: int = 3) -> dict[str, float]:
+def reached(config: SeedsConfig, recipe: Recipe, text: Text, trained: Sequence[Text] = ()) -> dict[str, Counts]:
+    """What n-grams reach on what is read of a text, that are counted in as many tokens as `recipe` is trained on.
+
+    Args:
+        trained: the texts in whose first tokens they are counted, in equal shares; `text` itself if there are none.
+
+    Returns:
+        `select` or `report` -> n = 1 to MOST, as a string -> loss in nats per token.
+    """
+    words, trained = recipe.tokenizer(), trained or [text]
+    share = recipe.steps * recipe.tokens // len(trained)
+    known = [token for one in trained for token in words.encode(one.read("train"))[:share]]
+    found = {}
+    for part, batches in (("select", config.select_batches), ("report", config.report_batches)):
+        asked = words.encode(text.read(part))[: (batches or 0) * recipe.tokens or None]
+        found[part] = ngram_losses(known, asked, len(words))
+    return found
+
+
+def about(counts: Mapping[str, float]) -> str:
+    return ", ".join(f"{loss:.3f} (n = {n})" for n, loss in counts.items())
+
+
+def ngram_losses(train: Sequence[int], report: Sequence[int], vocab: int, most: int = MOST) -> Counts:
     """Loss in nats per token of n-grams counted in `train`, n = 1 to `most`, with the smoothing of Witten and Bell:
 
         p_n(c | h) = (N(h c) + T(h) p_{n-1}(c | h')) / (N(h) + T(h)),   p_0 = 1 / vocab,
@@ -18,36 +45,28 @@ def ngram_losses(train: Sequence[int], report: Sequence[int], vocab: int, most: 
     are predicted by what is before them.
 
     Args:
-        train, report: token ids, [position], below `vocab`; vocab ** most must be below 2 ** 63.
+        train, report: token ids, [position], below `vocab`; `train` has `most` tokens at least.
 
     Returns:
         n, as a string -> mean loss over all of `report`.
     """
     p = np.full(len(report), 1.0 / vocab)
+    known, asked = (np.asarray(tokens, dtype=np.int64) for tokens in (train, report))
+    # The number of h before each token; -1 where it does not occur in `train`.
+    h, h_asked = np.zeros_like(known), np.zeros_like(asked)
     found = {}
     for n in range(1, most + 1):
-        grams, times = np.unique(_keys(train, n, vocab), return_counts=True)
-        before, group = np.unique(grams // vocab, return_inverse=True)
-        total, kinds = np.bincount(group, weights=times), np.bincount(group)
-        at = _keys(report, n, vocab)
-        together, seen, different = _at(at, grams, times), *(_at(at // vocab, before, v) for v in (total, kinds))
+        grams, numbers, times = np.unique(h * vocab + known, return_inverse=True, return_counts=True)
+        size = max(h.max(), h_asked.max()) + 1
+        total, kinds = np.bincount(h, minlength=size), np.bincount(grams // vocab, minlength=size)
+        wanted = np.where(h_asked < 0, -1, h_asked * vocab + asked)
+        place = np.minimum(np.searchsorted(grams, wanted), len(grams) - 1)
+        occurs = grams[place] == wanted
+        seen, different = (np.where(h_asked < 0, 0, each[h_asked]) for each in (total, kinds))
+        together = np.where(occurs, times[place], 0)
         lower = p[n - 1 :]
         p[n - 1 :] = np.where(seen > 0, (together + different * lower) / np.maximum(seen + different, 1), lower)
         found[str(n)] = float(-np.log(p).mean())
+        h, known = numbers[:-1], known[1:]
+        h_asked, asked = np.where(occurs, place, -1)[:-1], asked[1:]
     return found
-
-
-def _keys(tokens: Sequence[int], n: int, vocab: int) -> Keys:
-    """A number for each n tokens in a row, the last one its remainder by `vocab`."""
-    ids = np.asarray(tokens, dtype=np.int64)
-    count = max(len(ids) - n + 1, 0)
-    keys = np.zeros(count, dtype=np.int64)
-    for i in range(n):
-        keys = keys * vocab + ids[i : i + count]
-    return keys
-
-
-def _at(wanted: Keys, keys: Keys, values: NDArray) -> NDArray:
-    """The values of the keys that are wanted; 0 for others. keys: sorted."""
-    place = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
-    return np.where(keys[place] == wanted, values[place], 0)

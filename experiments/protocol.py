@@ -1,11 +1,11 @@
 """The rules that a study followed, as data and in words: its configuration, its text, what counting reaches."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Self
 
-from experiments.counts import ngram_losses
+from experiments.counts import Counts, about, reached
 from experiments.recipes import Recipe
-from experiments.study import StudyConfig
+from experiments.study import SeedsConfig
 from experiments.texts import Text
 
 
@@ -13,7 +13,8 @@ from experiments.texts import Text
 class Protocol:
     """What a protocol adds to the keys of a configuration: it is mixed into the class of that.
 
-    parts: what each part of the text is, in words; bytes: of each. counts: n -> loss of n-grams on the part `report`.
+    parts: what each part of the text is, in words; bytes: of each. counts: `select` or `report` -> what n-grams reach
+    there that are counted in the first `counted` tokens of the part `train`, as many as a model is trained on.
     """
 
     text: str
@@ -21,25 +22,35 @@ class Protocol:
     bytes: dict[str, int]
     tokenizer: str
     tokens_per_step: int
-    counts: dict[str, float] = field(default_factory=dict)
+    counted: int
+    counts: dict[str, Counts]
 
     @classmethod
-    def of(cls, config: StudyConfig, text: Text, recipe: Recipe, **more: Any) -> Self:
+    def of(cls, config: SeedsConfig, text: Text, recipe: Recipe, **more: Any) -> Self:
         """
         Args:
-            recipe: one of the study's, for tokenizer and tokens.
+            recipe: one of the study's, for tokenizer and tokens; of the most steps if they differ.
             more: other fields of `cls`.
         """
-        about = {"text": text.name, "parts": config.text.parts, "bytes": text.sizes(), "tokens_per_step": recipe.tokens}
-        words, first = recipe.tokenizer(), (config.report_batches or 0) * recipe.tokens
-        train, report = (words.encode(text.read(part)) for part in ("train", "report"))
-        counts = ngram_losses(train, report[: first or None], len(words))
-        return cls(**config.rules() | about | {"tokenizer": recipe.config.data.tokenizer, "counts": counts} | more)
+        given = {"text": text.name, "parts": config.text.parts, "bytes": text.sizes(), "tokens_per_step": recipe.tokens}
+        counted, counts = recipe.steps * recipe.tokens, reached(config, recipe, text)
+        known = {"tokenizer": recipe.config.data.tokenizer, "counted": counted, "counts": counts}
+        return cls(**config.rules() | given | known | more)
 
     @property
     def about_text(self) -> str:
         parts = ", ".join(f"{part}: {words} ({self.bytes[part]:,} bytes)" for part, words in self.parts.items())
         return f"Text {self.text}: {parts}."
+
+    @property
+    def noted(self) -> str:
+        """What of the reported losses was known when the study was planned."""
+        return f" {self.note}" if self.note else ""
+
+    @property
+    def unit(self) -> str:
+        """What a loss is of."""
+        return "byte" if self.tokenizer == "byte" else f"{self.tokenizer.rpartition(':')[2]} token"
 
     @property
     def about_report(self) -> str:
@@ -53,7 +64,10 @@ class Protocol:
 
     @property
     def about_counts(self) -> str:
-        return ", ".join(f"{loss:.3f} (n = {n})" for n, loss in self.counts.items())
+        words = (
+            f"counted in the first {self.counted:,} tokens of the text to train on, as many as a model is trained on"
+        )
+        return f"n-grams, {words}, reach {about(self.counts['report'])} on what is reported"
 
     def about_rates(self, each: str) -> str:
         """How the learning rates were found, for `each` what."""

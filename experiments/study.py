@@ -62,6 +62,7 @@ class SeedsConfig(OutputConfig):
     report_batches: of how many batches of the part `report` the reported loss is; all if null.
     readings: folder of what was read off each finished training, a small file for each; by default
         `<run_dir>/readings`. With these files another machine goes on without the runs.
+    note: what of the reported losses was known when this was planned; it stands on the page.
     """
 
     overrides: dict[str, Any] = field(default_factory=dict)
@@ -70,6 +71,7 @@ class SeedsConfig(OutputConfig):
     select_batches: int | None = None
     report_batches: int | None = None
     readings: str | None = None
+    note: str = ""
 
     def check(self) -> None:
         if len(self.seeds) < 2 or len(set(self.seeds)) < len(self.seeds):

@@ -1,7 +1,7 @@
-"""How figures look: colours, lines and marks of series, chosen in one place; curves, points and files."""
+"""How figures look: series that colour-blind readers and grey print tell apart, axes of losses, heat maps, files."""
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,56 +16,33 @@ from matplotlib.figure import Figure
 from experiments.statistics import Interval, interval
 
 Named = tuple[str, Figure]
+Span = tuple[float, float]
+
+# Okabe and Ito (2008), without yellow, which is faint on white.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+MARKS = ("o", "s", "^", "D", "v", "P")
+LINES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (1, 3)))
+REFERENCE, MUTED = "black", "grey"
 
 
-@dataclass(frozen=True)
-class Style:
-    """The k-th series of a figure has the k-th of these, in turn.
-
-    colours, marks, lines. ordered: colour map of series that are a quantity, such as depth.
-    """
-
-    colours: Sequence[Any] = tuple(f"C{k}" for k in range(10))
-    marks: Sequence[str] = ("o", "s", "^", "D", "v", "*", "P", "x")
-    lines: Sequence[str] = ("-", "--", ":", "-.")
-    ordered: str = "viridis"
-    reference: str = "black"
-    muted: str = "grey"
+def series(k: int) -> dict[str, Any]:
+    """Colour, line and mark of the k-th series."""
+    return {"color": COLOURS[k % 6], "linestyle": LINES[k % 6], "marker": MARKS[k % 6]}
 
 
-STYLE = Style()  # of all figures
+def panels(rows: int, columns: int, size: tuple[float, float], **options: Any) -> tuple[Figure, Any]:
+    """A figure and its panels, an array [rows, columns]."""
+    return plt.subplots(rows, columns, figsize=size, dpi=150, squeeze=False, layout="constrained", **options)
 
 
-def colour(k: int) -> Any:
-    return STYLE.colours[k % len(STYLE.colours)]
-
-
-def mark(k: int) -> str:
-    return STYLE.marks[k % len(STYLE.marks)]
-
-
-def line(k: int) -> str:
-    return STYLE.lines[k % len(STYLE.lines)]
-
-
-def shades(count: int) -> list[Any]:
-    """Colours of `count` series in their order."""
-    return [plt.get_cmap(STYLE.ordered)(0.9 * k / max(count - 1, 1)) for k in range(count)]
-
-
-def panels(rows: int, columns: int, size: tuple[float, float], dpi: int = 150, **options: Any) -> tuple[Figure, Any]:
-    """A figure and its panels, an array [rows, columns]. dpi: of its PNG."""
-    return plt.subplots(rows, columns, figsize=size, dpi=dpi, squeeze=False, layout="constrained", **options)
-
-
-def curve(panel: Axes, x: Sequence[float], own: Sequence[Interval], alpha: float = 0.15, **style: Any) -> None:
+def curve(panel: Axes, x: Sequence[float], own: Sequence[Interval], **look: Any) -> None:
     """Means as a line, their intervals as a band."""
     means, halves = np.array([i.mean for i in own]), np.array([i.half for i in own])
-    panel.plot(x, means, **style)
+    panel.plot(x, means, **{"markersize": 3.5, **look})
     low = means - halves
     if panel.get_yscale() == "log":  # which has no room below zero
         low = np.maximum(low, means / 10)
-    panel.fill_between(x, low, means + halves, color=style["color"], alpha=alpha, linewidth=0)
+    panel.fill_between(x, low, means + halves, color=look["color"], alpha=0.13, linewidth=0)
 
 
 def mean_curve(curves: Sequence[Sequence[tuple[int, float]]]) -> tuple[list[int], list[Interval]]:
@@ -75,22 +52,85 @@ def mean_curve(curves: Sequence[Sequence[tuple[int, float]]]) -> tuple[list[int]
     return steps, [interval([one[step] for one in own]) for step in steps]
 
 
-def points(panel: Axes, x: Sequence[float], own: Sequence[Interval], **style: Any) -> None:
+def points(panel: Axes, x: Sequence[float], own: Sequence[Interval], **look: Any) -> None:
     """Means with bars for their intervals."""
-    panel.errorbar(x, [i.mean for i in own], yerr=[i.half for i in own], capsize=3, **style)
+    panel.errorbar(x, [i.mean for i in own], yerr=[i.half for i in own], capsize=3, **look)
 
 
-def finish(panel: Axes, legend: float | None = None, **labels: Any) -> None:
-    """Labels, a grid, and a legend in letters of this size."""
-    panel.set(**labels)
-    panel.grid(alpha=0.3)
-    if legend is not None:
-        panel.legend(fontsize=legend)
+def seeds(panel: Axes, x: float, values: Sequence[float], colour: Any) -> None:
+    """A dot for each seed."""
+    panel.plot([x] * len(values), values, ".", color=colour, alpha=0.6, markersize=5)
+
+
+def span(own: Iterable[Interval], more: Iterable[float] = ()) -> Span:
+    """Where all intervals, and `more`, have room: the axis of all panels of a page that show the same quantity."""
+    ends = [end for i in own for end in i.bounds if not np.isnan(end)] + list(more)
+    room = 0.04 * (max(ends) - min(ends))
+    return min(ends) - room, max(ends) + room
+
+
+def level(panel: Axes, y: float, words: str, colour: str = MUTED) -> None:
+    """A line across, with words at its left end, above it."""
+    panel.axhline(y, color=colour, linewidth=0.8, linestyle=(0, (4, 3)), zorder=0)
+    box = {"facecolor": "white", "alpha": 0.7, "linewidth": 0, "pad": 0.3}
+    look = {"transform": panel.get_yaxis_transform(), "fontsize": 6.5, "color": colour, "bbox": box}
+    panel.text(0.01, y, words, ha="left", va="bottom", zorder=3, **look)
+
+
+def loss_axis(panel: Axes, what: str, unit: str, n: int, counts: Mapping[str, float], limits: Span) -> None:
+    """An axis of losses: of `what` text, per `unit`, over n seeds, beside what n-grams of 2 and more tokens reach.
+
+    counts: n -> their loss, counted in as much text as the models are trained on.
+    """
+    levels, words = sorted((loss, size) for size, loss in counts.items() if size != "1"), ""
+    for (loss, size), (above, _) in itertools.pairwise([*levels, (np.inf, "")]):
+        words = ", ".join(filter(None, (f"{size}-grams {loss:.2f}", words)))
+        is_near = above - loss < 0.025 * (limits[1] - limits[0])  # words would hide each other
+        level(panel, loss, "" if is_near else words)
+        words = words if is_near else ""
+    panel.set_ylabel(f"loss on {what} (nats per {unit}), n = {n}", fontsize=9)
+    panel.set_ylim(limits)
+    panel.grid(alpha=0.25)
+
+
+def direct(panel: Axes, ends: Mapping[str, tuple[float, float]], colours: Mapping[str, Any]) -> None:
+    """The name of each series right of the panel, at the height of its end (x, y) or as near as others let it be."""
+    panel.figure.draw_without_rendering()  # settles where the panel is
+    transform, (left, right) = panel.transData, panel.get_xlim()
+    heights = {name: transform.transform(end)[1] for name, end in ends.items()}
+    gap, last = 0.12 * panel.figure.dpi, -np.inf
+    for name in sorted(heights, key=lambda name: heights[name]):
+        last = max(heights[name], last + gap)
+        y = transform.inverted().transform((0, last))[1]
+        panel.annotate(
+            name,
+            xy=ends[name],
+            xytext=(right + 0.02 * (right - left), y),
+            textcoords="data",
+            annotation_clip=False,
+            fontsize=7.5,
+            color=colours[name],
+            va="center",
+            arrowprops={"arrowstyle": "-", "color": colours[name], "linewidth": 0.5, "shrinkA": 0, "shrinkB": 0},
+        )
+
+
+def heat(panel: Axes, rows: Sequence[str], columns: Sequence[str], cells: Sequence[Sequence[Interval]]) -> None:
+    """A map of means, darker for larger ones, with mean and half the interval in each cell."""
+    means = np.array([[cell.mean for cell in row] for row in cells])
+    panel.imshow(means, cmap="cividis_r", aspect="auto")
+    dark = (means.min() + means.max()) / 2
+    for (i, j), mean in np.ndenumerate(means):
+        words = f"{mean:.2f}\n±{cells[i][j].half:.2f}"
+        panel.text(j, i, words, ha="center", va="center", fontsize=7, color="white" if mean > dark else "black")
+    panel.set_xticks(range(len(columns)), columns, rotation=30, ha="right", fontsize=8)
+    panel.set_yticks(range(len(rows)), rows, fontsize=8)
 
 
 def arms(panel: Axes, names: Sequence[str], rotation: float = 20) -> None:
     """Names of arms below a panel, at 0, 1, ..."""
     panel.set_xticks(range(len(names)), names, rotation=rotation, ha="right", fontsize=8)
+    panel.set_xlim(-0.5, len(names) - 0.5)
 
 
 def save(figures: Iterable[Named], folder: Path) -> None:

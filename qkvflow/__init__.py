@@ -3,5 +3,9 @@
 Importing qkvflow registers the model `type: neuralode` with Levanter.
 """
 
-from qkvflow import models as models
-from qkvflow.generation import generate as generate
+from qkvflow.interrupts import leave_while_importing
+
+leave_while_importing()
+
+from qkvflow import models as models  # noqa: E402
+from qkvflow.generation import generate as generate  # noqa: E402

@@ -29,7 +29,7 @@ from qkvflow.data.tokenizers import load_tokenizer, resolve_tokenizer
 from qkvflow.errors import UserError
 from qkvflow.meshes import MeshReport, MeshShape, describe_mesh
 from qkvflow.meshes.report import as_dict
-from qkvflow.models import NeuralOdeConfig, cost
+from qkvflow.models import NeuralOdeConfig, NeuralOdeLMHeadModel, cost
 from qkvflow.models.levanter_twin import enter, enter_config
 from qkvflow.progress import Progress
 from qkvflow.ranges import Count
@@ -159,7 +159,7 @@ def describe(config: TrainConfig, vocab_size: int, start: Start | None = None) -
             "sequences per batch": batch,
         },
         "parameters": _parameters(ours),
-        "parameters, discretised": _parameters(cost.discretised(ours)),
+        "parameters, discretised": _discretised(ours),
         "evaluations of the block": _evaluations(config_of_ours),
         "FLOPs per token": {
             "forward": flops and flops.forward,
@@ -270,6 +270,13 @@ def _by_stage(config, vocab_size: int, length: int) -> dict[str, Value]:
         return {}
     flops = (stage.flops_per_token(vocab_size, length) for stage in config.stages)
     return {"forward, in training": " then ".join(_cell(f) for f in flops)}
+
+
+def _discretised(model: NeuralOdeLMHeadModel) -> dict[str, Value]:
+    """Of the ordinary model at the flow's own depth, which adaptive steps do not have."""
+    if model.config.depth.is_adaptive:
+        return dict.fromkeys(_parameters(model))
+    return _parameters(cost.discretised(model))
 
 
 def _parameters(shape) -> dict[str, Value]:

@@ -13,6 +13,7 @@
 --stop TEXT           ends a text before TEXT (\\n is a line break); may be given several times
 --num_samples N       texts for each prompt
 --steps N, --solver S the flow at another depth than it was trained at
+--dtype bf16          computes in bfloat16 (or f32); by default in the precision of the weights
 --control "[0, 1]"    control signal for all prompts of a model that has one
 --use_cache false     read the whole text again for each token: the same text, slower
 --batch_size N        texts that are made together; 16 by default
@@ -55,6 +56,7 @@ class SampleConfig:
     num_samples: int = 1
     steps: int | None = None
     solver: str | None = None
+    dtype: str | None = None
     control: list[float] | None = None
     checkpoint_step: int | None = None
     use_cache: bool = True
@@ -86,7 +88,8 @@ def main(config: SampleConfig) -> list[str]:
     with quiet_libraries() as quiet:
         progress = Progress(quiet.terminal)
         with progress.phase(f"Loading {config.run}"):
-            writer = open_writer(config.run, config.checkpoint_step, config.steps, config.solver, config.use_cache)
+            depth = (config.steps, config.solver)
+            writer = open_writer(config.run, config.checkpoint_step, *depth, config.use_cache, config.dtype)
         jobs = _jobs(writer, prompts, config)
         size = min(config.batch_size, len(jobs))
         engine = writer.engine(size, max(len(job.tokens) + job.max_new_tokens for job in jobs))
@@ -161,17 +164,17 @@ def _write(writer: Writer, engine: Engine, jobs: list[Job], stops: list[str], ti
     clock.prefill += time.perf_counter() - began
     clock.prompt_tokens += sum(len(job.tokens) for job in jobs)
 
-    going = [Continuation(writer.tokenizer, job.tokens, stops, writer.stop_tokens) for job in jobs]
+    going = [Continuation(writer.vocabulary, job.tokens, stops, writer.stop_tokens) for job in jobs]
     texts, shown = [job.prompt for job in jobs], _Shown(jobs, titled)
     while any(text.reason is None for text in going):
         began = time.perf_counter()
-        token, _, complete = engine.decode(1)
+        step = engine.decode(1)
         clock.decode += time.perf_counter() - began
         for slot, text in enumerate(going):
             if text.reason is None:
                 clock.new_tokens += 1
-                texts[slot] += text.push(int(token[slot]), bool(complete[slot]))
-                if text.reason is not None and not complete[slot]:
+                texts[slot] += text.push(int(step.token[slot]), bool(step.complete[slot]))
+                if text.reason is not None and not step.complete[slot]:
                     engine.cancel(slot)
         shown.update(texts, [text.reason is not None for text in going])
     return texts

@@ -1,20 +1,31 @@
-"""Serves a trained run over HTTP, as OpenAI's clients expect it: `/v1/completions` and `/v1/models`.
+"""Serves a trained run over HTTP, as OpenAI's clients expect it: completions, chat completions, models.
 
     python -m qkvflow.serve_lm --run runs/quickstart --port 8000
-    curl http://127.0.0.1:8000/v1/completions -d '{"prompt": "The", "max_tokens": 32}'
+    curl http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json' -d '{"prompt": "The"}'
 
 --run DIR             the run; --checkpoint_step N for another checkpoint than its newest
 --host, --port        127.0.0.1, which only this machine reaches, and 8000; port 0 takes any free one
---max_concurrent N    requests that are served at once; 8 by default. Others wait
---max_waiting N       requests that may wait; 256 by default. Others are answered 503
+--api_key KEY         clients must send it; or set the environment variable QKVFLOW_API_KEY, which `ps` does not show
+--allowed_hosts NAME  names that the server may be called by, besides localhost and addresses; several, or * for any
+--allowed_origins URL web sites whose pages may use the server; none by default
+--max_concurrent N    texts that are made at once; 8 by default. Others wait
+--max_waiting N       texts that may wait; 256 by default. Others are answered 503
+--max_connections N   open connections; 512 by default
 --max_length N        tokens of a text, prompt included; what the model was trained at by default. It decides memory
+--max_body_bytes N    of a request; 2 MiB by default
+--header_timeout S    seconds for the headers of a request; 10 by default. --stall_timeout S: that an answer waits for
+                      its client to read it; 60
 --request_timeout S   seconds for a request, waiting included; 600 by default
 --shutdown_timeout S  seconds that running requests have to finish after SIGTERM or Ctrl-C; 60 by default
 --steps N, --solver S the flow at another depth than it was trained at
+--dtype bf16          computes in bfloat16 (or f32); by default in the precision of the weights
 """
 
 import asyncio
 import contextlib
+import ipaddress
+import math
+import os
 import signal
 import socket
 import sys
@@ -26,40 +37,62 @@ import uvicorn
 import qkvflow as qkvflow  # registers the models
 from qkvflow.cli import run_program
 from qkvflow.cli.quiet import quiet_libraries
+from qkvflow.config import Text
 from qkvflow.errors import UserError
 from qkvflow.files import local_path
 from qkvflow.generation.writer import open_writer
 from qkvflow.progress import Progress
-from qkvflow.serving import Limits, Scheduler, build_app
+from qkvflow.serving import Access, Limits, Scheduler, build_app, guarded
+
+API_KEY = "QKVFLOW_API_KEY"
+_POSITIVE = (
+    "max_concurrent",
+    "max_waiting",
+    "max_connections",
+    "max_body_bytes",
+    "header_timeout",
+    "stall_timeout",
+    "request_timeout",
+    "shutdown_timeout",
+)
 
 
 @dataclass
 class ServeConfig:
-    """See the module. max_body_bytes: of a request."""
+    """See the module."""
 
     run: str
     host: str = "127.0.0.1"
     port: int = 8000
+    api_key: Text | None = None
+    allowed_hosts: list[Text] | None = None
+    allowed_origins: list[Text] | None = None
     max_concurrent: int = 8
     max_waiting: int = 256
+    max_connections: int = 512
     max_length: int | None = None
     max_body_bytes: int = 2 * 2**20
+    header_timeout: float = 10.0
+    stall_timeout: float = 60.0
     request_timeout: float = 600.0
     shutdown_timeout: int = 60
     steps: int | None = None
     solver: str | None = None
+    dtype: str | None = None
     checkpoint_step: int | None = None
 
 
 def main(config: ServeConfig) -> None:
     """Serves until SIGTERM or Ctrl-C, then lets running requests finish; a second signal stops at once."""
-    for name in ("max_concurrent", "max_waiting", "max_body_bytes", "request_timeout", "shutdown_timeout"):
-        if not getattr(config, name) > 0:
+    for name in _POSITIVE:
+        if not 0 < getattr(config, name) < math.inf:
             raise UserError(f"{name} must be positive, got {getattr(config, name)}")
+    access = _access(config)
     with _listening(config.host, config.port) as sock, quiet_libraries() as quiet:
         progress = Progress(quiet.terminal)
         with progress.phase(f"Loading {config.run}"):
-            writer = open_writer(config.run, config.checkpoint_step, config.steps, config.solver)
+            depth = (config.steps, config.solver)
+            writer = open_writer(config.run, config.checkpoint_step, *depth, dtype=config.dtype)
         with contextlib.suppress(OSError):  # a run that cannot be written to can be served all the same
             quiet.log_to(local_path(config.run) / "serve.log")
         length = _length(config.max_length, writer.prepared.max_seq_len)
@@ -67,17 +100,40 @@ def main(config: ServeConfig) -> None:
             scheduler = Scheduler(writer, config.max_concurrent, length, config.max_waiting)
             scheduler.warm_up()
         limits = Limits(length, config.max_body_bytes, request_timeout=config.request_timeout)
-        app = build_app(scheduler, writer.name, limits)
+        app = build_app(scheduler, writer.name, limits, access)
         options = uvicorn.Config(
-            app, log_config=None, access_log=False, timeout_graceful_shutdown=config.shutdown_timeout, lifespan="on"
+            app,
+            http=guarded(config.max_connections, config.header_timeout, config.stall_timeout),
+            ws="none",
+            log_config=None,
+            access_log=False,
+            timeout_graceful_shutdown=config.shutdown_timeout,
+            lifespan="on",
         )
         host, port = sock.getsockname()[:2]
         _listen(sock)  # before the address is told: who connects now waits, and is not refused
         url = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
         progress.say(f"Serving {writer.name} (step {writer.step}, texts of up to {length} tokens) at {url}")
+        if access.api_key is None and not _is_local(host):
+            progress.say(f"Whoever reaches {host} may use it: nobody is asked for a key. --api_key KEY asks for one.")
         progress.say("Stop with Ctrl-C or SIGTERM.")
         asyncio.run(_Server(options).serve(sockets=[sock]))
         progress.say("Stopped.")
+
+
+def _access(config: ServeConfig) -> Access:
+    key, source = config.api_key, "api_key"
+    if key is None and API_KEY in os.environ:
+        key, source = os.environ[API_KEY], f"the environment variable {API_KEY}"
+    if key is not None and not (key.strip() and key.isascii() and key.isprintable()):
+        raise UserError(
+            f"{source} must be a text of printable ASCII characters that is not empty; leave it out for none"
+        )
+    return Access((config.host, *(config.allowed_hosts or ())), config.allowed_origins or (), key)
+
+
+def _is_local(address: str) -> bool:
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
 class _Server(uvicorn.Server):

@@ -11,13 +11,15 @@ PACKAGE = Path(__file__).parent.parent / "qkvflow"
 ROOMS = {"weights", "blocks", "depth"}
 PROGRAMS = {"train_lm", "finetune_lm", "eval_lm", "describe", "sample_lm", "serve_lm", "analysis"}
 # Each part may import from qkvflow only what is listed here.
-GROUND = {"errors", "units", "files", "checksums", "locks", "ranges", "named", "inside"}  # what knows nothing of models
+# What knows nothing of models.
+GROUND = {"errors", "units", "files", "checksums", "locks", "ranges", "named", "inside", "interrupts"}
 MAY_IMPORT = {
     "errors": set(),
     "units": set(),
     "ranges": {"errors"},
     "named": set(),
     "inside": set(),
+    "interrupts": set(),
     "locks": set(),
     "files": {"errors"},
     "checksums": {"files"},
@@ -34,11 +36,11 @@ MAY_IMPORT = {
     "progress": GROUND,
     "runs": {"axes", *GROUND, "weights", "models", "official", "config", "data", "tracking"},
     "training": {"axes", *GROUND, "weights", "models", "config", "data", "tracking", "progress", "runs"},
-    "generation": {"axes", *GROUND, "models", "blocks", "depth", "runs"},
+    "generation": {"axes", *GROUND, "models", "blocks", "depth", "data", "runs"},
     "serving": {*GROUND, "generation"},
     "meshes": {*GROUND, "config", "runs", "training"},
     "cli": {*GROUND, "config"},  # above all that works: nothing but programs speaks to a terminal
-    "__init__": {"models", "generation"},
+    "__init__": {"interrupts", "models", "generation"},
 }
 
 

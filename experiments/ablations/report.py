@@ -1,22 +1,18 @@
 """What the ablations have found: their record, and from that alone tables and a figure for each group."""
 
-import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from experiments import style, tables
 from experiments.ablations.plan import AblationsConfig, Model, Place
 from experiments.protocol import Protocol
 from experiments.records import Record, Training, by_seed
-from experiments.statistics import Contrast, contrasts, interval
+from experiments.statistics import Contrast, contrasts
 from experiments.tables import Cell, Table
 from qkvflow.eval_lm import Reading
-
-_ASIDE = 1.025  # ratio of the places, on a logarithmic axis, of neighbouring curves
 
 
 @dataclass(frozen=True)
@@ -132,7 +128,7 @@ def _group(record: Ablations, name: str) -> str:
     for arm, about in asked.arms.items():
         model, own = record.models[about.model], trained[arm]
         cells = [arm, tables.count(model.parameters), f"{model.evaluations:g}", f"{own[0].learning_rate:g}"]
-        speed = tables.milliseconds(interval([r.seconds_per_step for r in own]))
+        speed = tables.milliseconds(r.seconds_per_step for r in own)
         rows.append([*cells, *tables.contrast_cells(found[arm]), speed])
     head = ["arm", "trained", "evaluations", "rate", *tables.contrast_head(asked.reference), "ms per step"]
     blocks = [
@@ -157,50 +153,39 @@ def _group(record: Ablations, name: str) -> str:
 
 
 def draw(record: Ablations) -> Iterator[style.Named]:
-    for name in record.protocol.groups:
-        yield name, _figure(record, name)
+    names, found = list(record.protocol.groups), [losses(record, name) for name in record.protocol.groups]
+    counts = record.protocol.counts["report"]
+    spans = [
+        style.span([loss.mean for own in found for loss in own.values()], [counts["5"]]),
+        style.span([loss.difference for own in found for loss in own.values() if loss.difference], [0.0]),
+    ]
+    for name in names:
+        yield name, _figure(record, name, spans)
 
 
-def _figure(record: Ablations, name: str) -> Figure:
+def _figure(record: Ablations, name: str, spans: list[style.Span]) -> Figure:
     """Left: losses of all arms, with a dot for each seed. Next: differences to the reference. Right: readings."""
-    asked, found, trained = record.protocol.groups[name], losses(record, name), record.of(name)
+    p, found, trained = record.protocol, losses(record, name), record.of(name)
+    asked, n = p.groups[name], found[p.groups[name].reference].mean.n
     count = 3 if asked.places else 2
-    figure, (row,) = style.panels(1, count, (4.5 * count, 4))
+    wide = 1 + 0.16 * len(asked.places)
+    figure, (row,) = style.panels(1, count, (9 + 4.5 * wide * (count - 2), 4.2), width_ratios=[1, 1, wide][:count])
     for k, (arm, loss) in enumerate(found.items()):
-        seeds = [r.report_loss for r in trained[arm]]
-        row[0].plot([k + 0.15] * len(seeds), seeds, ".", color=style.colour(k), alpha=0.5)
+        look = {"color": style.series(k)["color"], "marker": style.series(k)["marker"]}
+        style.seeds(row[0], k + 0.15, [r.report_loss for r in trained[arm]], look["color"])
         for panel, shown in ((row[0], loss.mean), (row[1], loss.difference)):
             if shown is not None:
-                style.points(panel, [k], [shown], fmt="o", color=style.colour(k))
-    row[1].axhline(0.0, color=style.STYLE.reference, linewidth=0.8)
-    row[0].set_ylabel("reported loss (nats per token)")
-    row[1].set_ylabel(f"minus {asked.reference}, paired by seed")
+                style.points(panel, [k], [shown], **look)
+    style.loss_axis(row[0], "unseen text", p.unit, n, p.counts["report"], spans[0])
+    row[1].axhline(0.0, color=style.REFERENCE, linewidth=0.8)
+    row[1].set(ylabel=f"minus {asked.reference}, paired by seed", ylim=spans[1])
+    row[1].grid(alpha=0.25)
     for panel in row[:2]:
         style.arms(panel, list(found))
-        panel.set_xlim(-0.5, len(found) - 0.5)
-        panel.grid(alpha=0.3)
     if asked.places:
-        _draw_readings(row[2], record, name)
-    figure.suptitle(f"{name}, n = {found[asked.reference].mean.n} seeds, 95 % intervals", fontsize=10)
+        against, places = readings(record, name), [f"{solver} {steps}" for solver, steps in asked.places]
+        cells = [[against[place, arm].mean for place in asked.places] for arm in asked.arms]
+        style.heat(row[2], list(asked.arms), places, cells)
+        row[2].set_title("loss, read by solver and number of steps without training", fontsize=9)
+    figure.suptitle(f"{name}, n = {n} seeds, 95 % intervals", fontsize=10)
     return figure
-
-
-def _draw_readings(panel: Axes, record: Ablations, name: str) -> None:
-    """Loss against evaluations of the field; a line for each solver of each arm, side by side where bars would hide
-    each other."""
-    asked, against, trained = record.protocol.groups[name], readings(record, name), record.of(name)
-    cost = {place: trained[asked.reference][0].at(place).evaluations for place in asked.places}
-    solvers = list(dict.fromkeys(solver for solver, _ in cost))
-    curves = list(itertools.product(enumerate(asked.arms), enumerate(solvers)))
-    for number, ((k, arm), (s, solver)) in enumerate(curves):
-        at = sorted((place for place in cost if place[0] == solver), key=lambda place: cost[place])
-        label = f"{arm}, {solver}" if len(solvers) > 1 else arm
-        aside = _ASIDE ** (number - (len(curves) - 1) / 2)
-        look = {"fmt": style.mark(s) + style.line(s), "color": style.colour(k), "markersize": 4, "label": label}
-        style.points(panel, [aside * cost[place] for place in at], [against[place, arm].mean for place in at], **look)
-    panel.set(xscale="log", xlabel="evaluations of the field, read without training", ylabel="loss (nats per token)")
-    ticks = sorted(set(cost.values()))
-    panel.set_xticks(ticks, [str(tick) for tick in ticks])
-    panel.minorticks_off()
-    panel.grid(alpha=0.3)
-    panel.legend(fontsize=7, handlelength=4)

@@ -15,6 +15,7 @@ from levanter.utils.jax_utils import parameter_count
 
 from experiments.adaptive_depth.plan import AdaptiveDepthConfig, arms
 from experiments.adaptive_depth.report import AdaptiveDepth, Settings, Trained, draw, page
+from experiments.counts import reached
 from experiments.jobs import Job, reported
 from experiments.measure import Measure
 from experiments.study import Study
@@ -29,7 +30,9 @@ def make(config: AdaptiveDepthConfig, run_dir: Path) -> AdaptiveDepth:
     results = Measure(Trained, config, run_dir, _with_sizes).all(planned)
     steps = {job.arm.what.kind: job.recipe.steps for job in planned}
     settings = Settings(config.layers, steps["pretrain"], steps["full"], config.seeds)
-    return AdaptiveDepth(settings=settings, texts={text.name: text.sizes() for text in texts}, results=results)
+    sizes, alone = {text.name: text.sizes() for text in texts}, (j for j in planned if j.arm.what.kind == "scratch")
+    counts = {job.arm.text.name: reached(config, job.recipe, job.arm.text) for job in alone}
+    return AdaptiveDepth(settings=settings, texts=sizes, results=results, counts=counts)
 
 
 def _with_sizes(job: Job, found: Trained, run: Run, evaluator: RunEvaluator | None) -> Trained:

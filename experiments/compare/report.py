@@ -88,6 +88,7 @@ class Line:
 
 
 Rows = Mapping[str, list[Line]]
+Looks = Mapping[str, Mapping[str, Any]]  # system -> how it is drawn
 
 
 def by_row(record: Comparison) -> Rows:
@@ -146,7 +147,13 @@ def _loss_cells(line: Line) -> list[Cell]:
 
 def _cost_cells(line: Line, targets: list[float], n: int) -> list[Cell]:
     what, memory = line.what, f"{line.mebibytes:.0f}"
-    cells = [f"{what.system} ({line.row})", what.width, what.steps, tables.milliseconds(line.seconds), memory]
+    cells = [
+        f"{what.system} ({line.row})",
+        what.width,
+        what.steps,
+        tables.milliseconds(r.seconds_per_step for r in line.trained),
+        memory,
+    ]
     for r in map(line.reached, targets):
         few = "" if r["n"] == n else f" ({r['n']} of {n} seeds)"
         cells.append("{steps:.0f}, {seconds:.0f}, {flops:.2g}".format(**r) + few if r["n"] else "not reached")
@@ -165,71 +172,81 @@ def _numbers(line: Line, targets: list[float]) -> dict[str, Cell]:
 
 def draw(record: Comparison) -> Iterator[style.Named]:
     rows = by_row(record)
-    colours = {system: style.colour(k) for k, system in enumerate(record.protocol.systems)}
-    yield "loss", _loss(rows, colours)
-    yield "efficiency", _efficiency(rows, colours)
-    speed = ("ms per training step", lambda line: Interval(1000 * line.seconds.mean, 1000 * line.seconds.half, 0))
-    yield "speed", _bars(rows, colours, *speed)
-    memory = ("peak MiB of a training step", lambda line: Interval(line.mebibytes, 0.0, 0))
-    yield "memory", _bars(rows, colours, *memory)
+    looks = {system: style.series(k) for k, system in enumerate(record.protocol.systems)}
+    yield "loss", _loss(record.protocol, rows, looks)
+    yield "efficiency", _efficiency(record.protocol, rows, looks)
+    yield "speed", _speed(rows, looks)
 
 
-def _loss(rows: Rows, colours: Mapping[str, Any]) -> Figure:
+def _limits(p: CompareProtocol, rows: Rows) -> style.Span:
+    """Of all axes of losses."""
+    first = [style.mean_curve([r.curve for r in line.trained])[1] for line in next(iter(rows.values()))]
+    counts = [loss for own in p.counts.values() for n, loss in own.items() if n != "1"]
+    return style.span([line.loss.mean for line in lines(rows)] + [at for own in first for at in own], counts)
+
+
+def _loss(p: CompareProtocol, rows: Rows, looks: Looks) -> Figure:
     """Left: loss on the part `select` while training, in the first row. Right: reported losses in all rows."""
-    figure, ((left, right),) = style.panels(1, 2, (12, 4.5))
-    first, found = next(iter(rows.items()))
+    figure, ((left, right),) = style.panels(1, 2, (12, 5.2), sharey=True)
+    limits, (first, found) = _limits(p, rows), next(iter(rows.items()))
+    ends = {}
     for line in found:
-        name, curve = line.what.system, style.mean_curve([r.curve for r in line.trained])
-        style.curve(left, *curve, color=colours[name], label=name)
-    left.set(xlabel="steps", ylabel="loss on the text to select by (nats per token)", title=f"at {ROWS[first]}")
-    left.legend(fontsize=8)
+        name, (steps, own) = line.what.system, style.mean_curve([r.curve for r in line.trained])
+        style.curve(left, steps, own, **looks[name])
+        ends[name] = (steps[-1], own[-1].mean)
+    left.set(xlabel=f"steps of {p.tokens_per_step:,} tokens", title=f"while training, at {ROWS[first]}")
+    style.loss_axis(left, "the text to select by", p.unit, len(p.seeds), p.counts["select"], limits)
+    style.direct(left, ends, {name: look["color"] for name, look in looks.items()})
     aside = {row: 0.2 * (k - 1) for k, row in enumerate(ROWS)}
-    _points(right, rows, colours, lambda line: list(colours).index(line.what.system) + aside[line.row])
-    style.arms(right, list(colours))
-    right.set(ylabel="reported loss (nats per token)", title=f"n = {found[0].loss.mean.n} seeds, 95 % intervals")
+    _points(right, rows, looks, lambda line: list(looks).index(line.what.system) + aside[line.row])
+    style.arms(right, list(looks))
+    right.set_title("reported, after training; 95 % intervals over seeds")
+    style.loss_axis(right, "unseen text", p.unit, len(p.seeds), p.counts["report"], limits)
     _legend_of_rows(figure, rows)
     return figure
 
 
-def _efficiency(rows: Rows, colours: Mapping[str, Any]) -> Figure:
+def _efficiency(p: CompareProtocol, rows: Rows, looks: Looks) -> Figure:
     """Reported loss against trained parameters and against FLOPs of the training, in all rows."""
-    figure, ((left, right),) = style.panels(1, 2, (12, 4.5), sharey=True)
-    _points(left, rows, colours, lambda line: line.cost.parameters)
-    _points(right, rows, colours, lambda line: line.flops)
-    for panel, words in ((left, "trained parameters"), (right, "FLOPs of the training")):
+    figure, (both,) = style.panels(1, 2, (12, 5.2), sharey=True)
+    across = (("trained parameters", lambda line: line.cost.parameters), ("FLOPs of the training", lambda x: x.flops))
+    for panel, (words, where) in zip(both, across, strict=True):
+        _points(panel, rows, looks, where)
         panel.set(xscale="log", xlabel=words)
         panel.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         panel.xaxis.set_major_formatter(EngFormatter(sep=""))
         panel.xaxis.set_minor_formatter(NullFormatter())
-    left.set_ylabel("reported loss (nats per token)")
-    for system, colour in colours.items():
-        left.plot([], [], "o", color=colour, label=system)
-    left.legend(fontsize=8)
-    _legend_of_rows(figure, rows)
+        style.loss_axis(panel, "unseen text", p.unit, len(p.seeds), p.counts["report"], _limits(p, rows))
+    _legend_of_rows(figure, rows, looks)
     return figure
 
 
-def _points(panel: Axes, rows: Rows, colours: Mapping[str, Any], where: Callable[[Line], float]) -> None:
+def _points(panel: Axes, rows: Rows, looks: Looks, where: Callable[[Line], float]) -> None:
     for line in lines(rows):
-        style.points(panel, [where(line)], [line.loss.mean], color=colours[line.what.system], **MARKERS[line.row])
-    panel.grid(alpha=0.3)
+        style.points(
+            panel, [where(line)], [line.loss.mean], color=looks[line.what.system]["color"], **MARKERS[line.row]
+        )
 
 
-def _legend_of_rows(figure: Figure, rows: Rows) -> None:
+def _legend_of_rows(figure: Figure, rows: Rows, looks: Looks | None = None) -> None:
     """Below the panels, where it hides nothing."""
-    marks = [Line2D([], [], color=style.STYLE.muted, label=f"at {ROWS[row]}", **MARKERS[row]) for row in rows]
-    figure.legend(handles=marks, loc="outside lower center", ncols=len(marks), fontsize=8)
+    marks = [Line2D([], [], color=style.MUTED, label=f"at {ROWS[row]}", **MARKERS[row]) for row in rows]
+    marks += [
+        Line2D([], [], color=look["color"], marker="o", ls="none", label=name) for name, look in (looks or {}).items()
+    ]
+    figure.legend(handles=marks, loc="outside lower center", ncols=3, fontsize=8)
 
 
-def _bars(rows: Rows, colours: Mapping[str, Any], words: str, value: Callable[[Line], Interval]) -> Figure:
-    """A bar for each system in each row."""
-    figure, (row_of_panels,) = style.panels(1, len(rows), (4.5 * len(rows), 4), sharey=True)
-    for panel, (row, found) in zip(row_of_panels, rows.items(), strict=True):
-        values, own = list(map(value, found)), [colours[line.what.system] for line in found]
-        errors = [v.half for v in values] if any(v.half for v in values) else None
-        panel.bar(range(len(found)), [v.mean for v in values], yerr=errors, color=own, capsize=3)
+def _speed(rows: Rows, looks: Looks) -> Figure:
+    """Times of a step, a dot for each seed: what other work on the machine adds is no interval of anything."""
+    figure, (across,) = style.panels(1, len(rows), (4 * len(rows), 4), sharey=True)
+    for panel, (row, found) in zip(across, rows.items(), strict=True):
+        for k, line in enumerate(found):
+            times = [1000 * r.seconds_per_step for r in line.trained]
+            panel.plot([k - 0.3, k + 0.3], [min(times)] * 2, color=looks[line.what.system]["color"], linewidth=2)
+            style.seeds(panel, k, times, looks[line.what.system]["color"])
         style.arms(panel, [line.what.system for line in found], rotation=30)
         panel.set_title(f"at {ROWS[row]}", fontsize=10)
         panel.grid(axis="y", alpha=0.3)
-    row_of_panels[0].set_ylabel(words)
+    across[0].set(ylabel="ms per training step: each seed, and the least", ylim=(0, None))
     return figure

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import ScalarFormatter
 
 from experiments import style
 from experiments.gradient_flow import norms as rule
@@ -17,7 +16,7 @@ from experiments.gradient_flow.plan import SYSTEMS, GradientFlowConfig, System
 from experiments.gradient_flow.readings import SHARE, BySolver, Effect, Refined
 from experiments.protocol import Protocol
 from experiments.records import Record, Training, by_seed
-from experiments.statistics import Interval, contrasts, interval, paired
+from experiments.statistics import Contrast, Interval, contrasts, interval
 from experiments.tables import Table, difference_cells
 
 _LABELS = {
@@ -25,12 +24,12 @@ _LABELS = {
     ("shallow", "flow"): "later layers",
     ("shallow", "coda"): "last norm",
 }
-# Told apart in grey too.
 LOOKS = {
-    "baseline": {"color": style.STYLE.reference, "linestyle": style.line(1)},
-    "hybrid": {"color": style.colour(0), "linestyle": style.line(0)},
-    "shallow": {"color": style.colour(1), "linestyle": style.line(2)},
+    "baseline": style.series(1) | {"color": style.REFERENCE},
+    "hybrid": style.series(0),
+    "shallow": style.series(2),
 }
+MIDDLES = {"baseline": "layers", "hybrid": "flow"}
 _SMOOTHED = 25  # a curve is averaged over 1 / _SMOOTHED of its steps
 
 
@@ -90,7 +89,6 @@ def page(record: GradientFlow) -> Mapping[str, Any]:
     p, hybrid, baseline = record.protocol, record.of("hybrid"), record.of("baseline")
     pairs = zip(hybrid, baseline, strict=True)
     passes = {name: sum(r.refined.passes for r in record.of(name)) for name in ("hybrid", "baseline")}
-    shares = {name: by_seed(record.of(name), lambda r: r.refined.refined[0].share) for name in passes}
     return {
         "p": p,
         "n": len(p.seeds),
@@ -108,7 +106,7 @@ def page(record: GradientFlow) -> Mapping[str, Any]:
         "solvers": _solvers(hybrid),
         "share": SHARE,
         "passes": ", ".join(f"{name} {k} of {len(p.seeds)} seeds" for name, k in passes.items()),
-        "against": paired(shares["hybrid"], shares["baseline"]),
+        "against": _against(record),
         "refined": _refined({"hybrid": hybrid, "baseline": baseline}),
     }
 
@@ -184,6 +182,25 @@ def _refined(trained: Mapping[str, list[Trained]]) -> Table:
     return Table(head, rows)
 
 
+def shares(record: GradientFlow) -> dict[tuple[int, str], Contrast]:
+    """(factor, model) -> its share in steps of 1 / factor, the hybrid's against the baseline's; all are one family."""
+    own = {
+        (factor, name): by_seed(record.of(name), lambda r, k=k: r.refined.refined[k].share)
+        for k, factor in enumerate(record.protocol.refinements)
+        for name in ("hybrid", "baseline")
+    }
+    return contrasts(own, lambda at: (at[0], "baseline"))
+
+
+def _against(record: GradientFlow) -> Table:
+    rows = [
+        [f"steps of 1/{factor}", *difference_cells(found)]
+        for (factor, name), found in shares(record).items()
+        if name == "hybrid"
+    ]
+    return Table(["share", "hybrid minus baseline", "p (Holm)", "d_z"], rows)
+
+
 def _clipped_share(r: Trained) -> float:
     """Of the steps."""
     return sum(total > r.clip for total in r.norms["total"]) / len(r.loss) if r.clip else 0.0
@@ -205,62 +222,77 @@ def draw(record: GradientFlow) -> Iterator[style.Named]:
 
 
 def _gradient_flow(record: GradientFlow) -> Figure:
-    """By step: training loss; total norm before clipping; norms of the flow and of the layers that it replaces."""
-    p, clip = record.protocol, record.of("hybrid")[0].clip
-    window = max(1, p.num_train_steps // _SMOOTHED)
-    figure, (row,) = style.panels(1, 3, (10.5, 3.4), dpi=200)
+    """By step: loss; total norm before clipping; norms of the flow and of the layers that it replaces."""
+    p, clip, n = record.protocol, record.of("hybrid")[0].clip, len(record.protocol.seeds)
+    figure, (row,) = style.panels(1, 3, (13, 4.2))
+    colours = {name: look["color"] for name, look in LOOKS.items()}
+    curves = {name: style.mean_curve([r.curve for r in record.of(name)]) for name in p.systems}
+    counts = p.counts["select"]
+    for name, (steps, own) in curves.items():
+        style.curve(row[0], steps, own, **LOOKS[name])
+    limits = style.span([at for _, own in curves.values() for at in own], counts.values())
+    style.loss_axis(row[0], "the text to select by", p.unit, n, counts, limits)
+    row[0].set(title="loss while training")
+    style.direct(row[0], {name: (steps[-1], own[-1].mean) for name, (steps, own) in curves.items()}, colours)
     row[2].set_yscale("log")  # before its bands are drawn, which ask for it
-    for system in p.systems:
-        own = record.of(system)
-        _band(row[0], [r.loss for r in own], window, system, system)
-        _band(row[1], [r.norms["total"] for r in own], window, system, system)
-    for system, words in (("baseline", "baseline, layers in its place"), ("hybrid", "hybrid, flow")):
-        _band(row[2], [r.norms["flow"] for r in record.of(system)], window, system, words)
-    _level(row[0], record.unigram, "single tokens")
+    totals = {name: _band(row[1], [r.norms["total"] for r in record.of(name)], p, name) for name in p.systems}
+    middle = {name: _band(row[2], [r.norms["flow"] for r in record.of(name)], p, name) for name in MIDDLES}
     if clip:
-        _level(row[1], clip, "clipped above")
-    gradient = "gradient, before clipping"
-    labels = (("training loss", "nats per token"), (gradient, "norm of the whole"), (gradient, "norm of the middle"))
-    for panel, (title, words) in zip(row, labels, strict=True):
-        style.finish(panel, legend=7.5, title=title, ylabel=words, xlabel=f"steps (mean of {window})")
-    figure.supxlabel(f"mean and 95 % interval over n = {len(p.seeds)} seeds", fontsize=8)
+        style.level(row[1], clip, "clipped above")
+    style.level(row[2], rule.GRADIENT, f"published rule: mean > {rule.GRADIENT:g} (after clipping)")
+    style.direct(row[1], totals, colours)
+    style.direct(
+        row[2],
+        {MIDDLES[name]: end for name, end in middle.items()},
+        dict(zip(MIDDLES.values(), ("black", colours["hybrid"]), strict=True)),
+    )
+    for panel, words in ((row[1], "whole"), (row[2], "middle")):
+        panel.set(title="gradient, before clipping", ylabel=f"norm of the {words}, n = {n}")
+        panel.grid(alpha=0.25)
+    for panel in row:
+        panel.set_xlabel("steps" if panel is row[0] else f"steps (mean of {_window(p)})")
+    figure.supxlabel(f"mean and 95 % interval over n = {n} seeds", fontsize=8)
     return figure
 
 
 def _invariance(record: GradientFlow) -> Figure:
-    """Left: divergence of logits against evaluations of the field, by solver. Right: share against refinement, of the
-    flow and of the negative control."""
-    figure, ((left, right),) = style.panels(1, 2, (8.5, 3.6), dpi=200)
-    own, factors = record.of("hybrid"), record.protocol.refinements
-    for k, solver in enumerate(dict.fromkeys(r.solver for r in own[0].readings)):
-        each = [at for at in zip(*(r.readings for r in own), strict=True) if at[0].solver == solver]
-        x, moved = [at[0].evaluations for at in each], [interval([r.divergence for r in at]) for at in each]
-        style.points(left, x, moved, fmt=f"{style.mark(k)}-", label=solver, markersize=4)
-    _level(left, _mean(own, lambda r: r.refined.left_out.divergence).mean, "flow left out")
-    left.set_xscale("log", base=2)
-    left.xaxis.set_major_formatter(ScalarFormatter())
-    for system, words in (("baseline", "baseline's layers"), ("hybrid", "flow")):
-        each = zip(*(r.refined.refined for r in record.of(system)), strict=True)
-        shares = [interval([r.share for r in at]) for at in each]
-        style.points(right, factors, shares, label=words, marker="o", markersize=4, **LOOKS[system])
-    right.set_xticks(factors)
-    x, y = "m: steps of 1/m of the trained length", "share of what the middle does"
-    style.finish(left, 7.5, xlabel="evaluations of the field", ylabel="divergence of logits", title="the trained flow")
-    style.finish(right, 7.5, xlabel=x, ylabel=y, title="refined")
-    for panel in (left, right):
-        panel.set_ylim(bottom=0)
+    """Left: divergence of logits by solver and steps. Right: share against refinement, of the flow and of the negative
+    control, and the rule."""
+    figure, ((left, right),) = style.panels(1, 2, (11, 4.2))
+    own, p, n = record.of("hybrid"), record.protocol, len(record.protocol.seeds)
+    steps = list(dict.fromkeys(r.steps for r in own[0].readings))
+    solvers = list(dict.fromkeys(r.solver for r in own[0].readings))
+    found = {
+        (at[0].solver, at[0].steps): interval([1000 * r.divergence for r in at])
+        for at in zip(*(r.readings for r in own), strict=True)
+    }
+    style.heat(left, solvers, [f"{k} steps" for k in steps], [[found[s, k] for k in steps] for s in solvers])
+    out = 1000 * _mean(own, lambda r: r.refined.left_out.divergence).mean
+    left.set_title(f"divergence of logits x 1000, n = {n}; {out:.1f} with the flow left out", fontsize=10)
+    ends = {}
+    for name in MIDDLES:
+        each = zip(*(r.refined.refined for r in record.of(name)), strict=True)
+        at = [interval([r.share for r in one]) for one in each]
+        style.points(right, p.refinements, at, markersize=4, **LOOKS[name])
+        ends[MIDDLES[name]] = (p.refinements[-1], at[-1].mean)
+    style.level(right, SHARE, f"our rule: passes below {SHARE:g}", "dimgrey")
+    right.set_xticks(p.refinements)
+    right.set(
+        xlabel="m: steps of 1/m of the trained length", ylabel=f"share of what the middle does, n = {n}", ylim=(0, None)
+    )
+    right.grid(alpha=0.25)
+    style.direct(right, ends, dict(zip(MIDDLES.values(), ("black", LOOKS["hybrid"]["color"]), strict=True)))
     return figure
 
 
-def _band(panel: Axes, curves: list[list[float]], window: int, system: str, label: str) -> None:
-    """Mean and interval over seeds of curves, each averaged over windows of steps."""
+def _window(p: GradientFlowProtocol) -> int:
+    return max(1, p.num_train_steps // _SMOOTHED)
+
+
+def _band(panel: Axes, curves: list[list[float]], p: GradientFlowProtocol, system: str) -> tuple[float, float]:
+    """Mean and interval over seeds of curves, each averaged over windows of steps; returns the end."""
+    window = _window(p)
     smooth = [np.convolve(curve, np.ones(window) / window, "valid") for curve in curves]
     own = [interval(values) for values in zip(*smooth, strict=True)]
-    style.curve(panel, np.arange(len(own)) + window, own, alpha=0.18, label=label, linewidth=1.4, **LOOKS[system])
-
-
-def _level(panel: Axes, y: float, words: str) -> None:
-    """A line across, with words at its right end."""
-    panel.axhline(y, color=style.STYLE.muted, linewidth=0.8)
-    where = panel.get_yaxis_transform()
-    panel.text(0.99, y, words, transform=where, fontsize=7, color="dimgrey", ha="right", va="top")
+    style.curve(panel, np.arange(len(own)) + window, own, **LOOKS[system] | {"marker": ""})
+    return len(own) + window - 1, own[-1].mean

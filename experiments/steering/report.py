@@ -5,22 +5,27 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from experiments import style
+from experiments.counts import Counts, about
 from experiments.records import Record, Training, by_seed
 from experiments.statistics import Contrast, Interval, contrasts, interval
 from experiments.steering.plan import Named, SteeringConfig
 from experiments.tables import Table, bullets, difference_cells
 
-JUDGED = ("judged as the text asked for", "with the other text's control")
-
 
 @dataclass(kw_only=True)
 class SteeringProtocol(SteeringConfig):
-    """a, b: names of the texts. learning_rate, steps: of the trainings."""
+    """a, b: names of the texts. learning_rate, steps: of the trainings.
+
+    counts: what n-grams reach on the parts `report`, means of both, that are counted in the first bytes of the parts
+        `train`, `counted` in all, as many as a model is trained on.
+    """
 
     a: str = "A"
     b: str = "B"
     learning_rate: float
     steps: int
+    counted: int
+    counts: Counts
 
 
 @dataclass(frozen=True)
@@ -98,12 +103,9 @@ def page(record: Steering) -> Mapping[str, Any]:
         f"{letter}: {text.name} ({', '.join(f'{part} {what}' for part, what in text.parts.items())})"
         for letter, text in zip("AB", record.texts, strict=True)
     ]
-    judged = [
-        [arm, right[arm].mean, record.mean(arm, lambda r: 1 - r.accuracy), *difference_cells(right[arm])[:2]]
-        for arm in record.arms
-    ]
-    judged.append([f"real text ({judge.pieces} pieces): upper bound", f"{judge.accuracy:.3f}", "", "", ""])
-    judged.append(["chance", "0.500", "0.500", "", ""])
+    judged = [[arm, right[arm].mean, *difference_cells(right[arm])[:2]] for arm in record.arms]
+    judged.append([f"real text ({judge.pieces} pieces): upper bound", f"{judge.accuracy:.3f}", "", ""])
+    judged.append(["chance", "0.500", "", ""])
     ways = [*map(str, p.between), "none"]
     shares = [[arm, *(record.mean(arm, lambda r, u=u: r.judged_b[u]) for u in ways)] for arm in record.arms]
     kinds = [[*key, found.mean, *difference_cells(found)[:2]] for key, found in losses(record).items()]
@@ -112,12 +114,14 @@ def page(record: Steering) -> Mapping[str, Any]:
     return {
         "p": p,
         "n": len(p.seeds),
+        "noted": f" {p.note}" if p.note else "",
+        "counts": about(p.counts),
         "seeds": ", ".join(map(str, p.seeds)),
         "texts": "; ".join(texts),
         "arms": bullets(f"`{arm}`: {words}." for arm, words in record.arms.items()),
         "a": a,
         "b": b,
-        "judged": Table(["model", *JUDGED, "minus chance", "p (Holm)"], judged),
+        "judged": Table(["model", "judged as the text asked for", "minus chance", "p (Holm)"], judged),
         "ways": Table(["model", *asked.values()], shares),
         "losses": Table(["model", "control", "loss", "minus right control", "p (Holm)"], kinds),
         "examples": bullets(f"{words}: {text!r}" for u, words in asked.items() for text in first.examples[u]),
@@ -131,24 +135,27 @@ def files(record: Steering) -> dict[str, Table]:
 
 def draw(record: Steering) -> Iterator[style.Named]:
     """Left: share judged as B against u. Right: loss under right, wrong and no control. Bars: intervals over seeds."""
-    p, heard = record.protocol, losses(record)
-    figure, ((left, right),) = style.panels(1, 2, (11, 4.2))
+    p, heard, n = record.protocol, losses(record), len(record.protocol.seeds)
+    figure, ((left, right),) = style.panels(1, 2, (12, 4.8))
+    b, ends, colours = record.texts[1].name, {}, {}
     for k, arm in enumerate(record.arms):
-        look, aside = {"color": style.colour(k)}, 0.015 * k
+        look, aside = style.series(k), 0.015 * k
         own = [record.mean(arm, lambda r, u=u: r.judged_b[str(u)]) for u in p.between]
-        style.points(left, [u + aside for u in p.between], own, fmt="o-", label=arm, **look)
-        style.points(left, [1.2 + aside], [record.mean(arm, lambda r: r.judged_b["none"])], fmt="o", **look)
+        style.points(left, [u + aside for u in p.between], own, **look)
+        style.points(left, [1.2 + aside], [record.mean(arm, lambda r: r.judged_b["none"])], **look | {"linestyle": ""})
+        ends[arm], colours[arm] = (1.2 + aside, record.mean(arm, lambda r: r.judged_b["none"]).mean), look["color"]
         for place, kind in enumerate(("right", "wrong", "none")):
-            label = arm if place == 0 else None
-            style.points(right, [place + 0.15 * k], [heard[arm, kind].mean], fmt="o", label=label, **look)
+            style.points(right, [place + 0.15 * k], [heard[arm, kind].mean], **look)
     for share, words in zip(record.judge.shares, ("A", "B"), strict=True):
-        left.axhline(share, color=style.STYLE.muted, linestyle=":", linewidth=0.9)
-        left.annotate(f"real {words}", (0.5, share), fontsize=7, ha="center", va="bottom" if share < 0.5 else "top")
-    left.axhline(0.5, color=style.STYLE.reference, linewidth=0.8)
+        style.level(left, share, f"real {words}")
+    style.level(left, 0.5, "chance")
     left.set_xticks([*p.between, 1.2], [*map(str, p.between), "no control"], fontsize=8)
-    right.set_xticks([0, 1, 2], ["right", "wrong", "none"])
-    b = record.texts[1].name
-    style.finish(left, 8, xlabel="control (1 - u, u)", ylabel=f"share of samples judged as {b}", ylim=(-0.05, 1.05))
-    style.finish(right, 8, xlabel="control", ylabel="loss on unseen text (nats per byte)")
-    figure.suptitle(f"n = {len(p.seeds)} seeds, {p.samples} samples each, 95 % intervals", fontsize=10)
+    left.set(xlabel="control (1 - u, u)", ylabel=f"share of samples judged as {b}, n = {n}", ylim=(-0.05, 1.05))
+    left.grid(alpha=0.25)
+    style.direct(left, ends, colours)
+    right.set_xticks([0.07, 1.07, 2.07], ["right", "wrong", "none"])
+    limits = style.span([found.mean for found in heard.values()], [loss for k, loss in p.counts.items() if k != "1"])
+    style.loss_axis(right, "unseen text of both", "byte", n, p.counts, limits)
+    right.set_xlabel("control")
+    figure.suptitle(f"n = {n} seeds, {p.samples} samples each, 95 % intervals", fontsize=10)
     yield "figure", figure

@@ -4,6 +4,7 @@ import contextlib
 import faulthandler
 import logging
 import os
+import select
 import signal
 import sys
 import threading
@@ -15,17 +16,20 @@ from qkvflow.cli.arguments import parse
 from qkvflow.cli.quiet import notices_on
 from qkvflow.errors import UserError, shortened
 from qkvflow.files import remove_scratch
+from qkvflow.interrupts import MESSAGE, STATUS, raise_from_now_on
 
 T = TypeVar("T")
 
-USER_ERROR, FAILURE, INTERRUPTED, TERMINATED = 2, 1, 130, 143
+USER_ERROR, FAILURE, TERMINATED = 2, 1, 143
+UNREAD = 128 + 13  # what a shell says of a program that SIGPIPE has ended
 
 
 def run_program(main: Callable[[T], Any], config_class: type[T], argv: Sequence[str] | None = None) -> NoReturn:
     """Runs `main(config)` as a program and ends the process.
 
-    Exit status: 0; 2 after `error: ...` for a mistake of the user; 130 after Ctrl-C; 143 after SIGTERM; the
-    code of a `SystemExit` that `main` raises; 1 after a traceback for a fault of the program.
+    Exit status: 0; 2 after `error: ...` for a mistake of the user; 130 after Ctrl-C; 143 after SIGTERM; 141, without a
+    word, if the reader of its output has gone (`| head`); the code of a `SystemExit` that `main` raises; 1 after a
+    traceback for a fault of the program.
 
     Levanter's data-loader threads sometimes abort the interpreter while it shuts down, after all work is
     saved. So the process leaves by `os._exit`, after everything that has an orderly end has reached it.
@@ -67,29 +71,29 @@ def end_process(status: int) -> NoReturn:
 
 def _status(main: Callable[[T], Any], config_class: type[T], argv: Sequence[str]) -> int:
     try:
+        raise_from_now_on()
         if "--help" in argv or "-h" in argv:
             sys.stdout.write(_usage(main, config_class))
         else:
             with notices_on(sys.stderr):
                 config, _ = parse(config_class, argv)
                 main(config)
-        with contextlib.suppress(BrokenPipeError):  # who reads has enough
-            sys.stdout.flush()  # here, where it is told if that fails
+        sys.stdout.flush()  # here, where it is told if that fails
         return 0
     except UserError as error:
         sys.stderr.write(f"error: {error}\n")
         return USER_ERROR
     except KeyboardInterrupt:
-        sys.stderr.write("\nstopped by Ctrl-C\n")
-        return INTERRUPTED
+        sys.stderr.write(MESSAGE)
+        return STATUS
     except SystemExit as leave:
         if leave.code is None or isinstance(leave.code, int):
             return leave.code or 0
         sys.stderr.write(f"{leave.code}\n")
         return FAILURE
-    except BrokenPipeError:
-        return FAILURE
     except BaseException as error:
+        if isinstance(error, BrokenPipeError) and _reader_has_gone():
+            return UNREAD
         told = _output_is_refused() if isinstance(error, OSError) else _memory_is_short(error)
         if told is None:
             traceback.print_exc()
@@ -119,6 +123,14 @@ def _memory_is_short(error: BaseException) -> str | None:
         f"there is not enough memory{f' ({shortened(said, 200)})' if said else ''}. Take smaller batches, shorter"
         " sequences or a smaller model (python -m qkvflow.describe says what one needs), or a machine with more"
     )
+
+
+def _reader_has_gone() -> bool:
+    """Whether standard output or error is a pipe that nobody reads; other pipes may break, and that is a fault."""
+    poll = select.poll()
+    for stream in (1, 2):
+        poll.register(stream, 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 def _terminate(signum: int, frame: Any) -> NoReturn:

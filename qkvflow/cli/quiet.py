@@ -88,7 +88,7 @@ def quiet_libraries() -> Iterator[Quiet]:
         with notices_on(terminal, logging.getLogger(__name__)):
             yield quiet
     except Exception as error:
-        if not isinstance(error, UserError):
+        if not isinstance(error, UserError | BrokenPipeError):  # whose output nobody reads
             terminal.write(quiet.caught().decode(errors="replace"))
         raise
     finally:

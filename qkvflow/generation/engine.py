@@ -1,44 +1,51 @@
-"""The engine of generation: sequences in slots, extended side by side by jitted steps whose memory is donated.
+"""The engine of generation: texts in slots, continued side by side by compiled steps whose memory is donated.
 
-A slot holds a text. All tokens of it but the last are in the model's memory; a decoding step reads the last one and
-writes the next. Slots are filled and freed independently of each other, so sequences of any length share a batch.
+Slots are filled and freed independently of each other, so texts of any length share a batch. Two ways lead into it:
+`admit` and `prefill_all` read many prompts together; `begin` and `prefill` read a prompt on its own, piece by piece,
+`insert` puts it beside the texts that go on, and `take` takes one out, to be put back later with the same numbers.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
-from typing import Any
+from functools import cached_property
 
-import equinox as eqx
-import haliax as hax
 import jax
-import jax.numpy as jnp
 import numpy as np
-from haliax import Axis, NamedArray
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
-from jaxtyping import Array, Int
 
-from qkvflow.axes import BATCH, CONTROL, POSITION
-from qkvflow.blocks import Inputs, Window
-from qkvflow.generation.sampling import Sampling, SamplingOptions, choose
+from qkvflow.generation import compiled
+from qkvflow.generation.flat import flat, kind_of
+from qkvflow.generation.logprobs import Logprobs
+from qkvflow.generation.rows import Rows
+from qkvflow.generation.sampling import Bias, Sampling, SamplingOptions
+from qkvflow.generation.state import State
 
 CHUNKS = (16, 64, 256)  # numbers of positions of a prompt that are read at once; each is compiled once
 
 
-class State(eqx.Module):
-    """What a batch of slots holds.
+@dataclass
+class Text:
+    """A text on its own. unread: tokens of it that must be read before it can be continued."""
 
-    text: {batch, position}, `length` tokens each. filled: how many of them are in the memory.
-    limit: the length at which a text is complete.
+    arrays: list
+    unread: int
+
+    def park(self) -> None:
+        """Moves it to the memory of the host, until it is used again."""
+        self.arrays = jax.device_get(self.arrays)
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a decoding step has left: for each slot its last token, its length, and whether it is complete.
+
+    logprobs: of these tokens, if one of the texts wanted them.
     """
 
-    text: Int[Array, "batch position"]
-    length: Int[Array, "batch"]
-    filled: Int[Array, "batch"]
-    limit: Int[Array, "batch"]
-    sampling: Sampling
-    control: NamedArray | None  # {batch, position, control}
-    memory: Any
+    token: np.ndarray
+    length: np.ndarray
+    complete: np.ndarray
+    logprobs: Logprobs | None
 
 
 class Engine:
@@ -48,6 +55,7 @@ class Engine:
     stop_tokens: after one of these a text is complete; it is part of the text.
     vocab_size: tokens from this one on are never chosen (models may have more than their tokenizer).
     control_dim: components of the model's control; None for a model without.
+    elastic: compute only about as many rows as there are texts (see `qkvflow.generation.rows`).
     """
 
     def __init__(
@@ -59,17 +67,24 @@ class Engine:
         stop_tokens: Sequence[int] = (),
         vocab_size: int | None = None,
         control_dim: int | None = None,
+        elastic: bool = False,
     ):
         self.slots, self.length = slots, length
         self._chunks = [c for c in CHUNKS if c <= length] or [CHUNKS[0]]
         self._control_dim = control_dim
         self._options = (tuple(stop_tokens), vocab_size)
-        self._model, self._model_kind = _flat(model)
+        self._rows = Rows(slots, elastic)
         room = -(-length // self._chunks[-1]) * self._chunks[-1]
-        self._state, self._state_kind = _flat(_empty(model, slots, length, room, control_dim))
-        self._model, self._state = _placed(self._model, self._state)
-        one = jax.tree.structure(jax.eval_shape(lambda: _empty(model, 1, length, room, control_dim)))
-        self._slot_kind = _Kind(one, self._state_kind.rest)
+
+        def empty(rows: int) -> State:
+            return State.empty(model, rows, length, room, control_dim)
+
+        self._empty = empty
+        arrays, self._model_kind = flat(model)
+        self._kinds = {rows: kind_of(lambda rows=rows: empty(rows)) for rows in {1, *self._rows.sizes}}
+        self.rows = self._rows.size  # how many a step computes
+        self._model, self._state = _placed(arrays, jax.tree.leaves(empty(self.rows)))
+        self._wants_logprobs: set[int] = set()
 
     @property
     def compile_lengths(self) -> list[int]:
@@ -84,10 +99,110 @@ class Engine:
         options: SamplingOptions,
         control: np.ndarray | None = None,
     ) -> None:
-        """Puts a prompt into a slot, whatever was in it.
+        """Puts a prompt into a slot, whatever was in it; `prefill_all` reads it.
 
         control: [control], or [position, control] for each position of the text to come.
         """
+        content = self._content(tokens, max_new_tokens, options, control)
+        row = self._place(slot, options.logprobs)
+        self._state = compiled.admit(self._state, np.int32(row), content, kind=self._kind)
+
+    def prefill_all(self, remaining: int) -> None:
+        """Reads all prompts that were admitted, of which the longest has `remaining` unread tokens."""
+        if remaining > 0:
+            self._state = compiled.prefill_all(self._model, self._state, self._chunk(remaining), kinds=self._both)
+
+    def begin(
+        self,
+        tokens: Sequence[int],
+        max_new_tokens: int,
+        options: SamplingOptions,
+        control: np.ndarray | None = None,
+    ) -> Text:
+        """A text on its own, of which nothing is read. control: as for `admit`."""
+        content = self._content(tokens, max_new_tokens, options, control)
+        arrays = compiled.begin(self._blank, np.int32(0), content, kind=self._kinds[1])
+        return Text(arrays, len(tokens) - 1)
+
+    def prefill(self, text: Text, next_tokens: Sequence[int] | None = None) -> Logprobs | None:
+        """Reads a piece of the prompt of a text.
+
+        next_tokens: the tokens behind those that are unread (the prompt from its second token on, where nothing is
+            read): their log-probabilities are given back, as far as they were read.
+        """
+        chunk, count = self._chunk(text.unread), text.unread
+        self._bring(text)
+        text.arrays, x = compiled.prefill(self._model, text.arrays, chunk, kinds=(self._model_kind, self._kinds[1]))
+        text.unread -= min(chunk, count)
+        if next_tokens is None:
+            return None
+        targets = np.zeros(chunk, np.int32)
+        given = next_tokens[: min(chunk, count)]
+        targets[: len(given)] = given
+        told = compiled.score(self._model, x, targets, kind=self._model_kind, vocab_size=self._options[1])
+        return Logprobs(*(a[: len(given)] for a in jax.device_get(told)))
+
+    def insert(self, slot: int, text: Text, logprobs: bool = False) -> None:
+        """Puts a text whose prompt is read into a slot. It can be inserted into others, too.
+
+        logprobs: as in its options.
+        """
+        row = self._place(slot, logprobs)
+        self._bring(text)
+        self._state = compiled.put(self._state, text.arrays, np.int32(row))
+
+    def take(self, slot: int) -> Text:
+        """The text of a slot, which is then free."""
+        row = self._rows.row(slot)
+        assert row is not None
+        text = Text(compiled.take(self._state, np.int32(row), rows=self.rows), 0)
+        self.cancel(slot)
+        return text
+
+    def cancel(self, slot: int) -> None:
+        """Ends the text in a slot where it is. Harmless if there is none."""
+        row = self._rows.free(slot)
+        self._wants_logprobs.discard(slot)
+        if row is not None:
+            self._state = compiled.end(self._state, np.int32(row), kind=self._kind)
+
+    def decode(self, steps: int = 1) -> Step:
+        """Adds up to `steps` tokens to every text that is neither complete nor unread, and waits for them."""
+        out = compiled.decode(self._model, self._state, np.int32(steps), self._options, kinds=self._both)
+        self._state, newest, told = out
+        token, length, limit = self._by_slot(jax.device_get(newest))
+        logprobs = Logprobs(*self._by_slot(jax.device_get(told))) if self._wants_logprobs else None
+        picks = self._rows.after_step()
+        if picks is not None:
+            self._regroup(picks)
+        return Step(token, length, length >= limit, logprobs)
+
+    def wait(self) -> None:
+        """Waits for all steps so far, for those who measure time."""
+        jax.block_until_ready(self._state)
+
+    def read(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """(text [slot, position], length [slot], complete [slot] bool)."""
+        state: State = self._kind.join(self._state)
+        text, length, limit = self._by_slot(jax.device_get((state.text, state.length, state.limit)))
+        return text, length, length >= limit
+
+    @cached_property
+    def _blank(self) -> list:
+        return _placed(self._model, jax.tree.leaves(self._empty(1)))[1]
+
+    @property
+    def _kind(self):
+        return self._kinds[self.rows]
+
+    @property
+    def _both(self):
+        return self._model_kind, self._kind
+
+    def _chunk(self, remaining: int) -> int:
+        return next((c for c in self._chunks if c >= remaining), self._chunks[-1])
+
+    def _content(self, tokens: Sequence[int], max_new_tokens: int, options: SamplingOptions, control) -> tuple:
         text = np.zeros(self.length, np.int32)
         text[: len(tokens)] = tokens
         given = None
@@ -96,65 +211,34 @@ class Engine:
             if control is not None:
                 given[: len(control) if control.ndim == 2 else None] = control
         limit = min(len(tokens) + max_new_tokens, self.length)
-        row = (text, len(tokens), limit, Sampling.of([options]), given)
-        self._state = _admit(self._state, np.int32(slot), row, kind=self._state_kind)
+        return text, len(tokens), limit, (Sampling.of([options]), Bias.of([options])), given
 
-    def cancel(self, slot: int) -> None:
-        """Ends the text in a slot where it is."""
-        self._state = _cancel(self._state, np.int32(slot), kind=self._state_kind)
+    def _bring(self, text: Text) -> None:
+        """Where the steps expect it, or they would be compiled anew."""
+        if isinstance(text.arrays[0], np.ndarray):
+            text.arrays = _placed(self._model, text.arrays)[1]
 
-    def prefill(self, slot: int, remaining: int) -> int:
-        """Reads a piece of the prompt in a slot, of which `remaining` tokens are unread; how many it has read.
+    def _place(self, slot: int, logprobs: bool) -> int:
+        row, picks = self._rows.place(slot)
+        if picks is not None:
+            self._regroup(picks)
+        (self._wants_logprobs.add if logprobs else self._wants_logprobs.discard)(slot)
+        return row
 
-        All of a prompt but its last token must be read before `decode` continues it.
-        """
-        chunk = self._chunk(remaining)
-        kinds = self._model_kind, self._slot_kind
-        self._state = _prefill_slot(self._model, self._state, np.int32(slot), chunk, self.slots, kinds=kinds)
-        return min(chunk, remaining)
+    def _regroup(self, picks: list[int]) -> None:
+        before, self.rows = self.rows, len(picks)
+        self._state = compiled.regroup(self._state, np.asarray(picks, np.int32), rows=before, kind=self._kind)
 
-    def prefill_all(self, remaining: int) -> None:
-        """Reads all prompts, of which the longest has `remaining` unread tokens."""
-        if remaining > 0:
-            self._state = _prefill_all(self._model, self._state, self._chunk(remaining), kinds=self._kinds)
-
-    def decode(self, steps: int = 1) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Adds up to `steps` tokens to every text that is neither complete nor unread, and waits for them.
-
-        Returns: (last token [slot], length [slot], complete [slot] bool).
-        """
-        self._state, newest = _decode(self._model, self._state, np.int32(steps), self._options, kinds=self._kinds)
-        token, length, limit = jax.device_get(newest)
-        return token, length, length >= limit
-
-    def wait(self) -> None:
-        """Waits for all steps so far, for those who measure time."""
-        jax.block_until_ready(self._state)
-
-    def read(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """(text [slot, position], length [slot], complete [slot] bool)."""
-        state: State = self._state_kind.join(self._state)
-        text, length, limit = jax.device_get((state.text, state.length, state.limit))
-        return text, length, length >= limit
-
-    @property
-    def _kinds(self) -> tuple["_Kind", "_Kind"]:
-        return self._model_kind, self._state_kind
-
-    def _chunk(self, remaining: int) -> int:
-        return next((c for c in self._chunks if c >= remaining), self._chunks[-1])
-
-
-def _empty(model, slots: int, length: int, room: int, control_dim: int | None) -> State:
-    Batch, Pos = Axis(BATCH, slots), Axis(POSITION, length)
-    control = None if control_dim is None else hax.zeros((Batch, Pos, Axis(CONTROL, control_dim)))
-
-    def zeros():
-        return jnp.zeros(slots, jnp.int32)
-
-    sampling = Sampling.of([SamplingOptions()] * slots)
-    text = jnp.zeros((slots, length), jnp.int32)
-    return State(text, zeros(), zeros(), zeros(), sampling, control, model.memory(Batch, room))
+    def _by_slot(self, arrays) -> list[np.ndarray]:
+        """Arrays with an axis of rows in front, by slot; zeros where a slot has no text."""
+        occupied = self._rows.occupied
+        slots, rows = [s for s, _ in occupied], [r for _, r in occupied]
+        found = []
+        for array in arrays:
+            whole = np.zeros((self.slots, *array.shape[1:]), array.dtype)
+            whole[slots] = array[rows]
+            found.append(whole)
+        return found
 
 
 def _placed(model: list, state: list) -> tuple[list, list]:
@@ -165,152 +249,3 @@ def _placed(model: list, state: list) -> tuple[list, list]:
         return jax.device_put((model, state), SingleDeviceSharding(*devices))
     sharding = next(a.sharding for a in model if isinstance(a.sharding, NamedSharding))
     return model, jax.device_put(state, NamedSharding(sharding.mesh, PartitionSpec()))
-
-
-def _extend(model, state: State, tokens, active, chunk: int):
-    """The model at `chunk` new positions from `filled` on, of which `active` [batch] are real."""
-    Batch, New = Axis(BATCH, tokens.shape[0]), Axis(POSITION, chunk)
-    window = Window(hax.named(state.filled, Batch), hax.named(active.astype(jnp.int32), Batch))
-    control = None
-    if state.control is not None:
-        at = jnp.minimum(state.filled[:, None] + jnp.arange(chunk), state.text.shape[1] - 1)
-        rows = jnp.take_along_axis(state.control.array, at[..., None], axis=1)
-        control = hax.named(rows, (Batch, New, state.control.axes[-1]))
-    return model.extend(hax.named(tokens, (Batch, New)), Inputs(control=control, window=window), state.memory)
-
-
-def _prefill(model, state: State, chunk: int) -> State:
-    """One chunk of each prompt that is not read yet. Others are given an empty window."""
-    count = jnp.clip(state.length - 1 - state.filled, 0, chunk)
-    padded = jnp.pad(state.text, ((0, 0), (0, chunk)))
-    tokens = jax.vmap(lambda row, start: jax.lax.dynamic_slice_in_dim(row, start, chunk))(padded, state.filled)
-    _, memory = _extend(model, state, tokens, count, chunk)
-    return _replace(state, filled=state.filled + count, memory=memory)
-
-
-def _decode_one(model, state: State, stop_tokens: tuple[int, ...], vocab_size: int | None) -> State:
-    rows = jnp.arange(state.text.shape[0])
-    active = _active(state)
-    x, memory = _extend(model, state, state.text[rows, state.filled][:, None], active, 1)
-    logits = model.logits(x).rearrange((BATCH, POSITION, "vocab")).array[:, 0, :vocab_size]
-    token = choose(logits, state.sampling, state.length)
-    text = state.text.at[rows, jnp.where(active, state.length, state.text.shape[1])].set(token, mode="drop")
-    length = state.length + active
-    stopped = active & jnp.isin(token, jnp.asarray(stop_tokens, jnp.int32))
-    limit = jnp.where(stopped, length, state.limit)
-    return _replace(state, text=text, length=length, filled=state.filled + active, limit=limit, memory=memory)
-
-
-def _active(state: State):
-    return (state.filled == state.length - 1) & (state.length < state.limit)
-
-
-def _replace(state: State, **fields) -> State:
-    return State(**{**vars(state), **fields})
-
-
-# The jitted functions take and give flat lists of arrays: flattening a model with all its named arrays in Python takes
-# longer than a step of a small one.
-
-
-@dataclass(frozen=True)
-class _Kind:
-    """What a pytree is besides its arrays. Compared by identity first, hashed once: both happen at each step."""
-
-    structure: Any
-    rest: tuple
-
-    def join(self, arrays) -> Any:
-        arrays = iter(arrays)
-        leaves = [next(arrays) if leaf is _ARRAY else leaf for leaf in self.rest]
-        return jax.tree.unflatten(self.structure, leaves)
-
-    @cached_property
-    def _hash(self) -> int:
-        return hash((self.structure, self.rest))
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    def __eq__(self, other) -> bool:
-        return self is other or (
-            isinstance(other, _Kind) and self.rest == other.rest and self.structure == other.structure
-        )
-
-
-_ARRAY = "array"  # marks the place of an array
-
-
-def _flat(tree) -> tuple[list, _Kind]:
-    leaves, structure = jax.tree.flatten(tree)
-    arrays = [jnp.asarray(leaf) for leaf in leaves if _is_array(leaf)]
-    return arrays, _Kind(structure, tuple(_ARRAY if _is_array(leaf) else leaf for leaf in leaves))
-
-
-def _is_array(leaf) -> bool:
-    return isinstance(leaf, jax.Array | np.ndarray)
-
-
-@partial(jax.jit, static_argnames=("options", "kinds"), donate_argnums=1)
-def _decode(model, state, steps, options, *, kinds):
-    model, start = kinds[0].join(model), kinds[1].join(state)
-
-    def going_on(carry):
-        done, state = carry
-        return (done < steps) & jnp.any(_active(state))
-
-    _, state = jax.lax.while_loop(going_on, lambda c: (c[0] + 1, _decode_one(model, c[1], *options)), (0, start))
-    last = jnp.take_along_axis(state.text, jnp.maximum(state.length - 1, 0)[:, None], axis=1)[:, 0]
-    return jax.tree.leaves(state), (last, state.length, state.limit)
-
-
-@partial(jax.jit, static_argnames=("chunk", "kinds"), donate_argnums=1)
-def _prefill_all(model, state, chunk, *, kinds):
-    model, start = kinds[0].join(model), kinds[1].join(state)
-    unread = lambda state: jnp.any(state.filled < state.length - 1)  # noqa: E731
-    return jax.tree.leaves(jax.lax.while_loop(unread, lambda state: _prefill(model, state, chunk), start))
-
-
-@partial(jax.jit, static_argnames=("chunk", "slots", "kinds"), donate_argnums=1)
-def _prefill_slot(model, state, slot, chunk, slots, *, kinds):
-    model = kinds[0].join(model)
-    one = [_rows(a, slot, slots) for a in state]
-    after = jax.tree.leaves(_prefill(model, kinds[1].join(one), chunk))
-    return [_put_rows(a, b, slot) for a, b in zip(state, after, strict=True)]
-
-
-@partial(jax.jit, static_argnames=("kind",), donate_argnums=0)
-def _admit(arrays, slot, row, *, kind):
-    state: State = kind.join(arrays)
-    text, length, limit, sampling, control = row
-    slots = state.length.shape[0]
-    memory = jax.tree.map(lambda a: _put_rows(a, jnp.zeros_like(_rows(a, slot, slots)), slot), state.memory)
-    if control is not None:
-        control = hax.named(state.control.array.at[slot].set(control), state.control.axes)
-    return jax.tree.leaves(
-        State(
-            state.text.at[slot].set(text),
-            state.length.at[slot].set(length),
-            state.filled.at[slot].set(0),
-            state.limit.at[slot].set(limit),
-            jax.tree.map(lambda a, b: a.at[slot].set(b[0]), state.sampling, sampling),
-            control,
-            memory,
-        )
-    )
-
-
-@partial(jax.jit, static_argnames=("kind",), donate_argnums=0)
-def _cancel(arrays, slot, *, kind):
-    state: State = kind.join(arrays)
-    return jax.tree.leaves(_replace(state, limit=state.limit.at[slot].set(0)))
-
-
-def _rows(array, slot, slots: int):
-    """What belongs to a slot: an equal share of the first axis, which may hold several rows for each (heads)."""
-    rows = array.shape[0] // slots
-    return jax.lax.dynamic_slice_in_dim(array, slot * rows, rows)
-
-
-def _put_rows(array, rows, slot):
-    return jax.lax.dynamic_update_slice_in_dim(array, rows, slot * rows.shape[0], 0)

@@ -28,6 +28,7 @@ def generate(
     lengths: Sequence[int] | NamedArray | None = None,
     control: NamedArray | None = None,
     stop_token: int | None = None,
+    dtype: str | None = None,
 ) -> NamedArray:
     """Continues each sequence of `tokens` by up to `max_new_tokens` tokens.
 
@@ -42,6 +43,7 @@ def generate(
         control: {batch, control} or {control}, constant along the text; with an axis `position` it may change, and is 0
             behind its end. None is zero control.
         stop_token: a text ends with this token, if it comes.
+        dtype: `f32` or `bf16`: what is computed in, by default the precision of the weights.
 
     Returns: {batch, position = that of `tokens` + max_new_tokens}, prompts included; behind the end of a text
         `stop_token` is repeated, or 0 if there is none.
@@ -66,7 +68,7 @@ def generate(
             )
     options = [SamplingOptions(temperature, top_k, top_p, seed + i) for i in range(Batch.size)]
 
-    prepared = PreparedModel(model, use_cache)
+    prepared = PreparedModel(model, use_cache, dtype)
     for i, n in enumerate(counts):
         prepared.check_length(n, max_new_tokens, f"the prompt of sequence {i}" if Batch.size > 1 else "the prompt")
     controls = _controls(prepared, control, Batch)

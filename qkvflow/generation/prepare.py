@@ -9,6 +9,7 @@ from levanter.utils.tree_utils import inference_mode
 
 from qkvflow.errors import UserError
 from qkvflow.generation.engine import Engine
+from qkvflow.generation.precision import cast
 from qkvflow.generation.recomputed import RecomputedModel
 from qkvflow.models import NeuralOdeLMHeadModel
 from qkvflow.models.cached import CachedModel, on_fixed_grid
@@ -24,11 +25,12 @@ class PreparedModel:
     model: of qkvflow or of Levanter.
     use_cache: False reads the whole text again for each token. Levanter's models other than GPT-2 and Llama are always
         read so.
+    dtype: `f32` or `bf16`, what is computed in; None for that of the weights.
 
     Errors: `UserError` for a model with adaptive steps.
     """
 
-    def __init__(self, model: LmHeadModel, use_cache: bool = True):
+    def __init__(self, model: LmHeadModel, use_cache: bool = True, dtype: str | None = None):
         if isinstance(model, NeuralOdeLMHeadModel):
             model = on_fixed_grid(model)
             self.control_dim = None if model.config.control is None else model.config.control.dim
@@ -38,9 +40,16 @@ class PreparedModel:
         model = inference_mode(model, True)
         self.max_seq_len = model.Pos.size
         self.is_cached = use_cache and isinstance(model, NeuralOdeLMHeadModel)
-        self.model = _evaluate_weights(model) if self.is_cached else RecomputedModel(model)
+        self.model = _evaluate_weights(model, dtype) if self.is_cached else _recomputed(model, dtype)
 
-    def engine(self, slots: int, length: int, stop_tokens: Sequence[int] = (), vocab_size: int | None = None) -> Engine:
+    def engine(
+        self,
+        slots: int,
+        length: int,
+        stop_tokens: Sequence[int] = (),
+        vocab_size: int | None = None,
+        elastic: bool = False,
+    ) -> Engine:
         """An engine for texts of up to `length` tokens, prompt included."""
         unit = ROOM_UNIT if self.is_cached else RECOMPUTED_UNIT
         room = min(self.max_seq_len, max(LEAST_ROOM, -(-length // unit) * unit))
@@ -51,6 +60,7 @@ class PreparedModel:
             stop_tokens=stop_tokens,
             vocab_size=vocab_size,
             control_dim=self.control_dim,
+            elastic=elastic,
         )
 
     def check_length(self, prompt: int, max_new_tokens: int, what: str = "the prompt") -> None:
@@ -89,5 +99,11 @@ class PreparedModel:
 
 
 @eqx.filter_jit
-def _evaluate_weights(model: NeuralOdeLMHeadModel) -> CachedModel:
-    return CachedModel.of(model)
+def _evaluate_weights(model: NeuralOdeLMHeadModel, dtype: str | None) -> CachedModel:
+    return cast(CachedModel.of(model), dtype)
+
+
+def _recomputed(model: LmHeadModel, dtype: str | None) -> RecomputedModel:
+    if dtype is not None and isinstance(model, NeuralOdeLMHeadModel):
+        model = model.discretise()  # what makes W(t) is not rounded, only W(t) itself
+    return RecomputedModel(cast(model, dtype))

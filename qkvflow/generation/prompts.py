@@ -9,6 +9,7 @@ from typing import TextIO
 from qkvflow.errors import UserError
 from qkvflow.files import local_path
 
+_MARK = "\ufeff"  # the byte order mark that some editors put in front
 _ESCAPES = {"\\n": "\n", "\\t": "\t", "\\r": "\r", "\\\\": "\\"}
 
 
@@ -24,7 +25,7 @@ class Prompt:
 def read_prompts(prompt: str | None, file: str | None, stdin: TextIO | None = None) -> list[Prompt]:
     """The prompt, or those of the file, or standard input as one prompt (without its last line break).
 
-    Errors: `UserError` if there is none or more than one source, or if the file cannot be read.
+    Errors: `UserError` if there is none or more than one source, or if it is empty or cannot be read.
     """
     if prompt is not None and file is not None:
         raise UserError("prompt and prompt_file are both given: leave one of them out")
@@ -38,9 +39,12 @@ def read_prompts(prompt: str | None, file: str | None, stdin: TextIO | None = No
             'there is nothing to continue: give --prompt "..." or --prompt_file FILE, or pipe a text into the program'
         )
     try:
-        return [Prompt(stdin.read().removesuffix("\n"), None, "the prompt")]
+        text = stdin.read().removeprefix(_MARK).removesuffix("\n")
     except UnicodeDecodeError as error:
         raise UserError(f"standard input is not text in UTF-8: {error}") from None
+    if not text:
+        raise UserError('standard input is empty: pipe a text into the program, or begin a new one with --prompt ""')
+    return [Prompt(text, None, "the prompt")]
 
 
 def stop_strings(stop: str | list[str] | None) -> list[str]:
@@ -67,11 +71,13 @@ def stop_strings(stop: str | list[str] | None) -> list[str]:
 
 def _from_file(path: Path) -> list[Prompt]:
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        text = path.read_bytes().decode("utf-8").removeprefix(_MARK)
     except FileNotFoundError:
         raise UserError(f"there is no prompt_file {path}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"cannot read the prompt_file {path}: {error}") from None
+    # Not `splitlines`, which also breaks at form feeds and at U+2028, which JSON may have in a text.
+    lines = [line.removesuffix("\r") for line in text.split("\n")]
     numbered = [(f"{path}, line {i}", line) for i, line in enumerate(lines, start=1) if line.strip()]
     if not numbered:
         raise UserError(f"the prompt_file {path} is empty: it holds one prompt per line")

@@ -47,8 +47,8 @@ class RecomputedModel(eqx.Module):
         return hax.named(new, (Batch, New, Embed)), (text, controls)
 
     def logits(self, x: NamedArray) -> NamedArray:
-        """{..., vocab} from what `extend` gives."""
-        return hax.dot(x, self.model.get_lm_head(), axis=EMBED)
+        """{..., vocab}, fp32, from what `extend` gives."""
+        return hax.dot(x, self.model.get_lm_head(), axis=EMBED, preferred_element_type=jnp.float32)
 
 
 def _write(memory: NamedArray, new: NamedArray, window: Window) -> NamedArray:

@@ -1,28 +1,33 @@
-"""From logits to the next token: temperature, then top-k, then top-p, then a draw that its seed reproduces.
+"""From logits to the next token: bias, temperature, then top-k, then top-p, then a draw that its seed reproduces.
 
-    p = softmax(logits / temperature);  top-k keeps the k likeliest tokens;  top-p keeps, of those and by their
-    probabilities, the smallest set of likeliest tokens whose mass reaches p
+    p = softmax((logits + bias) / temperature);  top-k keeps the k likeliest tokens;  top-p keeps, of those and by
+    their probabilities, the smallest set of likeliest tokens whose mass reaches p
 
 Temperature 0 is greedy: the likeliest token, the first of equals. The order is that of Hugging Face's `generate`.
 """
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
 
 from qkvflow.errors import UserError
 
-ALL = 2**31 - 1  # the top-k that keeps every token
+ALL = 2**31 - 1  # the top-k that keeps every token; as a biased token: none
+MAX_BIASES = 300  # tokens of one sequence that may have a bias
 
 
 @dataclass(frozen=True)
 class SamplingOptions:
     """How the tokens of one sequence are chosen. top_k, top_p: None for no limit. seed: any integer.
 
+    bias: what is added to the logits of single tokens.
+    logprobs: whether the log-probabilities of what is chosen are wanted too.
     The draw at a position depends on seed and position alone, not on what else is in the batch.
     """
 
@@ -30,6 +35,8 @@ class SamplingOptions:
     top_k: int | None = None
     top_p: float | None = None
     seed: int = 0
+    bias: Mapping[int, float] = field(default_factory=dict)
+    logprobs: bool = False
 
     def __post_init__(self):
         if not _is_number(self.temperature) or not 0.0 <= self.temperature < math.inf:
@@ -42,6 +49,8 @@ class SamplingOptions:
             raise UserError(f"top_p must lie in (0, 1], where 1 is no limit; got {self.top_p!r}.")
         if not _is_integer(self.seed):
             raise UserError(f"seed must be a whole number, got {self.seed!r}.")
+        if len(self.bias) > MAX_BIASES:
+            raise UserError(f"bias may be given for {MAX_BIASES} tokens, got {len(self.bias)}.")
 
 
 class Sampling(eqx.Module):
@@ -51,39 +60,73 @@ class Sampling(eqx.Module):
     top_k: Int[Array, "batch"]
     top_p: Float[Array, "batch"]
     seed: Int[Array, "batch"]
+    logprobs: Bool[Array, "batch"]
 
     @staticmethod
-    def of(options: list[SamplingOptions]) -> "Sampling":
+    def of(options: Sequence[SamplingOptions]) -> "Sampling":
+        # NumPy's arrays: single ones go to the device with the call that takes them.
         return Sampling(
-            jnp.asarray([o.temperature for o in options], jnp.float32),
-            jnp.asarray([min(o.top_k or ALL, ALL) for o in options], jnp.int32),
-            jnp.asarray([1.0 if o.top_p is None else o.top_p for o in options], jnp.float32),
-            jnp.asarray([o.seed % 2**32 for o in options], jnp.uint32),
+            np.asarray([o.temperature for o in options], np.float32),
+            np.asarray([min(o.top_k or ALL, ALL) for o in options], np.int32),
+            np.asarray([1.0 if o.top_p is None else o.top_p for o in options], np.float32),
+            np.asarray([o.seed % 2**32 for o in options], np.uint32),
+            np.asarray([o.logprobs for o in options], bool),
         )
 
 
+class Bias(eqx.Module):
+    """What is added to the logits of single tokens of each sequence of a batch."""
+
+    tokens: Int[Array, "batch biases"]  # `ALL` fills up
+    values: Float[Array, "batch biases"]
+
+    @staticmethod
+    def of(options: Sequence[SamplingOptions]) -> "Bias":
+        tokens = np.full((len(options), MAX_BIASES), ALL, np.int32)
+        values = np.zeros((len(options), MAX_BIASES), np.float32)
+        for i, o in enumerate(options):
+            tokens[i, : len(o.bias)], values[i, : len(o.bias)] = list(o.bias), list(o.bias.values())
+        return Bias(tokens, values)
+
+    def add(self, logits: Float[Array, "batch vocab"], active: Bool[Array, "batch"]) -> Float[Array, "batch vocab"]:
+        """The logits with it. active: the sequences that are asked for; what others have costs nothing."""
+        rows = jnp.arange(len(logits))[:, None]
+
+        def added():
+            return logits.at[rows, self.tokens].add(self.values, mode="drop")
+
+        return jax.lax.cond(jnp.any(active[:, None] & (self.tokens < logits.shape[-1])), added, lambda: logits)
+
+
 def choose(
-    logits: Float[Array, "batch vocab"], sampling: Sampling, position: Int[Array, "batch"]
+    logits: Float[Array, "batch vocab"],
+    sampling: Sampling,
+    position: Int[Array, "batch"],
+    active: Bool[Array, "batch"] | None = None,
 ) -> Int[Array, "batch"]:
-    """The token at `position` of each sequence."""
+    """The token at `position` of each sequence. active: as for `Bias.add`; all, if it is not given."""
+    wanted = jnp.ones(len(logits), bool) if active is None else active
     greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
     def draw():
-        drawn = jax.vmap(_draw)(log_probabilities(logits, sampling), sampling.seed, position)
+        drawn = jax.vmap(_draw)(log_probabilities(logits, sampling, wanted), sampling.seed, position)
         return jnp.where(sampling.temperature > 0, drawn, greedy)
 
-    return jax.lax.cond(jnp.any(sampling.temperature > 0), draw, lambda: greedy)
+    return jax.lax.cond(jnp.any(wanted & (sampling.temperature > 0)), draw, lambda: greedy)
 
 
-def log_probabilities(logits: Float[Array, "batch vocab"], sampling: Sampling) -> Float[Array, "batch vocab"]:
+def log_probabilities(
+    logits: Float[Array, "batch vocab"], sampling: Sampling, active: Bool[Array, "batch"] | None = None
+) -> Float[Array, "batch vocab"]:
     """The logarithm, up to a constant, of the distribution that is drawn from; -inf for what is never drawn.
 
-    A temperature of 0 counts as 1 here.
+    logits: with their bias. A temperature of 0 counts as 1 here.
     """
+    wanted = jnp.ones(len(logits), bool) if active is None else active
     logits = logits.astype(jnp.float32)
     logits = logits - logits.max(axis=-1, keepdims=True)
     scaled = logits / jnp.where(sampling.temperature > 0, sampling.temperature, 1.0)[:, None]
-    limited = jnp.any((sampling.top_k < logits.shape[-1]) | (sampling.top_p < 1.0))
+    limited = jnp.any(wanted & ((sampling.top_k < logits.shape[-1]) | (sampling.top_p < 1.0)))
     return jax.lax.cond(limited, lambda: _restricted(scaled, sampling), lambda: scaled)  # sorting is slow
 
 

@@ -1,13 +1,16 @@
 """Between text and tokens while text is made: prompts, characters that are complete, stop strings."""
 
+import codecs
 from collections.abc import Sequence
 
 from levanter.tokenizers import MarinTokenizer
 
 from qkvflow.errors import UserError
+from qkvflow.generation.vocabulary import Vocabulary
 
-INCOMPLETE = "\ufffd"  # what a decoder puts for bytes that are no character, or not yet
 _WINDOW, _CONTEXT = 32, 8  # tokens that are decoded together, and those of them that stay when the window moves on
+_LONGEST = 4  # bytes of a character, so at most as many tokens
+_CHARACTERS, _CUT = 8, 64  # characters that a token has, at a guess; tokens that a word may have
 
 
 def encode_prompt(tokenizer: MarinTokenizer, text: str) -> list[int]:
@@ -30,34 +33,92 @@ def encode_prompt(tokenizer: MarinTokenizer, text: str) -> list[int]:
     return ids
 
 
-class TextStream:
-    """The text of tokens that come one by one, as far as its characters are complete.
+def clearly_longer(tokenizer: MarinTokenizer, text: str, length: int) -> bool:
+    """Whether a text has more than `length` tokens, found by reading little more than that. False if it is not sure."""
+    characters = _CHARACTERS * (length + _CUT)
+    while characters < len(text):
+        # Half characters, which no tokenizer takes, are told by `encode_prompt`.
+        beginning = text[:characters].encode(errors="replace").decode()
+        # Where the text is cut a word has more tokens than in the whole.
+        if len(tokenizer.encode(beginning)) > length + _CUT:
+            return True
+        characters *= 4
+    return False
 
-    A character may be spread over several tokens; what could still become another one is held back. Prompt tokens only
-    give context: some tokenizers write a token differently at the beginning of a text.
+
+class TextStream:
+    """The text of tokens that come one by one, as far as nothing that may come can change it.
+
+    The pieces together are what the tokenizer makes of all tokens at once. Prompt tokens only give context: some
+    tokenizers write a token differently at the beginning of a text. What is incomplete at the end of a prompt of
+    tokens belongs to the text behind it.
     """
 
-    def __init__(self, tokenizer: MarinTokenizer, prompt: Sequence[int] = ()):
-        self._decode = tokenizer.decode
-        self._ids = list(prompt)[-_CONTEXT:]
-        self._known = len(self._decode(self._ids))  # characters of `_ids` that were given out or are the prompt's
+    def __init__(self, vocabulary: Vocabulary | MarinTokenizer, prompt: Sequence[int] = ()):
+        vocabulary = vocabulary if isinstance(vocabulary, Vocabulary) else Vocabulary(vocabulary)
+        self._vocabulary = vocabulary
+        ids = list(prompt)
+        if ids[:1] == [vocabulary.tokenizer.bos_token_id]:
+            del ids[0]  # it is no text, but what stands behind text may begin with a space
+        self._ids = self._context(ids)
+        run = self._run()
+        held = bool(run) and not _is_text(run)
+        self._known = len(self._decode(self._ids[: -len(run)] if held else self._ids))  # characters given out before
+        self._known -= not run and self._ends_open()
+
+    @property
+    def held(self) -> int:
+        """How many characters are held back."""
+        return len(self._decode(self._ids)) - self._known
 
     def push(self, token: int) -> str:
         """The text that is complete with this token."""
         self._ids.append(int(token))
-        text = self._decode(self._ids)
-        # Only the last character can be incomplete: bytes that are no character at all are known to be none.
-        complete = text[:-1] if text.endswith(INCOMPLETE) else text
-        new = complete[self._known :]
+        if self._vocabulary.is_fallback(token):
+            return ""
+        text, is_open = self._decode(self._ids), self._ends_open()
+        new = text[self._known : len(text) - is_open]
         self._known += len(new)
-        if complete == text and len(self._ids) > _WINDOW:
-            self._ids = self._ids[-_CONTEXT:]
+        if not is_open and len(self._ids) > _WINDOW:
+            self._ids = self._context(self._ids)
             self._known = len(self._decode(self._ids))
         return new
 
     def finish(self) -> str:
         """What is held back when no more tokens come."""
         return self._decode(self._ids)[self._known :]
+
+    def _decode(self, ids: list[int]) -> str:
+        return self._vocabulary.decode(ids)
+
+    def _context(self, ids: list[int]) -> list[int]:
+        """The last tokens, from one on where no run of bytes is cut."""
+        start = max(0, len(ids) - _CONTEXT)
+        while start > 0 and self._vocabulary.is_fallback(ids[start]):
+            start -= 1
+        return ids[start:]
+
+    def _run(self) -> bytes:
+        """The bytes of the run of byte tokens at the end."""
+        run = []
+        for token in reversed(self._ids):
+            if not self._vocabulary.is_fallback(token):
+                break
+            run.append(self._vocabulary.bytes(token))
+        return b"".join(reversed(run))
+
+    def _ends_open(self) -> bool:
+        """Whether the last character, of a byte-level tokenizer, may still become another one."""
+        end = b"".join(self._vocabulary.bytes(token) for token in self._ids[-_LONGEST:])
+        return codecs.utf_8_decode(end, "replace", False)[1] < len(end)
+
+
+def _is_text(raw: bytes) -> bool:
+    try:
+        raw.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 class StopStrings:
@@ -89,29 +150,47 @@ class Continuation:
     """The text behind one prompt, token by token: what to show, and why it ended.
 
     reason: None while it goes on; `stop` after the end-of-text token or a stop string, `length` at its full length.
+    made, shown: characters of the text so far, and those of them that were shown; a stop string that may have begun
+        is held back.
     """
 
-    def __init__(self, tokenizer: MarinTokenizer, prompt: Sequence[int], stops: Sequence[str], stop_tokens=()):
-        self._stream, self._stops = TextStream(tokenizer, prompt), StopStrings(stops)
+    def __init__(
+        self, vocabulary: Vocabulary | MarinTokenizer, prompt: Sequence[int], stops: Sequence[str], stop_tokens=()
+    ):
+        self._vocabulary = vocabulary if isinstance(vocabulary, Vocabulary) else Vocabulary(vocabulary)
+        self._stream, self._stops = TextStream(self._vocabulary, prompt), StopStrings(stops)
         self._stop_tokens = frozenset(stop_tokens)
-        self.tokens = 0
+        self.tokens = self.made = self.shown = 0
         self.reason: str | None = None
 
     def push(self, token: int, complete: bool) -> str:
         """The text that this token adds. complete: it is the last one."""
         self.tokens += 1
         if token in self._stop_tokens:
-            return self._end("stop", "")
-        shown, stopped = self._stops.push(self._stream.push(token))
+            return self._show(self._end("stop", ""))
+        new = self._stream.push(token)
+        self.made += len(new)
+        shown, stopped = self._stops.push(new)
         if stopped:
             self.reason = "stop"
-            return shown
-        return self._end("length", shown) if complete else shown
+        return self._show(self._end("length", shown) if complete and not stopped else shown)
+
+    def offset_of(self, token: int, before: int) -> int:
+        """Where in the text the token begins that was pushed last. before: `made` before it."""
+        if token in self._stop_tokens:
+            return self.made
+        return max(before, self.made - len(self._vocabulary.text(token)))
 
     def _end(self, reason: str, shown: str) -> str:
-        rest, stopped = self._stops.push(self._stream.finish())
+        new = self._stream.finish()
+        self.made += len(new)
+        rest, stopped = self._stops.push(new)
         self.reason = "stop" if stopped else reason
         return shown + rest + ("" if stopped else self._stops.finish())
+
+    def _show(self, text: str) -> str:
+        self.shown += len(text)
+        return text
 
 
 def _overlap(text: str, stop: str) -> int:

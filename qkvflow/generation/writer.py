@@ -2,13 +2,16 @@
 
 import os
 from dataclasses import dataclass
+from functools import cached_property
 
 from levanter.tokenizers import MarinTokenizer
 
 from qkvflow.depth import solver_by_name
 from qkvflow.errors import UserError
 from qkvflow.generation.engine import Engine
+from qkvflow.generation.precision import dtype_by_name
 from qkvflow.generation.prepare import PreparedModel
+from qkvflow.generation.vocabulary import Vocabulary
 from qkvflow.models import NeuralOdeLMHeadModel
 from qkvflow.runs.known_loss import warn_if_lost
 from qkvflow.runs.load import load_run
@@ -28,9 +31,14 @@ class Writer:
     tokenizer: MarinTokenizer
     stop_tokens: tuple[int, ...]
 
-    def engine(self, slots: int, length: int) -> Engine:
+    @cached_property
+    def vocabulary(self) -> Vocabulary:
+        """What the tokens of the tokenizer are."""
+        return Vocabulary(self.tokenizer)
+
+    def engine(self, slots: int, length: int, elastic: bool = False) -> Engine:
         """An engine for texts of up to `length` tokens. It never writes tokens that the tokenizer does not have."""
-        return self.prepared.engine(slots, length, self.stop_tokens, vocab_size=len(self.tokenizer))
+        return self.prepared.engine(slots, length, self.stop_tokens, len(self.tokenizer), elastic)
 
 
 def open_writer(
@@ -39,8 +47,9 @@ def open_writer(
     steps: int | None = None,
     solver: str | None = None,
     use_cache: bool = True,
+    dtype: str | None = None,
 ) -> Writer:
-    """Reads a run and evaluates its weights, at another depth or with another solver if they are given.
+    """Reads a run and evaluates its weights, at another depth, with another solver or in another precision if given.
 
     Raises:
         UserError: there is no such run or checkpoint, or the model cannot be read in this way.
@@ -49,6 +58,8 @@ def open_writer(
         raise UserError(f"steps must be at least 1, got {steps}")
     if solver is not None:
         solver_by_name(solver)
+    if dtype is not None:
+        dtype_by_name(dtype)
     loaded = load_run(run, checkpoint_step)
     model, tokenizer = loaded.model, loaded.tokenizer
     if steps is not None or solver is not None:
@@ -60,4 +71,4 @@ def open_writer(
             depth = model.config.depth
             warn_if_lost(loaded, model, f"{depth.solver} with {depth.reading_steps} steps")
     stop = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
-    return Writer(loaded.path.name, loaded.step, PreparedModel(model, use_cache), tokenizer, stop)
+    return Writer(loaded.path.name, loaded.step, PreparedModel(model, use_cache, dtype), tokenizer, stop)

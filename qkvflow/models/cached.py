@@ -9,6 +9,7 @@ import dataclasses
 
 import equinox as eqx
 import haliax as hax
+import jax.numpy as jnp
 from haliax import Axis, NamedArray
 
 from qkvflow.axes import EMBED, LAYERS, POSITION
@@ -57,6 +58,7 @@ class CachedModel(eqx.Module):
     coda: CachedFlow | None
     norm: eqx.Module
     head: NamedArray
+    vocab_size: int = eqx.field(static=True)
     config: NeuralOdeConfig = eqx.field(static=True)
 
     @staticmethod
@@ -66,8 +68,8 @@ class CachedModel(eqx.Module):
         parts = model.transformer
         prelude, flow, coda = (None if f is None else CachedFlow.of(f) for f in (parts.prelude, parts.flow, parts.coda))
         # A tied head lies the other way round: turned once, it is not turned for each token.
-        head = model.get_lm_head().rearrange((EMBED, ...))
-        return CachedModel(model.embeddings, prelude, flow, coda, parts.norm, head, model.config)
+        head = _in_whole_panels(model.get_lm_head().rearrange((EMBED, ...)))
+        return CachedModel(model.embeddings, prelude, flow, coda, parts.norm, head, model.Vocab.size, model.config)
 
     def memory(self, Batch: Axis, length: int) -> tuple:
         """An empty memory for `length` positions of each sequence."""
@@ -93,8 +95,9 @@ class CachedModel(eqx.Module):
         return self.norm(x), tuple(after)
 
     def logits(self, x: NamedArray) -> NamedArray:
-        """{..., vocab} from what `extend` gives."""
-        return hax.dot(x, self.head, axis=EMBED)
+        """{..., vocab}, fp32, from what `extend` gives."""
+        logits = hax.dot(x, self.head, axis=EMBED, preferred_element_type=jnp.float32)
+        return logits[self.head.axes[1].name, : self.vocab_size]
 
     @property
     def _flows(self) -> tuple[CachedFlow | None, ...]:
@@ -111,6 +114,14 @@ def on_fixed_grid(model: NeuralOdeLMHeadModel) -> NeuralOdeLMHeadModel:
             " Read it on a fixed grid: model.with_depth(model.config.depth.on_grid(steps=12)), in programs --steps 12."
         )
     return model.with_depth(depth.on_grid())
+
+
+def _in_whole_panels(head: NamedArray) -> NamedArray:
+    """The head with columns of zeros up to a multiple of 64. Kernels take the columns that are left over beside whole
+    panels in another way when there are few rows, and a token must not depend on how many are computed with it."""
+    Embed, Vocab = head.axes
+    missing = -Vocab.size % 64
+    return hax.named(jnp.pad(head.array, ((0, 0), (0, missing))), (Embed, Vocab.resize(Vocab.size + missing)))
 
 
 def _row(stacked, k: int):

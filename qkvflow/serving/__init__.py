@@ -2,4 +2,6 @@
 
 from qkvflow.serving.app import Limits as Limits
 from qkvflow.serving.app import build_app as build_app
+from qkvflow.serving.connections import guarded as guarded
+from qkvflow.serving.gate import Access as Access
 from qkvflow.serving.scheduler import Scheduler as Scheduler

@@ -1,25 +1,26 @@
-"""The web application: `/v1/completions`, `/v1/models`, `/health`; every error in the form of OpenAI's API."""
+"""The web application: completions, chat, tokens, models, health; every error in the form of OpenAI's API."""
 
 import asyncio
 import contextlib
-import json
 import logging
 import secrets
-from collections.abc import AsyncIterator
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 
-from qkvflow.errors import UserError
-from qkvflow.generation.sampling import SamplingOptions
-from qkvflow.generation.text import encode_prompt
-from qkvflow.serving import protocol
-from qkvflow.serving.body import read_json
-from qkvflow.serving.protocol import CompletionRequest, RequestError
-from qkvflow.serving.scheduler import Event, Job, Overloaded, Scheduler
+from qkvflow.serving import chat, completions, tokens
+from qkvflow.serving.body import parse_json, read_body
+from qkvflow.serving.errors import RequestError
+from qkvflow.serving.gate import Access, Gate
+from qkvflow.serving.scheduler import Scheduler
+from qkvflow.serving.texts import Texts
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +36,7 @@ class Limits:
     request_timeout: float = 600.0
 
 
-def build_app(scheduler: Scheduler, name: str, limits: Limits) -> FastAPI:
+def build_app(scheduler: Scheduler, name: str, limits: Limits, access: Access | None = None) -> FastAPI:
     """The application that serves the scheduler's model under `name`. It starts the scheduler, and closes it."""
 
     @contextlib.asynccontextmanager
@@ -44,8 +45,15 @@ def build_app(scheduler: Scheduler, name: str, limits: Limits) -> FastAPI:
         yield
         await asyncio.to_thread(scheduler.close)
 
+    access = access or Access()
     app = FastAPI(title="qkvflow", lifespan=lifespan, openapi_url=None)
-    card = protocol.model_card(name, protocol.now())
+    app.add_middleware(Gate, access=access)
+    if access.origins:  # around the gate: a browser asks first without the key
+        app.add_middleware(
+            CORSMiddleware, allow_origins=access.origins, allow_methods=["GET", "POST"], allow_headers=["*"]
+        )
+    card = {"id": name, "object": "model", "created": int(time.time()), "owned_by": "qkvflow"}
+    writer = scheduler.writer
 
     @app.exception_handler(RequestError)
     async def request_error(request: Request, error: RequestError):
@@ -54,12 +62,42 @@ def build_app(scheduler: Scheduler, name: str, limits: Limits) -> FastAPI:
 
     @app.exception_handler(HTTPException)
     async def no_such_path(request: Request, error: HTTPException):
-        what = f"{request.method} {request.url.path}: {error.detail}. There are POST /v1/completions, GET /v1/models."
+        paths = "POST /v1/completions, POST /v1/chat/completions, GET /v1/models"
+        what = f"{request.method} {request.url.path}: {error.detail}. There are {paths}."
         return JSONResponse(RequestError(error.status_code, what).body, error.status_code, headers=error.headers)
 
     @app.exception_handler(Exception)
     async def fault(request: Request, error: Exception):
         return JSONResponse(RequestError(500, "The server failed; its log says how.").body, 500)
+
+    async def read(request: Request, use: Callable[[Any], Any]) -> Any:
+        """What `use` makes of the JSON of a request, in a thread: long prompts take a while, and others go on."""
+        body = await read_body(request, limits.max_body_bytes, limits.body_timeout)
+        return await asyncio.to_thread(lambda: use(_for_model(parse_json(body), name)))
+
+    async def answer(request: Request, form: ModuleType, identity: str) -> Response:
+        deadline = asyncio.get_running_loop().time() + limits.request_timeout
+        order = await read(request, lambda raw: form.read(raw, writer, limits.max_length))
+        head = {
+            "id": f"{identity}-{secrets.token_hex(12)}",
+            "object": form.OBJECT,
+            "created": int(time.time()),
+            "model": name,
+        }
+        texts = Texts(scheduler, order, form, head, deadline)
+        texts.submit()
+        if order.stream:
+            return _Stream(texts)
+        gone, whole = asyncio.create_task(_until_gone(request)), asyncio.create_task(texts.whole())
+        try:
+            await asyncio.wait({gone, whole}, return_when=asyncio.FIRST_COMPLETED)
+            if not whole.done():
+                raise RequestError(499, "The client has left.")
+            return Response(b"".join(whole.result()), media_type="application/json")
+        finally:
+            for task in (gone, whole):
+                task.cancel()
+            texts.cancel()
 
     @app.get("/health")
     async def health():
@@ -71,160 +109,44 @@ def build_app(scheduler: Scheduler, name: str, limits: Limits) -> FastAPI:
 
     @app.get("/v1/models/{wanted:path}")
     async def model(wanted: str):
-        _check_model(wanted, name)
+        _for_model({"model": wanted}, name)
         return card
 
     @app.post("/v1/completions")
-    async def completions(request: Request):
-        deadline = asyncio.get_running_loop().time() + limits.request_timeout
-        raw = await read_json(request, limits.max_body_bytes, limits.body_timeout)
-        wanted = protocol.parse_request(raw)
-        _check_model(wanted.model, name)
-        texts = _Texts(scheduler, deadline)
-        # Reading a long prompt takes a while; other requests go on.
-        await asyncio.to_thread(texts.prepare, wanted, limits)
-        texts.submit()
-        identity, created = f"cmpl-{secrets.token_hex(12)}", protocol.now()
-        if wanted.stream:
-            pieces = _stream(texts, wanted, identity, name, created)
-            return StreamingResponse(pieces, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
-        gone = asyncio.create_task(_until_gone(request))
-        answer = asyncio.create_task(_collect(texts, wanted))
-        try:
-            await asyncio.wait({gone, answer}, return_when=asyncio.FIRST_COMPLETED)
-            if not answer.done():
-                raise RequestError(499, "The client has left.")
-            choices, used = answer.result()
-            return protocol.completion(identity, name, created, choices, used)
-        finally:
-            for task in (gone, answer):
-                task.cancel()
-            texts.cancel()
+    async def complete(request: Request):
+        return await answer(request, completions, "cmpl")
+
+    @app.post("/v1/chat/completions")
+    async def complete_chat(request: Request):
+        return await answer(request, chat, "chatcmpl")
+
+    @app.post("/tokenize")
+    async def tokenize(request: Request):
+        return JSONResponse(await read(request, lambda raw: tokens.tokenize(raw, writer, limits.max_length)))
+
+    @app.post("/detokenize")
+    async def detokenize(request: Request):
+        return JSONResponse(await read(request, lambda raw: tokens.detokenize(raw, writer)))
+
+    @app.get("/tokenizer_info")
+    async def tokenizer_info():
+        return JSONResponse(tokens.tokenizer_info(writer, limits.max_length))
 
     return app
 
 
-class _Texts:
-    """The texts of one request, and the news of them: (index, event)."""
+class _Stream(StreamingResponse):
+    """The events of texts. However it ends, even before it has begun, the texts end too."""
 
-    def __init__(self, scheduler: Scheduler, deadline: float):
-        self._scheduler, self._deadline = scheduler, deadline
-        self._loop = asyncio.get_running_loop()
-        self._news: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
-        self.jobs: list[Job] = []
-        self.echoes: list[str] = []
-        self.prompt_tokens = 0
+    def __init__(self, texts: Texts):
+        super().__init__(texts.stream(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        self._texts = texts
 
-    def prepare(self, wanted: CompletionRequest, limits: Limits) -> None:
-        """Checks everything and makes the jobs. Errors: `RequestError`."""
-        writer = self._scheduler.writer
+    async def __call__(self, scope, receive, send) -> None:
         try:
-            control = writer.prepared.check_control(wanted.control)
-        except UserError as error:
-            raise protocol.bad_value(error, "control") from None
-        seed = secrets.randbits(31) if wanted.seed is None else wanted.seed
-        for prompt in wanted.prompts:
-            tokens = self._tokens(prompt)
-            new = _room(len(tokens), wanted.max_tokens, limits.max_length)
-            self.prompt_tokens += len(tokens)
-            for _ in range(wanted.choices):
-                try:
-                    temperature = 1.0 if wanted.temperature is None else wanted.temperature
-                    options = SamplingOptions(temperature, wanted.top_k, wanted.top_p, seed + len(self.jobs))
-                except UserError as error:
-                    raise protocol.bad_value(error) from None
-                self.jobs.append(Job(tokens, new, options, wanted.stops, control, self._receiver(len(self.jobs))))
-                echo = prompt if isinstance(prompt, str) else writer.tokenizer.decode(prompt)
-                self.echoes.append(echo if wanted.echo else "")
-
-    def submit(self) -> None:
-        try:
-            self._scheduler.submit(self.jobs)
-        except Overloaded:
-            message = "Too many requests are waiting. Try again in a moment."
-            raise RequestError(503, message, code="overloaded") from None
-
-    def cancel(self) -> None:
-        for job in self.jobs:
-            self._scheduler.cancel(job)
-
-    async def news(self) -> AsyncIterator[tuple[int, Event]]:
-        """All events of all texts until the last has ended. Errors: `RequestError` 504 at the deadline."""
-        left = len(self.jobs)
-        while left:
-            try:
-                async with asyncio.timeout_at(self._deadline):
-                    index, event = await self._news.get()
-            except TimeoutError:
-                raise RequestError(504, "The request took longer than the server allows.", code="timeout") from None
-            if event.reason == "error":
-                raise RequestError(500, "The server failed or was stopped while it made this text.")
-            left -= event.reason is not None
-            yield index, event
-
-    def _receiver(self, index: int):
-        def receive(event: Event) -> None:
-            self._loop.call_soon_threadsafe(self._news.put_nowait, (index, event))
-
-        return receive
-
-    def _tokens(self, prompt: str | list[int]) -> list[int]:
-        tokenizer = self._scheduler.writer.tokenizer
-        if isinstance(prompt, str):
-            try:
-                return encode_prompt(tokenizer, prompt)
-            except UserError as error:
-                raise protocol.bad_value(error, "prompt") from None
-        if not prompt or not all(0 <= token < len(tokenizer) for token in prompt):
-            message = f"A prompt of tokens must hold numbers from 0 to {len(tokenizer) - 1}, and at least one."
-            raise RequestError(400, message, param="prompt")
-        return prompt
-
-
-def _room(prompt: int, max_tokens: int | None, max_length: int) -> int:
-    """How many tokens to make: those asked for, or all that fit if `max_tokens` is null."""
-    new = max(1, max_length - prompt) if max_tokens is None else max_tokens
-    if prompt + new > max_length:
-        message = (
-            f"This model's maximum context length is {max_length} tokens, but you requested {prompt + new}"
-            f" ({prompt} in the prompt, {new} to be made). Shorten the prompt, or set a smaller max_tokens."
-        )
-        raise RequestError(400, message, param="prompt", code="context_length_exceeded")
-    return new
-
-
-async def _collect(texts: _Texts, wanted: CompletionRequest) -> tuple[list[dict[str, Any]], dict[str, int]]:
-    whole, reasons, made = list(texts.echoes), [None] * len(texts.jobs), [0] * len(texts.jobs)
-    async for index, event in texts.news():
-        whole[index] += event.text
-        reasons[index], made[index] = event.reason, event.tokens
-    choices = [protocol.choice(i, text, reason) for i, (text, reason) in enumerate(zip(whole, reasons, strict=True))]
-    return choices, protocol.usage(texts.prompt_tokens, sum(made))
-
-
-async def _stream(texts: _Texts, wanted: CompletionRequest, identity: str, name: str, created: int):
-    """Server-sent events. Leaving it, at its end or because the client has left, frees the slots."""
-    with_usage = wanted.stream_options is not None and wanted.stream_options.include_usage
-    made = [0] * len(texts.jobs)
-
-    def piece(choices, used=None) -> str:
-        answer = protocol.completion(identity, name, created, choices, used)
-        return f"data: {json.dumps(answer, ensure_ascii=False)}\n\n"
-
-    try:
-        for index, echo in enumerate(texts.echoes):
-            if echo:
-                yield piece([protocol.choice(index, echo, None)])
-        async for index, event in texts.news():
-            made[index] = event.tokens
-            yield piece([protocol.choice(index, event.text, event.reason)])
-        if with_usage:
-            yield piece([], protocol.usage(texts.prompt_tokens, sum(made)))
-        yield "data: [DONE]\n\n"
-    except RequestError as error:  # the status is sent already
-        yield f"data: {json.dumps(error.body)}\n\n"
-    finally:
-        texts.cancel()
+            await super().__call__(scope, receive, send)
+        finally:
+            self._texts.cancel()
 
 
 async def _until_gone(request: Request) -> None:
@@ -232,7 +154,10 @@ async def _until_gone(request: Request) -> None:
         pass
 
 
-def _check_model(wanted: str | None, name: str) -> None:
-    if wanted not in (None, name):
-        message = f"The model `{wanted}` does not exist here. This server has `{name}`."
+def _for_model(raw: Any, name: str) -> Any:
+    """The JSON of a request, if it is for this model. Its other fields are not looked into yet."""
+    wanted = raw.get("model") if isinstance(raw, dict) else None
+    if isinstance(wanted, str) and wanted != name:
+        message = f"The model `{wanted[:200]}` does not exist here. This server has `{name}`."
         raise RequestError(404, message, param="model", code="model_not_found")
+    return raw

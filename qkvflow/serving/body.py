@@ -6,17 +6,21 @@ from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
 
-from qkvflow.serving.protocol import RequestError
+from qkvflow.serving.errors import RequestError
 
 _DRAIN = 16  # bodies up to this many times the limit are read to their end, so that the client gets to hear the answer
 
 
-async def read_json(request: Request, max_bytes: int, timeout: float) -> Any:
-    """The JSON of a request. Errors: `RequestError` 413 if it is too large, 408 if too slow, 400 if it is no JSON."""
+async def read_body(request: Request, max_bytes: int, timeout: float) -> bytes:
+    """The body of a request. Errors: `RequestError` 413 if it is too large, 408 if it is too slow."""
     try:
-        body = await asyncio.wait_for(_read(request, max_bytes), timeout)
+        return await asyncio.wait_for(_read(request, max_bytes), timeout)
     except TimeoutError:
         raise RequestError(408, f"The body of the request did not arrive within {timeout:g} seconds.") from None
+
+
+def parse_json(body: bytes) -> Any:
+    """What a body says. Errors: `RequestError` 400 if it is no JSON."""
     try:
         return json.loads(body)
     except (ValueError, RecursionError) as error:

@@ -1,56 +1,29 @@
-"""Continuous batching: a thread that moves requests through the slots of an engine, joining and leaving at any token.
+"""Continuous batching: a thread that moves texts through the slots of an engine, joining and leaving at any token.
 
-Each turn of the loop admits waiting requests to free slots, reads a piece of the oldest unread prompt, and adds a token
-to every text whose prompt is read. So a long prompt delays others by a piece at a time, and a short text waits for no
-long one.
+Each turn of the loop gives slots to those who wait, reads a piece of a prompt, and adds a token to every text whose
+prompt is read. So a long prompt delays others by a piece at a time, and a short text waits for no long one.
 """
 
 import logging
 import threading
-from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-
-import numpy as np
+from collections.abc import Sequence
 
 from qkvflow.generation.engine import Engine
 from qkvflow.generation.sampling import SamplingOptions
 from qkvflow.generation.text import Continuation
 from qkvflow.generation.writer import Writer
+from qkvflow.serving.job import Event, Job, Running
+from qkvflow.serving.shares import Request, Shares
 
 log = logging.getLogger(__name__)
 
 
 class Overloaded(Exception):
-    """More requests are waiting than the server is willing to keep."""
+    """More texts are waiting than the server is willing to keep."""
 
 
-@dataclass(frozen=True)
-class Event:
-    """News of a text. text: what it has got. reason: why it ended (`stop`, `length`, `error`), None if it goes on."""
-
-    text: str
-    reason: str | None
-    tokens: int = 0
-
-
-@dataclass(eq=False)
-class Job:
-    """One text to make. emit: receives its events, in the scheduler's thread; the last one has a reason."""
-
-    tokens: list[int]
-    max_new_tokens: int
-    options: SamplingOptions
-    stops: Sequence[str]
-    control: np.ndarray | None
-    emit: Callable[[Event], None]
-    cancelled: bool = field(default=False, init=False)
-
-
-class _Slot:
-    def __init__(self, job: Job, text: Continuation, order: int):
-        self.job, self.text, self.order = job, text, order
-        self.unread = len(job.tokens) - 1
+class TooMany(Exception):
+    """More texts than the server ever keeps."""
 
 
 class Scheduler:
@@ -64,30 +37,51 @@ class Scheduler:
         self.writer, self.max_waiting = writer, max_waiting
         self._length = length
         self._engine = self._new_engine(slots)
-        self._slots: list[_Slot | None] = [None] * slots
-        self._waiting: deque[Job] = deque()
+        self._shares = Shares(slots)
         self._changed = threading.Condition()
         self._closing = False
-        self._admitted = 0
+        self._started = 0
         self._thread = threading.Thread(target=self._run, name="scheduler", daemon=True)
 
+    @property
+    def capacity(self) -> int:
+        """Texts that the server keeps at most, in slots and waiting."""
+        return self._shares.slots + self.max_waiting
+
     def warm_up(self) -> None:
-        """Compiles every step, so that the first request does not wait for it."""
-        for tokens in self._engine.compile_lengths:
-            self._engine.admit(0, [0] * tokens, 1, SamplingOptions())
-            self._engine.prefill(0, tokens - 1)
-        self._engine.decode(1)
-        self._engine.cancel(0)
+        """Compiles every step, so that no request waits for it."""
+        engine, options = self._engine, SamplingOptions()
+        text = None
+        for tokens in engine.compile_lengths:
+            text = engine.begin([0] * tokens, 1, options)
+            while text.unread:
+                engine.prefill(text, [0] * text.unread)
+        assert text is not None
+        sizes = set()
+        for slot in range(engine.slots):
+            engine.insert(slot, text)
+            if engine.rows not in sizes:
+                sizes.add(engine.rows)
+                parked = engine.take(slot)
+                parked.park()
+                engine.insert(slot, parked)
+                engine.decode(1)
+        for slot in range(engine.slots):
+            engine.cancel(slot)
+        while engine.rows > min(sizes):
+            engine.decode(1)
 
     def start(self) -> None:
         self._thread.start()
 
     def submit(self, jobs: Sequence[Job]) -> None:
-        """Takes jobs, all or none. Errors: `Overloaded`."""
+        """Takes the jobs of one request, all or none. Errors: `Overloaded`; `TooMany` if it never could."""
+        if len(jobs) > self.capacity:
+            raise TooMany
         with self._changed:
-            if self._closing or len(self._waiting) + len(jobs) > self.max_waiting:
+            if self._closing or self._shares.running + self._shares.waiting + len(jobs) > self.capacity:
                 raise Overloaded
-            self._waiting.extend(jobs)
+            self._shares.requests.append(Request(jobs))
             self._changed.notify()
 
     def cancel(self, job: Job) -> None:
@@ -99,8 +93,7 @@ class Scheduler:
     def load(self) -> dict[str, int]:
         """How many jobs are running and waiting, and how many slots there are."""
         with self._changed:
-            running = sum(slot is not None for slot in self._slots)
-            return {"slots": len(self._slots), "running": running, "waiting": len(self._waiting)}
+            return {"slots": self._shares.slots, "running": self._shares.running, "waiting": self._shares.waiting}
 
     def close(self) -> None:
         """Stops the thread. Jobs that are not finished end with the reason `error`."""
@@ -113,80 +106,105 @@ class Scheduler:
     def _run(self) -> None:
         while True:
             with self._changed:
-                self._sweep()
-                while not self._closing and not self._waiting and not any(self._slots):
+                freed = self._shares.cancelled()
+                while not self._closing and not self._shares.requests:
                     self._changed.wait()
-                    self._sweep()
+                    freed += self._shares.cancelled()
                 if self._closing:
                     break
-                admitted = self._take()
             try:
-                self._turn(admitted)
+                for slot in freed:
+                    self._engine.cancel(slot)
+                self._turn()
             except Exception:  # whatever it is, other requests must not suffer from it for ever
                 log.exception("a step failed; the texts in the slots are given up")
-                self._fail_all()
+                self._fail()
                 self._engine = self._new_engine(self._engine.slots)
-        with self._changed:
-            waiting, self._waiting = list(self._waiting), deque()
-        self._fail_all()
-        for job in waiting:
-            _emit(job, Event("", "error"))
+        self._fail()
 
-    def _sweep(self) -> None:
-        """Frees what was cancelled."""
-        for index, slot in enumerate(self._slots):
-            if slot is not None and slot.job.cancelled:
-                self._free(index)
-        if any(job.cancelled for job in self._waiting):
-            self._waiting = deque(job for job in self._waiting if not job.cancelled)
-
-    def _take(self) -> list[int]:
-        """Gives free slots to those who wait longest."""
-        admitted = []
-        for index, slot in enumerate(self._slots):
-            if slot is None and self._waiting:
-                job = self._waiting.popleft()
-                text = Continuation(self.writer.tokenizer, job.tokens, job.stops, self.writer.stop_tokens)
-                self._slots[index] = _Slot(job, text, self._admitted)
-                self._admitted += 1
-                admitted.append(index)
-        return admitted
-
-    def _turn(self, admitted: list[int]) -> None:
-        for index in admitted:
-            job = self._slots[index].job
-            self._engine.admit(index, job.tokens, job.max_new_tokens, job.options, job.control)
-        unread = [i for i, slot in enumerate(self._slots) if slot is not None and slot.unread > 0]
-        if unread:
-            index = min(unread, key=lambda i: self._slots[i].order)
-            slot = self._slots[index]
-            slot.unread -= self._engine.prefill(index, slot.unread)
-        if all(slot is None or slot.unread > 0 for slot in self._slots):
+    def _turn(self) -> None:
+        while self._change_hands():
+            pass
+        unread = self._shares.next_to_read()
+        if unread is not None:
+            self._read(*unread)
+        going = [(slot, text) for slot, _, text in self._shares if text.text is None]
+        if not going:
             return
-        token, _, complete = self._engine.decode(1)
-        for index, slot in enumerate(self._slots):
-            if slot is None or slot.unread > 0:
-                continue
-            text = slot.text.push(int(token[index]), bool(complete[index]))
-            if text or slot.text.reason is not None:
-                _emit(slot.job, Event(text, slot.text.reason, slot.text.tokens))
-            if slot.text.reason is not None:
-                with self._changed:
-                    self._free(index)
+        step = self._engine.decode(1)
+        for slot, text in going:
+            self._tell(slot, text, text.add(int(step.token[slot]), bool(step.complete[slot]), step.logprobs, slot))
 
-    def _free(self, index: int) -> None:
-        self._slots[index] = None
-        self._engine.cancel(index)
-
-    def _fail_all(self) -> None:
+    def _change_hands(self) -> bool:
+        """Gives a slot to a text that waits; whether there was one to give."""
         with self._changed:
-            failed = [slot.job for slot in self._slots if slot is not None]
-            self._slots = [None] * len(self._slots)
-        for job in failed:
+            change = self._shares.next()
+            if change is None:
+                return False
+            entering = change.text
+            if isinstance(entering, Job):
+                vocabulary, ends = self.writer.vocabulary, self.writer.stop_tokens
+                continuation = Continuation(vocabulary, entering.tokens, entering.stops, ends)
+                entering = Running(entering, continuation, self._started)
+                self._started += 1
+            change.request.running[change.slot] = entering
+        if change.parked is not None:
+            self._park(change.slot, change.parked)
+        self._enter(change.slot, entering)
+        return True
+
+    def _park(self, slot: int, parked: Running) -> None:
+        """Moves a text out of a slot, to the memory of the host."""
+        parked.text = self._engine.take(slot) if parked.text is None else parked.text
+        parked.text.park()
+
+    def _enter(self, slot: int, entering: Running) -> None:
+        job = entering.job
+        if entering.text is None:
+            entering.text = self._engine.begin(job.tokens, job.max_new_tokens, job.options, job.control)
+            self._go_on(slot, entering)
+        elif entering.text.unread == 0:
+            self._insert(slot, entering)
+
+    def _read(self, slot: int, reading: Running) -> None:
+        text, job = reading.text, reading.job
+        assert text is not None
+        unread = job.tokens[len(job.tokens) - text.unread :] if job.prompt_logprobs else None
+        reading.read(self._engine.prefill(text, unread))
+        self._go_on(slot, reading)
+
+    def _go_on(self, slot: int, running: Running) -> None:
+        """Puts a text beside those that get tokens if its prompt is read."""
+        assert running.text is not None
+        if running.text.unread == 0 and not self._tell(slot, running, running.begin()):
+            self._insert(slot, running)
+
+    def _insert(self, slot: int, running: Running) -> None:
+        assert running.text is not None
+        self._engine.insert(slot, running.text, running.job.options.logprobs)
+        running.text = None
+
+    def _tell(self, slot: int, running: Running, event: Event | None) -> bool:
+        """Emits an event; a text that has ended leaves its slot. Whether it has."""
+        if event is None:
+            return False
+        ended = event.reason is not None
+        if ended:
+            with self._changed:
+                self._shares.free(slot)
+            self._engine.cancel(slot)
+        _emit(running.job, event)
+        return ended
+
+    def _fail(self) -> None:
+        with self._changed:
+            jobs = list(self._shares.jobs())
+            self._shares.requests = []
+        for job in jobs:
             _emit(job, Event("", "error"))
 
     def _new_engine(self, slots: int) -> Engine:
-        return self.writer.engine(slots, self._length)
+        return self.writer.engine(slots, self._length, elastic=True)
 
 
 def _emit(job: Job, event: Event) -> None:

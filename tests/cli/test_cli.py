@@ -220,10 +220,11 @@ def test_decoding_agrees_with_draccus():
 
 
 PROGRAM = """
-import signal, sys, threading, time
+import os, signal, sys, threading, time
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs inherit that Ctrl-C is ignored
 from dataclasses import dataclass
 from qkvflow.cli.program import run_program
+from qkvflow.cli.quiet import quiet_libraries
 from qkvflow.errors import UserError
 
 @dataclass
@@ -246,6 +247,13 @@ def main(config):
         print("a reading")
     elif config.what == "exit":
         raise SystemExit(5)
+    elif config.what == "write":
+        with quiet_libraries() as quiet:
+            os.write(2, b"a line of a library")
+            while True:
+                print("text", flush=True)
+    elif config.what == "pipe":
+        raise BrokenPipeError("of somebody else")
     elif config.what == "wait":
         print("ready", flush=True)
         time.sleep(60)
@@ -291,6 +299,38 @@ def test_too_little_memory_is_told(what):
     assert done.returncode == 1
     assert re.match(r"error: there is not enough memory.* Take smaller batches", done.stderr), done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_reader_that_leaves_ends_a_program_without_a_word():
+    command = [sys.executable, "-c", PROGRAM, "--what", "write"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert process.stdout.readline() == "text\n"
+        process.stdout.close()
+        assert process.stderr.read() == ""
+        assert process.wait(30) == 141
+    assert "BrokenPipeError: of somebody else" in _program("--what", "pipe").stderr
+
+
+IMPORT = """
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
+class Stop:
+    def find_spec(self, name, path=None, target=None):
+        if name == "jax":
+            signal.raise_signal(signal.SIGINT)
+
+sys.meta_path.insert(0, Stop())
+sys.argv, sys.orig_argv = ["-m"], ["python", "-m", "qkvflow.sample_lm"]  # as Python has them at this moment
+import qkvflow
+"""
+
+
+def test_stopped_while_it_imports():
+    done = subprocess.run([sys.executable, "-c", IMPORT], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (130, "\nstopped by Ctrl-C\n")
 
 
 def test_help_names_the_keys():

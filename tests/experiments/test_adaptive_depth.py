@@ -4,7 +4,7 @@ import equinox as eqx
 import haliax as hax
 import jax
 import pytest
-from support.studies import smoke
+from support.studies import COUNTS, smoke
 
 from experiments.adaptive_depth.__main__ import STUDY
 from experiments.adaptive_depth.plan import AdaptiveDepthConfig, arms
@@ -79,7 +79,8 @@ def test_the_table_comes_from_the_record_alone(tmp_path):
         )
         for index, job in enumerate(reported(arms(config, config.texts(tmp_path), tmp_path), config.seeds))
     ]
-    record = AdaptiveDepth(settings=Settings(3, 40, 24, config.seeds), texts={}, results=results)
+    counts = {name: {"select": COUNTS} for name in ("topics", "library")}
+    record = AdaptiveDepth(settings=Settings(3, 40, 24, config.seeds), texts={}, results=results, counts=counts)
     text = STUDY.filled_page(record)
     assert text.count("| flow | 4 | 50.0% | 3.000 ± 0.000 |") == 2
     assert "topics -> library: LoRA and embeddings" in text

@@ -33,9 +33,11 @@ from experiments.gradient_flow.readings import (
     refine,
 )
 from experiments.gradient_flow.report import GradientFlow
+from experiments.gradient_flow.report import shares as shares_of
 from experiments.jobs import Job
 from experiments.recipes import Recipe
 from experiments.records import read
+from experiments.statistics import holm
 from qkvflow.blocks import Inputs
 from qkvflow.depth import DepthConfig
 from qkvflow.errors import UserError
@@ -251,7 +253,8 @@ def made_up(seeds=(1, 2, 3)) -> GradientFlow:
             r = {"system": name, "seed": seed, "loss": loss, "norms": norms, "clip": 0.4, "parameters": 10}
             r["report_loss"] = loss[-1]
             refined = [
-                {"factor": m, "loss": 2.5, "divergence": 0.1, "share": 0.05 * (shift == 1) + 0.2} for m in (2, 4)
+                {"factor": m, "loss": 2.5, "divergence": 0.1, "share": 0.2 + 0.01 * (5 + seed * m) * (shift == 1)}
+                for m in (2, 4)
             ]
             if name != "shallow":
                 gone = {"loss": 2.6, "divergence": 0.5}
@@ -276,6 +279,16 @@ def test_tables_come_from_the_record_alone():
     assert "| 3 of 3 seeds |" in text
     assert "0 of 120 | 0 of 120 | 0 of 120 | 0 of 120" in text
     assert "hybrid 1.000 ± 0.000" in text  # all steps are clipped
+
+
+def test_readings_of_smaller_steps_are_one_family():
+    record = made_up()
+    found = shares_of(record)
+    tests = {at: contrast for at, contrast in found.items() if at[1] == "hybrid"}
+    assert len(tests) == len(record.protocol.refinements) > 1
+    by_hand = holm([contrast.difference.p for contrast in tests.values()])
+    assert by_hand[0] > tests[2, "hybrid"].difference.p  # corrected
+    np.testing.assert_equal([contrast.p_holm for contrast in tests.values()], by_hand)
 
 
 @pytest.mark.slow
@@ -310,7 +323,7 @@ def test_smoke_goes_on_where_it_stopped(tmp_path, monkeypatch):
     hybrid = record.results[0]
     assert hybrid.control_gradient == 0.0  # the matrix that a control passes through was never trained
     assert hybrid.control["untrained"].difference > 0.0
-    assert record.protocol.counts["1"] > record.protocol.counts["3"]
+    assert record.protocol.counts["report"]["1"] > record.protocol.counts["report"]["3"]
     text = (tmp_path / "results" / "results.md").read_text()
     shutil.rmtree(tmp_path / "texts")
     STUDY.carry_out(smoke(STUDY, run_dir=str(tmp_path), redraw=True))

@@ -4,17 +4,26 @@ import io
 import random
 
 import pytest
-from levanter.tokenizers import load_tokenizer
+from support.tokenizers import byte_fallback, byte_level
 
-from qkvflow.data.tokenizers import resolve_tokenizer
 from qkvflow.errors import UserError
 from qkvflow.generation.prompts import read_prompts, stop_strings
 from qkvflow.generation.text import Continuation, StopStrings, TextStream, encode_prompt
+from qkvflow.generation.vocabulary import Vocabulary
+
+KINDS = ("byte", "llama", "mistral", "gemma")
 
 
 @pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
-    return load_tokenizer(str(resolve_tokenizer("byte", tmp_path_factory.mktemp("tokenizer"))))
+def tokenizers(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tokenizers")
+    fallback = {kind: byte_fallback(folder / kind, kind) for kind in KINDS[1:]}
+    return {"byte": byte_level(folder / "byte"), **fallback}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tokenizers):
+    return tokenizers["byte"]
 
 
 def pieces_of(tokenizer, ids, prompt=()):
@@ -33,22 +42,83 @@ def test_characters_come_whole(tokenizer):
     assert sum(map(bool, pieces)) == len(TEXT), "each character comes as soon as it is complete"
 
 
-def test_continuing_a_prompt_gives_the_rest_only(tokenizer):
-    ids = tokenizer.encode(TEXT)
-    for cut in (1, 7, 60):
-        prompt = tokenizer.encode(TEXT[:cut])
-        assert "".join(pieces_of(tokenizer, ids[len(prompt) :], prompt)) == TEXT[cut:]
+@pytest.mark.parametrize("kind", KINDS)
+def test_text_that_is_read_is_written(tokenizers, kind):
+    """Characters that are in no vocabulary come back, whole, and what stands behind them too."""
+    tokenizer = tokenizers[kind]
+    for text in ("see 世界 there", TEXT, "a  two ", "�", "é" * 40):
+        ids = tokenizer.encode(text)
+        assert tokenizer.decode(ids) == text, "the tokenizer of this test must not lose anything itself"
+        assert "".join(pieces_of(tokenizer, ids)) == text
+        begin = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+        assert "".join(pieces_of(tokenizer, ids, begin)) == text, "a begin-of-text token puts no space in front"
 
 
-def test_bytes_that_are_no_text(tokenizer):
-    """Whatever a model writes, the pieces are the decoding of the whole, and nothing is held back for long."""
-    draw = random.Random(0)
-    for _ in range(20):
-        ids = [draw.randrange(256) for _ in range(100)]
-        pieces = pieces_of(tokenizer, ids)
-        whole = bytes(ids).decode("utf-8", errors="replace")
-        assert "".join(pieces) == whole
-        assert all(len(whole) - len("".join(pieces[: n + 1])) <= 100 - n for n in range(100))
+@pytest.mark.parametrize("kind", KINDS)
+def test_continuing_a_prompt_gives_the_rest_only(tokenizers, kind):
+    tokenizer = tokenizers[kind]
+    text = TEXT + "see 世界 there"
+    ids = tokenizer.encode(text)
+    for cut in range(1, len(text) - 1):
+        prompt = tokenizer.encode(text[:cut])
+        if ids[: len(prompt)] == prompt:
+            assert "".join(pieces_of(tokenizer, ids[len(prompt) :], prompt)) == text[cut:]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_any_tokens_at_all(tokenizers, kind):
+    """Whatever a model writes, the pieces are what the tokenizer makes of the whole, wherever the prompt ends."""
+    vocabulary = Vocabulary(tokenizers[kind])
+    draw, bytes_ = random.Random(0), [i for i in range(len(vocabulary)) if len(vocabulary.name(i)) != 1]
+    checked = 0
+    for trial in range(400):
+        pool = bytes_ if trial % 2 else range(len(vocabulary))
+        ids = [draw.choice(pool) for _ in range(draw.randrange(90))]
+        ids = [i for i in ids if i != vocabulary.tokenizer.bos_token_id]
+        cut = draw.randrange(len(ids) + 1)
+        if cut and vocabulary.is_fallback(ids[cut - 1]):
+            continue  # bytes that were whole characters in the prompt may be broken by what follows
+        stream = TextStream(vocabulary, ids[:cut])
+        prompt = vocabulary.decode(ids[:cut])
+        prompt = prompt[: len(prompt) - stream.held]
+        pieces = [*(stream.push(i) for i in ids[cut:]), stream.finish()]
+        assert prompt + "".join(pieces) == vocabulary.decode(ids)
+        checked += 1
+    assert checked > 50
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_prompt_that_ends_within_a_character(tokenizers, kind):
+    """The character belongs to the continuation, once: as itself, or broken."""
+    tokenizer = tokenizers[kind]
+    ids = tokenizer.encode("ab界 there")
+    start = len(tokenizer.encode("ab"))
+    for cut in (start + 1, start + 2):
+        stream = TextStream(tokenizer, ids[:cut])
+        assert stream.held > 0
+        assert "".join([*(stream.push(i) for i in ids[cut:]), stream.finish()]) == "界 there"
+        stream = TextStream(tokenizer, ids[:cut])
+        assert set("".join([*(stream.push(i) for i in tokenizer.encode("ab")), stream.finish()])) >= {"\ufffd", "a"}
+
+
+def test_text_comes_as_soon_as_it_is_sure(tokenizers):
+    """With byte fallback: text at once, bytes with the next token of text."""
+    tokenizer = tokenizers["llama"]
+    ids = tokenizer.encode("see 界 there")
+    assert pieces_of(tokenizer, ids) == ["see", " ", "", "", "", "界 there", ""]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_names_of_tokens(tokenizers, kind):
+    """No two tokens of text have one name; their bytes are those of the text."""
+    vocabulary = Vocabulary(tokenizers[kind])
+    text = "see 世界 there"
+    ids = vocabulary.tokenizer.encode(text)
+    written = b"".join(vocabulary.bytes(i) for i in ids).decode()
+    assert written.removeprefix(" ") == text
+    assert "bytes:\\xe7" in [vocabulary.name(i) for i in ids]
+    names = [vocabulary.name(i) for i in range(len(vocabulary)) if not vocabulary.is_fallback(i)]
+    assert len(names) == len(set(names))
 
 
 @pytest.mark.parametrize("cut", range(1, 8))
@@ -104,6 +174,16 @@ def test_sources_of_prompts(tmp_path):
     records = tmp_path / "p.jsonl"
     records.write_text('{"prompt": "one"}\n{"prompt": "two", "control": [1, 2]}\n')
     assert [(p.text, p.control) for p in read_prompts(None, str(records))] == [("one", None), ("two", [1, 2])]
+    for text in ("\ufeffone\r\n\ftwo\u2028three\x85\x1cfour\n", "one\n\ftwo\u2028three\x85\x1cfour"):
+        lines.write_bytes(text.encode())
+        assert [p.text for p in read_prompts(None, str(lines))] == ["one", "\ftwo\u2028three\x85\x1cfour"]
+    records.write_bytes('\ufeff{"prompt": "a\u2028b"}\r\n{"prompt": "c"}'.encode())
+    assert [p.text for p in read_prompts(None, str(records))] == ["a\u2028b", "c"]
+    assert [p.text for p in read_prompts(None, None, io.StringIO("\ufefftext"))] == ["text"]
+    assert [p.text for p in read_prompts("", None)] == [""], "asked for in so many words"
+    for nothing in ("", "\n"):
+        with pytest.raises(UserError, match="standard input is empty"):
+            read_prompts(None, None, io.StringIO(nothing))
     for bad, message in (("", "empty"), ("[1]", "line 1"), ('{"text": "x"}', "line 1"), ("{", "not JSON")):
         records.write_text(bad)
         with pytest.raises(UserError, match=message):

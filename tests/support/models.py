@@ -12,7 +12,7 @@ import qkvflow  # noqa: F401
 from qkvflow.blocks import Gpt2BlockConfig, LlamaBlockConfig
 from qkvflow.depth import DepthConfig
 from qkvflow.models import NeuralOdeConfig
-from qkvflow.weights import ConstantConfig, GeneratedConfig, ModulatedConfig, PerLayerConfig
+from qkvflow.weights import BasisConfig, ConstantConfig, GeneratedConfig, ModulatedConfig, PerLayerConfig
 
 VOCAB = hax.Axis("vocab", 64)
 WEIGHTS = {
@@ -20,6 +20,7 @@ WEIGHTS = {
     "constant": ConstantConfig(),
     "per_layer": PerLayerConfig(),
     "modulated": ModulatedConfig(hidden_dim=8, sinusoidal_dim=4),
+    "basis": BasisConfig(basis="cosine", dim=3),
 }
 
 

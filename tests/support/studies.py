@@ -11,7 +11,9 @@ from qkvflow.cli import parse
 
 ROOT = Path(__file__).parents[2]
 PARTS = {"train": "one", "select": "two", "report": "three"}
-ABOUT = {"text": "t", "parts": PARTS, "bytes": dict.fromkeys(PARTS, 1), "tokenizer": "byte", "tokens_per_step": 512}
+COUNTS = {str(n): 3.0 / n for n in range(1, 6)}
+ABOUT = {"counted": 5120, "counts": {"select": COUNTS, "report": COUNTS}}
+ABOUT |= {"text": "t", "parts": PARTS, "bytes": dict.fromkeys(PARTS, 1), "tokenizer": "byte", "tokens_per_step": 512}
 ORIGIN = {"machine": {"device": "d", "cores": 2, "jax": "0"}, "date": "2026-01-01", "command": "c"}
 
 

@@ -1,0 +1,39 @@
+"""Log-probabilities of tokens under the model itself: before bias, temperature, top-k and top-p."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+MOST = 20  # likeliest tokens that are told beside the one that stands there
+_BLOCK = 16  # positions whose logits exist at once when a prompt is scored
+
+
+class Logprobs(NamedTuple):
+    """log p of a token, and the likeliest tokens with theirs, the largest first. Equal logits give equal numbers."""
+
+    token: Float[Array, "..."]
+    top: Int[Array, "... most"]
+    top_logprobs: Float[Array, "... most"]
+
+    @staticmethod
+    def of(logits: Float[Array, "... vocab"], token: Int[Array, "..."]) -> "Logprobs":
+        logits = logits.astype(jnp.float32)
+        total = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+        values, top = jax.lax.top_k(logits, min(MOST, logits.shape[-1]))
+        chosen = jnp.take_along_axis(logits, token[..., None], axis=-1)
+        return Logprobs((chosen - total)[..., 0], top.astype(jnp.int32), values - total)
+
+    @staticmethod
+    def none(rows: int, vocab_size: int) -> "Logprobs":
+        """What stands where nothing was asked for."""
+        most = min(MOST, vocab_size)
+        return Logprobs(jnp.zeros(rows), jnp.zeros((rows, most), jnp.int32), jnp.zeros((rows, most)))
+
+
+def in_blocks(logits_of, x: Float[Array, "position embed"], tokens: Int[Array, "position"]) -> Logprobs:
+    """Of a token at each position. logits_of: x [block, embed] -> [block, vocab]; for a few positions at a time."""
+    blocks = (x.reshape(-1, _BLOCK, x.shape[-1]), tokens.reshape(-1, _BLOCK))
+    found = jax.lax.map(lambda block: Logprobs.of(logits_of(block[0]), block[1]), blocks)
+    return jax.tree.map(lambda a: a.reshape(len(x), *a.shape[2:]), found)

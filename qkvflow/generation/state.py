@@ -1,0 +1,110 @@
+"""What a batch of texts is while it is made, and the two things that happen to it: prompts are read, tokens added.
+
+A text stands in a row. All tokens of it but the last are in the model's memory; a decoding step reads the last one and
+writes the next. A state of one row is a text on its own, and rows are copied between states: all arrays have the rows
+in front, or an equal number of heads of each.
+"""
+
+from typing import Any
+
+import equinox as eqx
+import haliax as hax
+import jax
+import jax.numpy as jnp
+from haliax import Axis, NamedArray
+from jaxtyping import Array, Bool, Int
+
+from qkvflow.axes import BATCH, CONTROL, EMBED, POSITION
+from qkvflow.blocks import Inputs, Window
+from qkvflow.generation.logprobs import Logprobs
+from qkvflow.generation.sampling import Bias, Sampling, SamplingOptions, choose
+
+
+class State(eqx.Module):
+    """What a batch of rows holds.
+
+    text: {batch, position}, `length` tokens each. filled: how many of them are in the memory.
+    limit: the length at which a text is complete; 0 for a row without a text.
+    """
+
+    text: Int[Array, "batch position"]
+    length: Int[Array, "batch"]
+    filled: Int[Array, "batch"]
+    limit: Int[Array, "batch"]
+    sampling: Sampling
+    bias: Bias
+    control: NamedArray | None  # {batch, position, control}
+    memory: Any
+
+    @staticmethod
+    def empty(model, rows: int, length: int, room: int, control_dim: int | None) -> "State":
+        """Rows for texts of `length` tokens. room: positions in the memory."""
+        Batch, Pos = Axis(BATCH, rows), Axis(POSITION, length)
+        control = None if control_dim is None else hax.zeros((Batch, Pos, Axis(CONTROL, control_dim)))
+        neutral = [SamplingOptions()] * rows
+        sampling, bias = jax.tree.map(jnp.asarray, (Sampling.of(neutral), Bias.of(neutral)))
+        text, counts = jnp.zeros((rows, length), jnp.int32), [jnp.zeros(rows, jnp.int32) for _ in range(3)]
+        return State(text, *counts, sampling, bias, control, model.memory(Batch, room))
+
+    @property
+    def active(self) -> Bool[Array, "batch"]:
+        """The rows that a decoding step continues: prompt read, text not complete."""
+        return (self.filled == self.length - 1) & (self.length < self.limit)
+
+    @property
+    def unread(self) -> Int[Array, "batch"]:
+        """How many tokens must be read before the text can be continued."""
+        return jnp.maximum(self.length - 1 - self.filled, 0)
+
+    def replace(self, **fields) -> "State":
+        """With other fields."""
+        return State(**{**vars(self), **fields})
+
+
+def prefill(model, state: State, chunk: int) -> tuple[Array, State]:
+    """Reads up to `chunk` unread tokens of each row: what the model gives there [batch, chunk, embed], the state."""
+    count = jnp.minimum(state.unread, chunk)
+    padded = jnp.pad(state.text, ((0, 0), (0, chunk)))
+    tokens = jax.vmap(lambda row, start: jax.lax.dynamic_slice_in_dim(row, start, chunk))(padded, state.filled)
+    x, memory = _extend(model, state, tokens, count)
+    return x, state.replace(filled=state.filled + count, memory=memory)
+
+
+def add_token(model, state: State, stop_tokens: tuple[int, ...], vocab_size: int | None) -> tuple[State, Logprobs]:
+    """Adds a token to every active row; and its log-probabilities, if one of these rows wants them."""
+    rows, active = jnp.arange(state.text.shape[0]), state.active
+    x, memory = _extend(model, state, state.text[rows, state.filled][:, None], active)
+    logits = logits_at(model, x)[:, 0, :vocab_size]
+    token = choose(state.bias.add(logits, active), state.sampling, state.length, active)
+    told = jax.lax.cond(
+        jnp.any(active & state.sampling.logprobs),
+        lambda: Logprobs.of(logits, token),
+        lambda: Logprobs.none(*logits.shape),
+    )
+    text = state.text.at[rows, jnp.where(active, state.length, state.text.shape[1])].set(token, mode="drop")
+    length = state.length + active
+    stopped = active & jnp.isin(token, jnp.asarray(stop_tokens, jnp.int32))
+    limit = jnp.where(stopped, length, state.limit)
+    return state.replace(text=text, length=length, filled=state.filled + active, limit=limit, memory=memory), told
+
+
+def logits_at(model, x: Array) -> Array:
+    """[batch, position, embed] -> [batch, position, vocab]."""
+    return model.logits(hax.named(x, (BATCH, POSITION, EMBED))).rearrange((BATCH, POSITION, "vocab")).array
+
+
+def _extend(model, state: State, tokens: Int[Array, "batch new"], count) -> tuple[Array, Any]:
+    """The model at new positions from `filled` on, of which `count` [batch] are real: (x, memory).
+
+    The one place where generation calls the model.
+    """
+    Batch, New = (Axis(name, size) for name, size in zip((BATCH, POSITION), tokens.shape, strict=True))
+    window = Window(hax.named(state.filled, Batch), hax.named(count.astype(jnp.int32), Batch))
+    control = None
+    if state.control is not None:
+        at = jnp.minimum(state.filled[:, None] + jnp.arange(New.size), state.text.shape[1] - 1)
+        rows = jnp.take_along_axis(state.control.array, at[..., None], axis=1)
+        control = hax.named(rows, (Batch, New, state.control.axes[-1]))
+    inputs = Inputs(control=control, window=window)
+    x, memory = model.extend(hax.named(tokens, (Batch, New)), inputs, state.memory)
+    return x.rearrange((BATCH, POSITION, EMBED)).array, memory

@@ -1,0 +1,34 @@
+"""Ctrl-C while a program imports its libraries, which takes seconds, ends it as it does later: one line, no traceback.
+
+An exception will not do: it is raised in the middle of whatever is being imported, and some libraries make another one
+of it.
+"""
+
+import os
+import signal
+import sys
+from types import FrameType
+from typing import NoReturn
+
+STATUS, MESSAGE = 130, "\nstopped by Ctrl-C\n"
+
+
+def leave_while_importing() -> None:
+    """If a program of this package is about to be imported, until `raise_from_now_on`. Otherwise nothing changes."""
+    words = sys.orig_argv
+    wanted = words[words.index("-m") + 1 :][:1] if "-m" in words else []
+    # While Python looks for the module of `-m`, that is all that argv says.
+    is_program = sys.argv[:1] == ["-m"] and bool(wanted) and wanted[0].startswith("qkvflow.")
+    if is_program and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _leave)
+
+
+def raise_from_now_on() -> None:
+    """Ctrl-C is `KeyboardInterrupt` again."""
+    if signal.getsignal(signal.SIGINT) is _leave:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _leave(signum: int, frame: FrameType | None) -> NoReturn:
+    os.write(2, MESSAGE.encode())
+    os._exit(STATUS)

@@ -1,0 +1,89 @@
+"""Who may ask: no page of another site that a browser on this machine has open, and only who knows the key.
+
+A browser sends any page's requests to local servers. It gives the page's own name as `Host` if the page had that name
+resolved to this machine (DNS rebinding), names the page in `Origin` if the page is of another site, and asks first
+before it sends JSON there. So names are checked, and a body must say that it is JSON.
+"""
+
+import ipaddress
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from starlette.datastructures import Headers
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from qkvflow.serving.errors import RequestError
+
+OPEN_PATHS = ("/health",)  # need no key
+ANY = "*"
+
+
+@dataclass(frozen=True)
+class Access:
+    """hosts: names that the server may be called by, besides `localhost` and addresses; `*` for any.
+
+    origins: sites whose pages may ask, such as `https://example.org`; `*` for any. api_key: None for none.
+    """
+
+    hosts: Sequence[str] = ()
+    origins: Sequence[str] = ()
+    api_key: str | None = None
+
+
+class Gate:
+    """Refuses, as an ASGI middleware, requests that `access` does not allow."""
+
+    def __init__(self, app: ASGIApp, access: Access):
+        self._app, self._access = app, access
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            if scope["type"] == "http":
+                self._check(scope["method"], scope["path"], Headers(scope=scope))
+        except RequestError as error:
+            headers = {"WWW-Authenticate": "Bearer"} if error.status == 401 else None
+            await JSONResponse(error.body, error.status, headers=headers)(scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
+
+    def _check(self, method: str, path: str, headers: Headers) -> None:
+        access, host = self._access, headers.get("host", "")
+        if not _is_allowed(_name(host), access.hosts):
+            message = f"This server is not called {host[:80]!r}. If it should be, start it with --allowed_hosts NAME."
+            raise RequestError(403, message, code="host_not_allowed")
+        origin = headers.get("origin")
+        is_own = origin is not None and origin.partition("://")[2] == host
+        if origin is not None and not is_own and not {origin, ANY} & set(access.origins):
+            message = f"Pages of {origin[:80]!r} may not use this server. Allow them with --allowed_origins."
+            raise RequestError(403, message, code="origin_not_allowed")
+        if access.api_key is not None and path not in OPEN_PATHS:
+            scheme, _, given = headers.get("authorization", "").partition(" ")
+            known = secrets.compare_digest(given.strip().encode(), access.api_key.encode())
+            if scheme.lower() != "bearer" or not known:
+                raise RequestError(
+                    401, "Incorrect API key: send it as `Authorization: Bearer KEY`.", code="invalid_api_key"
+                )
+        kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+        if method == "POST" and kind != "application/json":
+            message = (
+                f"The body must be sent as `Content-Type: application/json`, not {kind[:80] or 'without a type'!r}."
+            )
+            raise RequestError(415, message, code="unsupported_media_type")
+
+
+def _name(host: str) -> str:
+    """The host without its port, in lower case."""
+    name = host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() else host
+    return name.removeprefix("[").removesuffix("]").removesuffix(".").lower()
+
+
+def _is_allowed(name: str, hosts: Sequence[str]) -> bool:
+    if name == "localhost" or name.endswith(".localhost") or ANY in hosts or name in {h.lower() for h in hosts}:
+        return True
+    try:
+        ipaddress.ip_address(name)  # a page cannot make its name an address
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,134 @@
+"""What a request wants made, be it a prompt or a chat: how many texts of what length, how tokens are chosen."""
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from qkvflow.errors import UserError
+from qkvflow.generation.logprobs import MOST
+from qkvflow.generation.sampling import SamplingOptions
+from qkvflow.generation.writer import Writer
+from qkvflow.serving import fields
+from qkvflow.serving.errors import RequestError, wrong
+from qkvflow.serving.fields import Check
+
+MAX_TEXTS = 128  # of one request
+
+# What both kinds of request have.
+SERVED: dict[str, Check] = {
+    "model": fields.text,
+    "max_tokens": fields.integer(0),
+    "temperature": fields.number(0),
+    "top_p": fields.number(0, 1, above=True),
+    "top_k": fields.top_k,
+    "n": fields.integer(1),
+    "stop": fields.stops,
+    "seed": fields.integer(),
+    "stream": fields.truth,
+    "stream_options": fields.stream_options,
+    "logit_bias": fields.biases,
+    "control": fields.anything,
+}
+IDLE: dict[str, Sequence[Any]] = {
+    "frequency_penalty": [0],
+    "presence_penalty": [0],
+    "repetition_penalty": [1],
+    "min_p": [0],
+    "service_tier": ["auto", "default"],
+}
+HARMLESS = frozenset({"user", "metadata", "store", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"})
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A beginning that is continued. text: as it is echoed, None where it is to be found from the tokens."""
+
+    tokens: list[int]
+    text: str | None = None
+
+
+@dataclass(frozen=True)
+class Order:
+    """What is to be made.
+
+    new_tokens: for each prompt.
+    options: by the number of the text; best_of: texts that are made for each prompt, of which n are answered.
+    top: how many likeliest tokens are told beside each, None if no log-probabilities are wanted.
+    """
+
+    prompts: list[Prompt]
+    new_tokens: list[int]
+    values: dict[str, Any]
+    control: np.ndarray | None
+    best_of: int = 1
+    echo: bool = False
+    top: int | None = None
+
+    @property
+    def n(self) -> int:
+        """Texts that are answered for each prompt."""
+        return self.values.get("n", 1)
+
+    @property
+    def stream(self) -> bool:
+        return self.values.get("stream", False)
+
+    @property
+    def with_usage(self) -> bool:
+        """Whether a stream tells its usage at its end."""
+        return bool(self.values.get("stream_options", {}).get("include_usage"))
+
+    def options(self) -> list[SamplingOptions]:
+        """For each text of each prompt."""
+        given = self.values
+        seed = secrets.randbits(31) if given.get("seed") is None else given["seed"]
+        bias, told = given.get("logit_bias", {}), self.top is not None or self.best_of > self.n
+        return [
+            SamplingOptions(
+                given.get("temperature", 1.0), given.get("top_k"), given.get("top_p"), seed + text, bias, told
+            )
+            for text in range(len(self.prompts) * self.best_of)
+        ]
+
+
+def check_common(values: dict[str, Any], writer: Writer, texts: int, of: str) -> np.ndarray | None:
+    """Checks what fields say together; the control. of: the field that `texts` is due to besides `n`."""
+    if texts > MAX_TEXTS:
+        param = "n" if values.get("n", 1) > 1 else of
+        raise wrong(param, f"{texts} texts are asked for in one request; at most {MAX_TEXTS} are made.")
+    if "stream_options" in values and not values.get("stream"):
+        raise wrong("stream_options", "`stream_options` is only allowed when `stream` is true.")
+    outside = [token for token in values.get("logit_bias", {}) if token >= len(writer.vocabulary)]
+    if outside:
+        raise wrong("logit_bias", f"`logit_bias`: tokens run from 0 to {len(writer.vocabulary) - 1}, got {outside[0]}.")
+    try:
+        return writer.prepared.check_control(values.get("control"))
+    except UserError as error:
+        raise wrong("control", str(error)) from None
+
+
+def room(prompt: int, max_tokens: int | None, max_length: int, of: str, limit: str = "max_tokens") -> int:
+    """How many tokens to make: those asked for, or all that fit. of: the field of the prompt."""
+    new = max(1, max_length - prompt) if max_tokens is None else max_tokens
+    if prompt + new > max_length:
+        param = of if prompt >= max_length else limit
+        message = (
+            f"This model's maximum context length is {max_length} tokens, but you requested {prompt + new}"
+            f" ({prompt} in the prompt, {new} to be made). Shorten the prompt, or set a smaller {limit}."
+        )
+        raise wrong(param, message, code="context_length_exceeded")
+    return new
+
+
+def too_long(max_length: int, of: str) -> RequestError:
+    """For a prompt that is not read to its end."""
+    message = f"This model's maximum context length is {max_length} tokens, but the prompt has more. Shorten it."
+    return wrong(of, message, code="context_length_exceeded")
+
+
+def top_logprobs(name: str, value: Any) -> int:
+    """How many likeliest tokens are told."""
+    return fields.integer(0, MOST)(name, value)

@@ -1,0 +1,188 @@
+"""The texts of one request while they are made: their jobs, the news of them, and the answers made of the news."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Iterable
+from types import ModuleType
+from typing import Any
+
+from qkvflow.generation.text import TextStream
+from qkvflow.serving.errors import RequestError
+from qkvflow.serving.job import Event, Job, Told
+from qkvflow.serving.order import Order, Prompt
+from qkvflow.serving.scheduler import Overloaded, Scheduler, TooMany
+
+
+class Texts:
+    """The texts that an order asks for; text i continues prompt i // best_of.
+
+    form: the module of its kind of request, `completions` or `chat`, which says what an answer looks like.
+    head: what all answers begin with.
+    """
+
+    def __init__(self, scheduler: Scheduler, order: Order, form: ModuleType, head: dict[str, Any], deadline: float):
+        self._scheduler, self._order, self._form, self._head = scheduler, order, form, head
+        self._deadline, self._loop = deadline, asyncio.get_running_loop()
+        self._vocabulary = scheduler.writer.vocabulary
+        self._news: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
+        self._tokens = 0
+        self._jobs = [self._job(i, options) for i, options in enumerate(order.options())]
+
+    def submit(self) -> None:
+        """Hands the jobs over. Errors: `RequestError`."""
+        jobs = [job for job in self._jobs if job.max_new_tokens > 0 or job.prompt_logprobs]
+        try:
+            if jobs:
+                self._scheduler.submit(jobs)
+        except TooMany:
+            message = f"{len(jobs)} texts are asked for in one request; this server keeps {self._scheduler.capacity}."
+            raise RequestError(400, message, param="n" if self._order.n > 1 else "prompt") from None
+        except Overloaded:
+            message = "Too many requests are waiting. Try again in a moment."
+            raise RequestError(503, message, code="overloaded") from None
+        for i, job in enumerate(self._jobs):
+            if job not in jobs:
+                self._news.put_nowait((i, Event("", "length")))
+
+    def cancel(self) -> None:
+        """Gives up what is not finished."""
+        for job in self._jobs:
+            self._scheduler.cancel(job)
+
+    async def whole(self) -> list[bytes]:
+        """The answer as JSON, in parts that are each quickly made."""
+        made: list[_Made] = [_Made() for _ in self._jobs]
+        async for index, event in self._events():
+            made[index].add(event)
+        return await asyncio.to_thread(self._answer, made)
+
+    async def stream(self) -> AsyncIterator[str]:
+        """Server-sent events."""
+        begun, offsets = set(), {}
+        tail = {"usage": None} if self._order.with_usage else {}
+        try:
+            async for index, event in self._events():
+                text, told, shift = event.text, event.told, offsets.get(index, 0)
+                if index not in begun and self._order.echo:
+                    text, told = await asyncio.to_thread(self._echoed, index, event)
+                    shift = offsets[index] = len(text) - len(event.text)
+                told = [Told(t.token, t.logprob, t.top, t.offset + (0 if event.is_prompt else shift)) for t in told]
+                logprobs = self._form.logprobs(told, self._vocabulary) if told and self._order.top is not None else None
+                for choice in self._form.pieces(index, text, event.reason, logprobs, index not in begun):
+                    yield self._sent({"choices": [choice], **tail})
+                begun.add(index)
+            if self._order.with_usage:
+                yield self._sent({"choices": [], "usage": self._usage()})
+            yield "data: [DONE]\n\n"
+        except RequestError as error:  # the status is sent already
+            yield f"data: {json.dumps(error.body)}\n\n"
+
+    async def _events(self) -> AsyncIterator[tuple[int, Event]]:
+        """All events of all texts until the last has ended. Errors: `RequestError` 504 at the deadline."""
+        left, made = len(self._jobs), [0] * len(self._jobs)
+        while left:
+            try:
+                async with asyncio.timeout_at(self._deadline):
+                    index, event = await self._news.get()
+            except TimeoutError:
+                raise RequestError(504, "The request took longer than the server allows.", code="timeout") from None
+            if event.reason == "error":
+                raise RequestError(500, "The server failed or was stopped while it made this text.")
+            left -= event.reason is not None
+            made[index] = event.tokens
+            self._tokens = sum(made)
+            yield index, event
+
+    def _job(self, index: int, options) -> Job:
+        order, prompt = self._order, self._prompt(index)
+
+        def receive(event: Event) -> None:
+            self._loop.call_soon_threadsafe(self._news.put_nowait, (index, event))
+
+        return Job(
+            prompt.tokens,
+            order.new_tokens[index // order.best_of],
+            options,
+            order.values.get("stop", []),
+            order.control,
+            receive,
+            top=order.top or 0,
+            prompt_logprobs=order.echo and order.top is not None,
+        )
+
+    def _prompt(self, index: int) -> Prompt:
+        return self._order.prompts[index // self._order.best_of]
+
+    def _echoed(self, index: int, event: Event) -> tuple[str, list[Told]]:
+        """The first event of a text with its prompt in front."""
+        prompt = self._prompt(index)
+        text, told = prompt.text, list(event.told)
+        if text is None:
+            text = self._vocabulary.decode(prompt.tokens)
+            if self._jobs[index].max_new_tokens > 0:  # the end of the prompt may be a part of a character
+                text = text[: len(text) - TextStream(self._vocabulary, prompt.tokens).held]
+        if event.is_prompt:
+            begin = self._vocabulary.tokenizer
+            added = prompt.text is not None and not prompt.text.startswith(begin.bos_token or "\0")
+            told = _placed(told, TextStream(self._vocabulary), begin.bos_token_id if added else None)
+        return text + event.text, told
+
+    def _answer(self, made: "list[_Made]") -> list[bytes]:
+        order, choices = self._order, []
+        for first in range(0, len(made), order.best_of):
+            texts = range(first, first + order.best_of)
+            if order.best_of > order.n:
+                texts = sorted(texts, key=lambda i: -made[i].mean)[: order.n]
+            choices += [self._choice(len(choices) + i, index, made[index]) for i, index in enumerate(texts)]
+        rest = json.dumps({**self._head, "usage": self._usage()})
+        return [rest[:-1].encode(), b', "choices": [', b", ".join(choices), b"]}"]
+
+    def _choice(self, number: int, index: int, made: "_Made") -> bytes:
+        text, told = made.text, made.told
+        if self._order.echo:
+            prompt, told_of_prompt = self._echoed(index, Event("", None, 0, made.prompt, is_prompt=True))
+            text, told = prompt + text, told_of_prompt + _moved(told, len(prompt))
+        logprobs = None if self._order.top is None else self._form.logprobs(told, self._vocabulary)
+        return json.dumps(self._form.whole(number, text, made.reason, logprobs)).encode()
+
+    def _usage(self) -> dict[str, int]:
+        prompt = sum(len(prompt.tokens) for prompt in self._order.prompts)
+        return {"prompt_tokens": prompt, "completion_tokens": self._tokens, "total_tokens": prompt + self._tokens}
+
+    def _sent(self, body: dict[str, Any]) -> str:
+        kind = f"{self._head['object']}{'.chunk' if 'chat' in self._head['object'] else ''}"
+        return f"data: {json.dumps({**self._head, 'object': kind, **body}, ensure_ascii=False)}\n\n"
+
+
+class _Made:
+    """What has come of a text."""
+
+    def __init__(self):
+        self.text, self.reason = "", None
+        self.prompt: list[Told] = []
+        self.told: list[Told] = []
+
+    def add(self, event: Event) -> None:
+        self.text += event.text
+        self.reason = event.reason
+        (self.prompt if event.is_prompt else self.told).extend(event.told)
+
+    @property
+    def mean(self) -> float:
+        """The log-probability per token."""
+        known = [t.logprob for t in self.told if t.logprob is not None]
+        return sum(known) / max(1, len(known))
+
+
+def _moved(told: Iterable[Told], by: int) -> list[Told]:
+    return [Told(t.token, t.logprob, t.top, t.offset + by) for t in told]
+
+
+def _placed(told: Iterable[Told], stream: TextStream, unseen: int | None) -> list[Told]:
+    """With the places at which the tokens of a prompt begin. unseen: a begin-of-text token that is not in its text."""
+    found, offset = [], 0
+    for t in told:
+        found.append(Told(t.token, t.logprob, t.top, offset))
+        if found[1:] or t.token != unseen:
+            offset += len(stream.push(t.token))
+    return found

@@ -1,0 +1,55 @@
+"""How figures look: names that do not hide each other, levels that counting reaches, maps that can be read."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from experiments import style
+from experiments.statistics import Interval
+
+
+@pytest.fixture
+def panel():
+    figure, axes = style.panels(1, 1, (5, 4))
+    yield axes[0, 0]
+    style.plt.close(figure)
+
+
+def test_series_differ_in_more_than_their_colour():
+    looks = [style.series(k) for k in range(6)]
+    for key in ("color", "linestyle", "marker"):
+        assert len({str(look[key]) for look in looks}) == 6
+
+
+def test_names_stand_in_the_order_of_their_ends_and_apart(panel):
+    ends = {"low": (10, 1.0), "middle": (10, 1.001), "high": (10, 1.002), "far": (10, 2.0)}
+    panel.set(xlim=(0, 10), ylim=(0, 3))
+    style.direct(panel, ends, dict.fromkeys(ends, "black"))
+    words = sorted(panel.texts, key=lambda text: text.xyann[1])
+    assert [text.get_text() for text in words] == list(ends)
+    heights = [panel.transData.transform(text.xyann)[1] for text in words]
+    assert all(after - before > 10 for before, after in itertools.pairwise(heights))  # 7.5 points at 150 dpi are 15.6
+    assert words[-1].xyann[1] == pytest.approx(2.0)  # nothing is near: at its own height
+
+
+def test_a_loss_stands_beside_what_counting_reaches(panel):
+    style.loss_axis(panel, "unseen text", "byte", 5, {"1": 3.2, "2": 2.4, "3": 1.701, "4": 1.7}, (1.5, 3.0))
+    assert panel.get_ylabel() == "loss on unseen text (nats per byte), n = 5"
+    assert panel.get_ylim() == (1.5, 3.0)
+    lines = sorted(line.get_ydata()[0] for line in panel.lines)
+    assert lines == [1.7, 1.701, 2.4]  # single tokens say nothing here
+    assert [text.get_text() for text in panel.texts] == ["", "3-grams 1.70, 4-grams 1.70", "2-grams 2.40"]
+
+
+def test_a_span_holds_all_intervals():
+    own = [Interval(1.0, 0.5, 3), Interval(2.0, np.nan, 1), Interval(2.5, 0.1, 3)]
+    low, high = style.span(own, [0.2])
+    assert low < 0.2 < 2.6 < high
+
+
+def test_a_map_has_each_mean_with_its_interval(panel):
+    cells = [[Interval(1.0, 0.25, 3), Interval(4.0, 0.5, 3)]]
+    style.heat(panel, ["arm"], ["here", "there"], cells)
+    assert [text.get_text() for text in panel.texts] == ["1.00\n±0.25", "4.00\n±0.50"]
+    assert [text.get_color() for text in panel.texts] == ["black", "white"]  # darker for larger

@@ -1,0 +1,78 @@
+"""Chat: messages as the tokenizer's template writes them, answered in the form of OpenAI's API."""
+
+import openai
+import pytest
+from support.serving import complete, tiny_writer
+
+from qkvflow.serving.chat import read
+from qkvflow.serving.errors import RequestError
+
+USER = {"role": "user", "content": "Hi"}
+WRITTEN = "<user>Hi\n<assistant>"
+
+
+def chat(client, messages=(USER,), **options):
+    options = {"max_tokens": 12, "temperature": 0, "model": "tiny"} | options
+    return client.chat.completions.create(messages=list(messages), **options)
+
+
+def test_a_chat_is_its_template_continued(client, writer):
+    answer = chat(client)
+    text = complete(client, writer.tokenizer.encode(WRITTEN), max_tokens=12)
+    assert answer.choices[0].message.content == text.choices[0].text
+    assert answer.choices[0].message.role == "assistant"
+    assert answer.choices[0].finish_reason == text.choices[0].finish_reason
+    assert answer.usage == text.usage
+    assert answer.object == "chat.completion"
+
+
+def test_stream(client):
+    whole = chat(client, n=2, temperature=1.0, seed=2)
+    pieces = list(chat(client, n=2, temperature=1.0, seed=2, stream=True, stream_options={"include_usage": True}))
+    assert {p.object for p in pieces} == {"chat.completion.chunk"}
+    for choice in whole.choices:
+        mine = [p.choices[0] for p in pieces if p.choices and p.choices[0].index == choice.index]
+        assert mine[0].delta.role == "assistant"
+        assert "".join(c.delta.content or "" for c in mine) == choice.message.content
+        assert [c.finish_reason for c in mine if c.finish_reason] == [choice.finish_reason]
+        assert mine[-1].finish_reason
+    assert pieces[-1].usage == whole.usage
+
+
+def test_log_probabilities(client, writer):
+    told = chat(client, logprobs=True, top_logprobs=3).choices[0].logprobs.content
+    text = complete(client, writer.tokenizer.encode(WRITTEN), max_tokens=12, logprobs=3).choices[0].logprobs
+    assert [t.logprob for t in told] == text.token_logprobs
+    assert [t.token for t in told] == text.tokens
+    assert all(len(t.top_logprobs) == 3 for t in told)
+    assert all(bytes(t.bytes).decode(errors="replace") == t.token for t in told if not t.token.startswith("bytes:"))
+    assert all(t.top_logprobs == [] for t in chat(client, logprobs=True).choices[0].logprobs.content)
+
+
+def test_contents_in_parts_and_other_roles(client):
+    parts = {"role": "user", "content": [{"type": "text", "text": "H"}, {"type": "text", "text": "i"}]}
+    assert chat(client, [parts]).choices[0].message == chat(client).choices[0].message
+    messages = [{"role": "system", "content": "Be."}, USER, {"role": "assistant", "content": "Ho"}, USER]
+    assert chat(client, messages).usage.prompt_tokens == len("<system>Be.\n<user>Hi\n<assistant>Ho\n" + WRITTEN)
+
+
+def test_limits(client):
+    assert chat(client, max_tokens=None, max_completion_tokens=3).usage.completion_tokens <= 3
+    with pytest.raises(openai.BadRequestError, match="one limit"):
+        chat(client, max_completion_tokens=3)
+    with pytest.raises(openai.BadRequestError, match="maximum context") as caught:
+        chat(client, [{"role": "user", "content": "x" * 600}])
+    assert caught.value.param == "messages"
+
+
+def test_what_the_template_does_not_take(client):
+    with pytest.raises(openai.BadRequestError, match="The system speaks first"):
+        chat(client, [USER, {"role": "system", "content": "late"}])
+
+
+def test_a_tokenizer_without_a_template(model, tmp_path):
+    """Says what to do."""
+    writer = tiny_writer(model, tmp_path, template=None)
+    with pytest.raises(RequestError, match=r"no chat template.*/v1/completions") as caught:
+        read({"messages": [USER]}, writer, 512)
+    assert caught.value.code == "no_chat_template"

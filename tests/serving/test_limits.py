@@ -1,0 +1,84 @@
+"""Work is bounded before it is done, and done beside the event loop: a large request costs others nothing."""
+
+import concurrent.futures
+import json
+import time
+
+import httpx
+import pytest
+from support.serving import complete
+from support.tokenizers import byte_level
+
+from qkvflow.generation.text import clearly_longer
+
+MIB = 2**20
+
+
+class Counting:
+    """A tokenizer that counts the characters that it is given."""
+
+    def __init__(self, tokenizer):
+        self._tokenizer, self.read = tokenizer, 0
+
+    def encode(self, text, **options):
+        self.read += len(text)
+        return self._tokenizer.encode(text, **options)
+
+    def __getattr__(self, name):
+        return getattr(self._tokenizer, name)
+
+
+def test_a_long_text_is_not_read_to_its_end(tmp_path):
+    """1.9 MB for a context of 128 tokens: refused after a few thousand characters, whatever they are."""
+    tokenizer = Counting(byte_level(tmp_path))
+    for text in ("word " * 380_000, "x" * 1_900_000, "世" * 600_000, " " * 1_900_000, "\ud800" * 10**6):
+        tokenizer.read = 0
+        assert clearly_longer(tokenizer, text, 128)
+        assert tokenizer.read < 10_000
+    for text in ("", "word " * 20, "x" * 128):
+        assert not clearly_longer(tokenizer, text, 128)
+
+
+def test_texts_that_fit_are_never_refused(tmp_path):
+    """Whatever the number of characters to a token: who is not sure says no."""
+
+    class Words:
+        def encode(self, text):
+            return text.split()
+
+    for length in (100, 1000):
+        assert not clearly_longer(Words(), "a" * 50_000 + " " + "b" * 50_000, length)
+        assert not clearly_longer(Words(), " ".join(["longword" * 20] * (length - 1)), length)
+        assert clearly_longer(Words(), " ".join(["longword" * 20] * (20 * length)), length)
+
+
+LARGE = {
+    "tokens": {"prompt": [1] * 500_000},
+    "a text": {"prompt": "word " * 200_000},
+    "lists of tokens": {"prompt": [[1] * 4000] * 128},
+    "texts": {"prompt": ["x" * 8000] * 128},
+    "messages": {"messages": [{"role": "user", "content": "x" * 1000}] * 1000},
+}
+
+
+@pytest.mark.parametrize("what", LARGE)
+def test_large_requests_do_not_hold_up_others(server, client, what):
+    """Eight at once: each is refused, and what asks for little meanwhile waits for none of them."""
+    url = server[0]
+    path = "chat/completions" if what == "messages" else "completions"
+    body = json.dumps(LARGE[what]).encode()
+    assert MIB / 4 < len(body) < 2 * MIB
+    waits = []
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        post = lambda: httpx.post(  # noqa: E731
+            f"{url}/v1/{path}", content=body, headers={"Content-Type": "application/json"}, timeout=60
+        )
+        large = [pool.submit(post) for _ in range(8)]
+        while not all(f.done() for f in large):
+            began = time.monotonic()
+            assert httpx.get(f"{url}/health").status_code == 200
+            waits.append(time.monotonic() - began)
+    for answer in large:
+        assert answer.result().status_code in (400, 413)
+    assert max(waits) < 1.0, "the event loop was not free"
+    assert complete(client, max_tokens=1).choices[0].finish_reason

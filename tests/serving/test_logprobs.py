@@ -1,0 +1,157 @@
+"""Log-probabilities over HTTP are the model's, and lm-evaluation-harness finds what it needs in them."""
+
+import haliax as hax
+import httpx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from levanter.utils.tree_utils import inference_mode
+from support.serving import END, complete
+
+# Of a model whose logits are some tens: fp32, and the server adds its terms in another order.
+TOLERANCE = 1e-4
+LISTS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+
+
+@pytest.fixture(scope="module")
+def expected(model):
+    """Tokens -> log-probabilities [position, vocab] of the next token, by the model itself."""
+
+    @jax.jit
+    def of(tokens):
+        logits = inference_mode(model, True)(hax.named(tokens, ("batch", "position")))
+        return jax.nn.log_softmax(logits.rearrange(("batch", "position", "vocab")).array[0])
+
+    def padded(tokens):
+        row = np.zeros((1, 64), np.int32)
+        row[0, : len(tokens)] = tokens
+        return np.asarray(of(jnp.asarray(row)))[: len(tokens)]
+
+    return padded
+
+
+def score(server, prompts, **options):
+    """What lm-evaluation-harness sends, and what it reads."""
+    body = {"model": "tiny", "prompt": prompts, "temperature": 0, "max_tokens": 1, "logprobs": 1, "seed": 1234}
+    answer = httpx.post(f"{server[0]}/v1/completions", json={**body, "echo": True, **options}, timeout=60)
+    assert answer.status_code == 200, answer.text
+    return sorted(answer.json()["choices"], key=lambda choice: choice["index"])
+
+
+def test_scores_of_prompts(server, writer, expected):
+    prompts = [writer.tokenizer.encode(text) for text in ("Once upon a time", "The", "for i in range(10):\n")]
+    for tokens, choice in zip(prompts, score(server, prompts), strict=True):
+        found = choice["logprobs"]
+        assert {len(found[key]) for key in ("tokens", "token_logprobs", "top_logprobs", "text_offset")} == {
+            len(tokens) + 1
+        }
+        assert found["token_logprobs"][0] is None
+        assert found["top_logprobs"][0] is None
+        truth = expected(tokens)
+        values = found["token_logprobs"][1:-1]
+        np.testing.assert_allclose(values, truth[np.arange(len(tokens) - 1), tokens[1:]], atol=TOLERANCE)
+        # Greedy agreement is asked for by equality with the largest.
+        greedy = [v == max(top.values()) for v, top in zip(values, found["top_logprobs"][1:-1], strict=True)]
+        assert greedy == (truth[:-1].argmax(-1) == tokens[1:]).tolist()
+
+
+def test_greedy_text_is_found_greedy(server, client, writer):
+    """What the model itself would write counts as such at every position."""
+    text = complete(client, "Once", max_tokens=20, echo=True).choices[0].text
+    (choice,) = score(server, [writer.tokenizer.encode(text)])
+    told = choice["logprobs"]
+    for value, top in list(zip(told["token_logprobs"], told["top_logprobs"], strict=True))[4:-1]:
+        assert value == max(top.values())
+
+
+def test_one_token_is_kept_at_the_end_of_text(server):
+    """The answer has the prompt's tokens and one more, even where that ends the text."""
+    tokens = [72, 105, 33]
+    (choice,) = score(server, [tokens], logit_bias={str(END): 100})
+    assert choice["finish_reason"] == "stop"
+    assert choice["text"] == "Hi!"
+    assert len(choice["logprobs"]["token_logprobs"]) == 4
+    (alone,) = score(server, [tokens], logit_bias={str(END): 100}, echo=False)
+    assert len(alone["logprobs"]["token_logprobs"]) == 1
+
+
+def test_batches_change_nothing(server):
+    prompts = [[1 + (7 * i + k) % 127 for k in range(3 + 5 * i)] for i in range(9)]
+    together = [choice["logprobs"] for choice in score(server, prompts)]
+    assert together == [score(server, [prompt])[0]["logprobs"] for prompt in prompts]
+
+
+def test_words_and_their_tokens_score_alike(server, writer):
+    texts = ["Once", "a b"]
+    assert score(server, texts) == score(server, [writer.tokenizer.encode(text) for text in texts])
+
+
+def test_only_what_is_asked_for_is_told(client):
+    assert complete(client).choices[0].logprobs is None
+    told = complete(client, logprobs=0, max_tokens=8).choices[0].logprobs
+    assert len(told.token_logprobs) == 8
+    assert [list(top.values()) for top in told.top_logprobs] == [[value] for value in told.token_logprobs]
+    told = complete(client, logprobs=5, max_tokens=8, temperature=1.0, seed=1).choices[0].logprobs
+    assert {len(top) for top in told.top_logprobs} <= {5, 6}
+    assert all(v in top.values() for v, top in zip(told.token_logprobs, told.top_logprobs, strict=True))
+
+
+def test_offsets_point_into_the_text(client):
+    answer = complete(client, "Once upon", echo=True, logprobs=1, max_tokens=20).choices[0]
+    told = answer.logprobs
+    assert told.text_offset[0] == 0
+    for token, at in zip(told.tokens, told.text_offset, strict=True):
+        if not token.startswith("bytes:"):
+            assert answer.text[at:].startswith(token)
+
+
+def test_streamed_log_probabilities_are_those_of_the_whole(client):
+    options = {"prompt": "Once", "echo": True, "logprobs": 2, "max_tokens": 20, "temperature": 1.0, "seed": 3}
+    whole = complete(client, **options).choices[0].logprobs
+    pieces = [p.choices[0].logprobs for p in complete(client, stream=True, **options)]
+    for key in LISTS:
+        assert [x for p in pieces if p is not None for x in getattr(p, key)] == getattr(whole, key)
+
+
+def test_stop_strings_cut_log_probabilities_too(client):
+    whole = complete(client, max_tokens=30, logprobs=0).choices[0]
+    stop = whole.text[10:12]
+    answer = complete(client, max_tokens=30, logprobs=0, stop=stop).choices[0]
+    assert answer.finish_reason == "stop"
+    count = len(answer.logprobs.tokens)
+    assert "".join(answer.logprobs.tokens) == answer.text
+    assert answer.logprobs.token_logprobs == whole.logprobs.token_logprobs[:count]
+
+
+def test_best_of(client):
+    """The likeliest per token of those that are made, the first ones first."""
+    options = {"temperature": 1.0, "seed": 9, "max_tokens": 10, "logprobs": 0}
+    every = [c.logprobs.token_logprobs for c in complete(client, n=6, **options).choices]
+    best = complete(client, n=2, best_of=6, **options)
+    ranked = sorted(every, key=lambda values: -sum(values) / len(values))
+    assert [c.logprobs.token_logprobs for c in best.choices] == ranked[:2]
+    assert [c.index for c in best.choices] == [0, 1]
+    assert best.usage.completion_tokens == sum(len(v) for v in every)
+
+
+def test_tokenizer(server, writer):
+    """`/tokenize`, `/detokenize`, `/tokenizer_info`, at the root."""
+    url = server[0]
+    info = httpx.get(f"{url}/tokenizer_info").json()
+    assert info["eos_token"] == writer.tokenizer.eos_token
+    for text in ("Once upon", "é 世界", ""):
+        tokens = httpx.post(f"{url}/tokenize", json={"prompt": text, "add_special_tokens": False}).json()["tokens"]
+        assert tokens == list(writer.tokenizer.encode(text))
+        assert httpx.post(f"{url}/detokenize", json={"tokens": tokens}).json() == {"prompt": text}
+    assert httpx.post(f"{url}/tokenize", json={"prompt": ""}).json()["tokens"] == [256]
+    for path, body, param in (
+        ("tokenize", {}, "prompt"),
+        ("tokenize", {"prompt": [1]}, "prompt"),
+        ("detokenize", {"tokens": [10**6]}, "tokens"),
+        ("detokenize", {"tokens": "x"}, "tokens"),
+        ("detokenize", {}, "tokens"),
+    ):
+        answer = httpx.post(f"{url}/{path}", json=body)
+        assert answer.status_code == 400
+        assert answer.json()["error"]["param"] == param
