@@ -13,7 +13,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import datetime
 
 from qkvflow.errors import UserError
@@ -47,7 +47,7 @@ class BucketLock:
                 f" {PATIENCE_SECONDS:.0f} seconds. This one has stopped, and writes nothing more there"
             )
 
-    def take(self) -> None:
+    def take(self, while_waiting: Callable[[], None]) -> None:
         """Takes the lock if nobody holds it.
 
         Raises:
@@ -58,6 +58,7 @@ class BucketLock:
             deadline = time.monotonic() + PATIENCE_SECONDS
             while time.monotonic() < deadline:
                 time.sleep(min(1.0, PATIENCE_SECONDS / 10))
+                while_waiting()
                 now = self._read()
                 if now is None:
                     break
@@ -109,14 +110,17 @@ class BucketLock:
 
 
 @contextlib.contextmanager
-def held(place: Place, name: str) -> Iterator[BucketLock]:
+def held(place: Place, name: str, while_waiting: Callable[[], None] = lambda: None) -> Iterator[BucketLock]:
     """Holds the lock object `name` of a place for the length of a `with` block.
+
+    Args:
+        while_waiting: called about every second while it looks whether another one lives.
 
     Raises:
         Taken: another process holds it.
     """
     lock = BucketLock(place, name)
-    lock.take()
+    lock.take(while_waiting)
     try:
         yield lock
     finally:

@@ -33,7 +33,7 @@ from qkvflow.runs.config import FREE_KEYS, TrainConfig
 from qkvflow.runs.directory import RunDirectory, location_of, log_name, run_id
 from qkvflow.runs.mirror import LOCK
 from qkvflow.runs.places import Place
-from qkvflow.runs.processes import damage_found_with_followers, follow, tell_others
+from qkvflow.runs.processes import damage_found_with_followers, follow, let_others_wait, tell_others
 
 C = TypeVar("C", bound=TrainConfig)
 _ATTEMPTS = 10
@@ -169,7 +169,7 @@ def _opened_in_bucket(directory: RunDirectory) -> Iterator[BucketLock]:
     """Like `_opened`. Before `commit` nothing but the lock is written to the bucket, which tries whether that works."""
     with contextlib.ExitStack() as stack:
         try:
-            lock = stack.enter_context(held(directory.place, LOCK))
+            lock = stack.enter_context(held(directory.place, LOCK, let_others_wait))
         except Taken as taken:
             raise _in_use(directory, taken) from None
         directory.pull()

@@ -13,7 +13,7 @@ from qkvflow.runs.mirror import LOCK
 from qkvflow.runs.places import Place
 
 _SECONDS_TO_APPEAR = 30  # what network file systems may need to show a new file to another machine
-_OPEN, _REFUSED = -1, -2  # what the first process tells; other numbers are steps whose checkpoints all check together
+_OPEN, _REFUSED, _WAIT = -1, -2, -3  # what the first process tells; other numbers are steps whose checkpoints all check together
 
 
 def tell_others(place: Place | None) -> None:
@@ -40,12 +40,19 @@ def follow(place: Place) -> None:
     Raises:
         UserError: the first one could not open the directory, or it is not to be seen from here.
     """
-    while (told := int(multihost_utils.broadcast_one_to_all(np.int32(0)))) >= 0:
-        damage_found_together(place / "checkpoints" / f"step-{told}")
+    while (told := int(multihost_utils.broadcast_one_to_all(np.int32(0)))) not in (_OPEN, _REFUSED):
+        if told != _WAIT:
+            damage_found_together(place / "checkpoints" / f"step-{told}")
     if told == _REFUSED:
         jax.distributed.shutdown()
         raise UserError("the first process of this run could not open the run directory, and says why")
     _require_seen(place)
+
+
+def let_others_wait() -> None:
+    """Called again and again by the first process while it waits: collectives on CPUs give up after half a minute."""
+    if jax.process_count() > 1:
+        multihost_utils.broadcast_one_to_all(np.int32(_WAIT))
 
 
 def damage_found_with_followers(checkpoint: Place) -> str | None:
