@@ -1,16 +1,25 @@
 """What models cost, before anything is trained: parameters, FLOPs, memory of a step; and which width costs as much."""
 
 import contextlib
-from dataclasses import dataclass
+import dataclasses
+import itertools
+import operator
+import statistics
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
+import jax
 from haliax import Axis
 from levanter.utils.jax_utils import parameter_count
 
 from experiments.recipes import Recipe
+from experiments.records import kept
+from qkvflow.depth import StepGrowth
 from qkvflow.describe import vocabulary_size
 from qkvflow.errors import UserError
 from qkvflow.meshes.ahead import compile_ahead
-from qkvflow.models import cost
+from qkvflow.models import NeuralOdeConfig, cost
 from qkvflow.models.levanter_twin import enter, enter_config
 from qkvflow.training.checks import model_shape
 
@@ -22,10 +31,11 @@ class Cost:
     """
     Attributes:
         parameters: what is trained. materialised: of the ordinary model that it becomes at its depth.
-        evaluations: of blocks, or layers, that a token passes; the mean where their number is drawn.
+        evaluations: of blocks, or layers, that a token passes; the mean where their number is drawn, or grows.
         flops: of a training step: forward, backward and generation of weights, without what is recomputed
-            (`qkvflow.models.cost`).
-        tokens: of a training step. memory: bytes of its peak, if it was asked for (`step_memory`).
+            (`qkvflow.models.cost`); the mean where the number of evaluations is drawn, or grows.
+        tokens: of a training step. memory: bytes of its peak, if it was asked for (`with_memory`).
+        stages: from which fraction of training on a step takes how many FLOPs; one, unless depth grows.
     """
 
     parameters: int
@@ -34,6 +44,13 @@ class Cost:
     flops: float
     tokens: int
     memory: int | None = None
+    stages: list[tuple[float, float]] = field(default_factory=list)
+
+    def spent(self, step: int, steps: int) -> float:
+        """FLOPs of the first `step` of `steps` training steps."""
+        begun = [(fraction * steps, flops) for fraction, flops in self.stages]
+        ends = [begin for begin, _ in begun[1:]] + [float(steps)]
+        return sum(max(0.0, min(step, end) - begin) * flops for (begin, flops), end in zip(begun, ends, strict=True))
 
 
 def cost_of(recipe: Recipe) -> Cost:
@@ -46,13 +63,29 @@ def cost_of(recipe: Recipe) -> Cost:
     vocab = vocabulary_size(config)
     shape = model_shape(config.model, Axis("vocab", vocab))
     own, entered = enter_config(config.model), enter(shape)
-    flops, evaluations = cost.flops(own, entered, vocab, config.Pos.size), cost.evaluations(own)
+    growth = own.depth.steps
+    begins = [fraction for fraction, _ in growth.grow.pairs] if isinstance(growth, StepGrowth) else [0.0]
+    each = [_step(stage, entered, vocab, recipe) for stage in own.stages]
+    shares = [end - begin for begin, end in itertools.pairwise([*begins, 1.0])]
+    evaluations, flops = (sum(map(operator.mul, shares, own)) for own in zip(*each, strict=True))
+    sizes = parameter_count(shape), parameter_count(cost.discretised(entered))
+    stages = [(begin, flops) for begin, (_, flops) in zip(begins, each, strict=True)]
+    return Cost(*sizes, evaluations, flops, recipe.tokens, stages=stages)
+
+
+def _step(stage: NeuralOdeConfig, entered: Any, vocab: int, recipe: Recipe) -> tuple[int | float, float]:
+    """Evaluations and FLOPs of a training step of a stage; means where its number of evaluations is drawn."""
+    length, plans = recipe.config.Pos.size, stage.training_plans or (stage.plan,)
+    flops, evaluations = cost.flops(stage, entered, vocab, length), cost.evaluations(stage)
     if flops is None or evaluations is None:
         raise UserError(
             f"the FLOPs of {recipe.raw['model'].get('type')} are not known: compare models with a fixed number of steps"
         )
-    a_step = recipe.tokens * (flops.forward + flops.backward) + 3 * flops.generation
-    return Cost(parameter_count(shape), parameter_count(cost.discretised(entered)), evaluations, a_step, recipe.tokens)
+    more = statistics.fmean(plan.evaluations for plan in plans) - stage.plan.evaluations
+    generation = flops.generation * statistics.fmean(p.weight_evaluations for p in plans)
+    generation /= stage.plan.weight_evaluations
+    forward = flops.forward + more * stage.block.flops_per_token(stage.hidden_dim, length)
+    return evaluations + more if more else evaluations, 3 * (recipe.tokens * forward + generation)
 
 
 def width_with(recipe: Recipe, parameters: int) -> int:
@@ -86,6 +119,11 @@ def _nearest(recipe: Recipe, parameters: int, unit: int) -> tuple[int, int]:
     return unit * units, size(units)
 
 
-def step_memory(recipe: Recipe) -> int:
-    """Bytes that a training step needs at its peak, by XLA's count: arguments, results and temporary arrays."""
-    return compile_ahead(recipe.config, vocabulary_size(recipe.config)).memory
+def with_memory(own: Cost, recipe: Recipe, path: Path) -> Cost:
+    """With the bytes that a training step needs at its peak, by XLA's count: arguments, results and temporary arrays.
+
+    They are found by compiling, and kept at `path`.
+    """
+    asked = {"model": recipe.raw["model"], "jax": jax.__version__, "tokens": own.tokens}
+    make = lambda: compile_ahead(recipe.config, vocabulary_size(recipe.config)).memory  # noqa: E731
+    return dataclasses.replace(own, memory=kept(path, int, asked, make))

@@ -101,6 +101,14 @@ def chosen_rates(searched: Sequence[Job], losses: Sequence[float]) -> dict[Hasha
     return {of: min(sorted(by_rate), key=lambda rate: statistics.fmean(by_rate[rate])) for of, by_rate in seen.items()}
 
 
+def beyond(tried: Sequence[float], best: float, most: int) -> list[float]:
+    """The next rate of a grid whose best is at an edge, in the ratio of that edge; none inside, or if it has `most`."""
+    low, high = sorted(tried)[:2], sorted(tried)[-2:]
+    if len(tried) >= most or best not in (low[0], high[1]):
+        return []
+    return [low[0] * low[0] / low[1] if best == low[0] else high[1] * high[1] / high[0]]
+
+
 def reported(arms: Sequence[Arm], seeds: Sequence[int], rates: Mapping[Hashable, float] = {}) -> list[Job]:
     """The trainings that are reported, a whole seed before the next. rates: group -> learning rate."""
     return [Job.of(arm, seed, rates.get(arm.group)) for seed in seeds for arm in arms]

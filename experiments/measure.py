@@ -4,8 +4,8 @@ import dataclasses
 import functools
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -18,11 +18,12 @@ from jax.tree_util import Partial
 from levanter.layers.attention import AttentionMask
 from levanter.models.lm_model import LmHeadModel
 
-from experiments.jobs import Arm, Job, at_work, chosen_rates, reported, selection, train
+from experiments.jobs import Arm, Job, at_work, beyond, chosen_rates, reported, selection, train
 from experiments.records import Training, kept, stored
 from experiments.study import SeedsConfig
 from experiments.texts import PARTS
 from qkvflow.errors import UserError
+from qkvflow.eval_lm import Reading, read
 from qkvflow.runs import load_run
 from qkvflow.runs.evaluate import RunEvaluator
 from qkvflow.runs.load import Run
@@ -58,6 +59,24 @@ class Measure(Generic[T]):
         chosen = {arm.group: rate for arm in arms for rate in rates[:1]}
         chosen |= chosen_rates(search, [r.select_loss for r in searched])
         return self.all(reported(arms, self.config.seeds, chosen)), searched
+
+    def search(self, arms: Sequence[Arm], beyond_grid: int) -> tuple[list[T], dict[Hashable, float]]:
+        """Trainings of all rates, and the chosen rate of each group. A grid whose best is at an edge grows there, by
+        `beyond_grid` rates at most."""
+        rates, seeds = self.config.learning_rates, self.config.selection_seeds
+        first: dict[Hashable, Arm] = {}
+        for arm in arms:
+            first.setdefault(arm.group, arm)
+        tried, fresh = {group: [] for group in first}, {group: list(rates) for group in first}
+        jobs, found, chosen = [], [], {}
+        while any(fresh.values()):
+            new = [Job.of(first[g], s, r, is_reported=False) for g, own in fresh.items() for s in seeds for r in own]
+            found += self.all(new, "to choose learning rates by")
+            jobs += new
+            tried = {group: [*own, *fresh[group]] for group, own in tried.items()}
+            chosen = chosen_rates(jobs, [r.select_loss for r in found])
+            fresh = {group: beyond(own, chosen[group], len(rates) + beyond_grid) for group, own in tried.items()}
+        return found, chosen
 
     def all(self, jobs: Sequence[Job], why: str = "to report") -> list[T]:
         """What is read of all trainings, one line of progress for each. What is not trained yet is trained first.
@@ -102,6 +121,31 @@ class Measure(Generic[T]):
             evaluator = evaluator_on(run, text.file("report"), self.config.report_batches)
             training = dataclasses.replace(training, report_loss=evaluator.loss(run.model))
         return self.more(job, self.kind(**what, **vars(training)), run, evaluator)
+
+
+Place = tuple[str, int]  # solver, steps
+
+
+@dataclass(frozen=True)
+class ReadTraining(Training):
+    """readings: of the trained flow by other solvers and in other numbers of steps, in the order that its arm asks."""
+
+    readings: list[Reading] = field(default_factory=list)
+
+    def at(self, place: Place) -> Reading:
+        return next(r for r in self.readings if (r.solver, r.steps) == place)
+
+
+def readings(job: Job, run: Run, evaluator: RunEvaluator) -> list[Reading]:
+    """Of the `places` of the arm's `asks`, without any training."""
+    asks = job.arm.asks
+    if not asks:
+        return []
+    if asks["read_batches"] is not None:
+        evaluator = evaluator_on(run, job.arm.text.file("report"), asks["read_batches"])
+    depth, example = run.config.model.depth, evaluator.example()
+    models = (run.model.with_depth(depth.on_grid(steps, solver=solver)) for solver, steps in asks["places"])
+    return [read(model, evaluator, example) for model in models]
 
 
 def read_training(job: Job) -> Training:

@@ -3,6 +3,7 @@
 import functools
 import json
 import sys
+import types
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -190,8 +191,7 @@ class Study(Generic[C, R]):
         is_named = any(word.split("=")[0] in ("--config", "--config_path", "--help", "-h") for word in argv)
         file = "smoke.yaml" if "--smoke" in argv else None if is_named else self.default
         first = [] if file is None else ["--config", str(FOLDER / self.name / file)]
-        hints = {f"--{key}": (hint, *typing.get_args(hint)) for key, hint in typing.get_type_hints(self.config).items()}
-        lists = {key for key, options in hints.items() if list in map(typing.get_origin, options)}
+        lists = {f"--{key}" for key, hint in typing.get_type_hints(self.config).items() if _is_list(hint)}
         words = []
         for word in (word for word in argv if word != "--smoke"):
             words += word.split("=", 1) if word.split("=")[0] in lists else [word]
@@ -200,3 +200,9 @@ class Study(Generic[C, R]):
             if key in lists and value != "null" and not value.startswith(("[", "@", "--")):
                 words[place + 1] = f"[{value}]"
         return [*first, *words]
+
+
+def _is_list(hint: Any) -> bool:
+    """Whether a key may be a list; not whether it holds some."""
+    is_choice = typing.get_origin(hint) in (typing.Union, types.UnionType)
+    return list in map(typing.get_origin, typing.get_args(hint) if is_choice else (hint,))

@@ -16,9 +16,8 @@ from experiments.ablations import report
 from experiments.ablations.plan import AblationsConfig, plan, settings
 from experiments.ablations.report import Ablations, Trained
 from experiments.jobs import Job
-from experiments.measure import Measure, evaluator_on
+from experiments.measure import Measure, readings
 from experiments.study import Study
-from qkvflow.eval_lm import read
 from qkvflow.runs.evaluate import RunEvaluator
 from qkvflow.runs.load import Run
 
@@ -42,13 +41,7 @@ def make(config: AblationsConfig, run_dir: Path) -> Ablations:
 
 def _with_readings(job: Job, found: Trained, run: Run, evaluator: RunEvaluator) -> Trained:
     """A trained flow by other solvers and in other numbers of steps, without any training."""
-    if not job.arm.asks:
-        return found
-    if job.arm.asks["read_batches"] is not None:
-        evaluator = evaluator_on(run, job.arm.text.file("report"), job.arm.asks["read_batches"])
-    depth, example = run.config.model.depth, evaluator.example()
-    models = [run.model.with_depth(depth.on_grid(steps, solver=solver)) for solver, steps in job.arm.asks["places"]]
-    return dataclasses.replace(found, readings=[read(model, evaluator, example) for model in models])
+    return dataclasses.replace(found, readings=readings(job, run, evaluator))
 
 
 STUDY = Study("ablations", AblationsConfig, Ablations, make, report.page, report.files, report.draw)

@@ -1,13 +1,13 @@
 """What is ablated: the YAML of the ablations, and the arms of all groups, each model once."""
 
 import dataclasses
-import statistics
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from experiments.cost import Cost, cost_of
 from experiments.jobs import Arm
+from experiments.measure import Place
 from experiments.recipes import Changes, Recipe
 from experiments.study import StudyConfig
 from experiments.texts import Text
@@ -15,8 +15,6 @@ from qkvflow.depth import solver_by_name
 from qkvflow.errors import UserError
 from qkvflow.models import NeuralOdeConfig
 from qkvflow.weights import PerLayerConfig
-
-Place = tuple[str, int]  # solver, steps
 
 
 @dataclass(frozen=True)
@@ -154,15 +152,10 @@ def settings(changes: Changes, prefix: str = "") -> str:
 
 
 def _cost(recipe: Recipe, where: str) -> Cost:
-    """With the mean number of evaluations in training, if it is drawn."""
     try:
-        cost, model = cost_of(recipe), recipe.config.model
+        return cost_of(recipe)
     except UserError as error:
         raise UserError(f"{where}: {error}") from None
-    if isinstance(model, NeuralOdeConfig) and model.training_plans:
-        flow = statistics.fmean(plan.evaluations for plan in model.training_plans)
-        cost = dataclasses.replace(cost, evaluations=flow + model.prelude_layers + model.coda_layers)
-    return cost
 
 
 def _check_places(recipe: Recipe, places: list[Place], where: str) -> None:

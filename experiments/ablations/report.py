@@ -7,22 +7,17 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from experiments import style, tables
-from experiments.ablations.plan import AblationsConfig, Model, Place
+from experiments.ablations.plan import AblationsConfig, Model
+from experiments.measure import Place, ReadTraining
 from experiments.protocol import Protocol
-from experiments.records import Record, Training, by_seed
+from experiments.records import Record, by_seed
 from experiments.statistics import Contrast, contrasts
 from experiments.tables import Cell, Table
-from qkvflow.eval_lm import Reading
 
 
 @dataclass(frozen=True)
-class Trained(Training, Model):
-    """readings: in the order of the places that its arm asks for."""
-
-    readings: list[Reading] = field(default_factory=list)
-
-    def at(self, place: Place) -> Reading:
-        return next(r for r in self.readings if (r.solver, r.steps) == place)
+class Trained(ReadTraining, Model):
+    """A training of a model."""
 
 
 @dataclass(frozen=True)

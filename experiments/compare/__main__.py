@@ -8,18 +8,14 @@ Every training is a run below `run_dir`. Given again, the command continues wher
 `results.json`, `results.md`, `table.tex`, `summary.csv`, `runs.csv` and figures.
 """
 
-import dataclasses
 from pathlib import Path
 from typing import TextIO
 
-import jax
-
 from experiments.compare.plan import CompareConfig, arms
 from experiments.compare.report import CompareProtocol, Comparison, Trained, draw, files, page
-from experiments.cost import Cost, step_memory
+from experiments.cost import Cost, with_memory
 from experiments.jobs import Arm, at_work
 from experiments.measure import Measure
-from experiments.records import kept
 from experiments.study import Study
 
 
@@ -35,12 +31,9 @@ def make(config: CompareConfig, run_dir: Path) -> Comparison:
 
 
 def _with_memory(arm: Arm, run_dir: Path, terminal: TextIO) -> Cost:
-    """Memory is found by compiling, and kept."""
     parameters = f"{arm.cost.parameters:,} parameters, {arm.cost.materialised:,} materialised"
     print(f"{arm.label}: {parameters}, {arm.flops:.3g} FLOPs", file=terminal)
-    asked = {"model": arm.recipe.raw["model"], "jax": jax.__version__, "tokens": arm.cost.tokens}
-    path = run_dir / "costs" / f"{arm.what.system}-d{arm.what.width}.json"
-    return dataclasses.replace(arm.cost, memory=kept(path, int, asked, lambda: step_memory(arm.recipe)))
+    return with_memory(arm.cost, arm.recipe, run_dir / "costs" / f"{arm.what.system}-d{arm.what.width}.json")
 
 
 STUDY = Study("compare", CompareConfig, Comparison, make, page, files, draw)

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import io
+import math
 from dataclasses import dataclass
 
 import haliax as hax
@@ -17,7 +18,7 @@ from experiments.leak.model import Model
 from experiments.measure import Measure, check_causality
 from experiments.recipes import Recipe
 from experiments.records import Training
-from experiments.study import SeedsConfig
+from experiments.study import SeedsConfig, StudyConfig
 from qkvflow.errors import UserError
 
 
@@ -94,6 +95,24 @@ def test_readings_alone_are_enough_and_only_for_what_they_are(tmp_path, trained)
     ):
         reader(tmp_path / "here", **config).all([other])
     assert names == ["a", "b", *"aaaa"]
+
+
+def test_a_grid_grows_while_its_best_is_at_an_edge(tmp_path, trained, monkeypatch):
+    best = {"inside": 0.2, "above": 1.3, "below": 0.03, "endless": 1e9}
+
+    def loss(job: Job) -> Training:
+        return Training(job.seed, job.rate, [(1, 1.0)], abs(math.log(job.rate / best[job.arm.label])), 0.1)
+
+    monkeypatch.setattr(measure, "read_training", loss)
+    config = StudyConfig(learning_rates=[0.1, 0.2, 0.4], selection_seeds=[5, 6])
+    found, chosen = Measure(Trained, config, tmp_path).search([job(name, 1).arm for name in best], beyond_grid=3)
+    assert chosen == pytest.approx({"inside": 0.2, "above": 1.6, "below": 0.025, "endless": 3.2})
+    tried = {name: sorted({r.learning_rate for r in found if r.name == name}) for name in best}
+    assert tried["inside"] == [0.1, 0.2, 0.4]
+    assert tried["above"] == pytest.approx([0.1, 0.2, 0.4, 0.8, 1.6, 3.2])
+    assert tried["below"] == pytest.approx([0.0125, 0.025, 0.05, 0.1, 0.2, 0.4])
+    assert len(tried["endless"]) == 6
+    assert len(found) == 2 * (3 + 6 + 6 + 6)
 
 
 @pytest.mark.slow

@@ -1,0 +1,46 @@
+"""Trains flows on one grid, on drawn ones and on growing ones, and reads them at depths that they were not trained at.
+
+    python -m experiments.continuity --config experiments/continuity/wikitext2.yaml [--text.folder DIR] [--only ARM,...]
+    python -m experiments.continuity --smoke                (minutes; a text that Python carries)
+    python -m experiments.continuity --config FILE --redraw (tables and figures, from the JSON)
+
+Learning rates are chosen for each arm in a smaller width, on a grid that grows while the best is at its edge. Every
+training is a run below `run_dir`, and what was read off it a small file in `readings`. Given again, here or where these
+files are, the command continues where it stopped. `--only` with the reference and some arms makes a part of the page.
+Results go to `output`: `results.json`, `results.md`, `summary.csv`, `runs.csv`, and figures.
+"""
+
+import dataclasses
+from pathlib import Path
+
+from experiments.continuity.plan import ContinuityConfig, arms
+from experiments.continuity.report import Continuity, ContinuityProtocol, Trained, draw, files, page
+from experiments.cost import with_memory
+from experiments.jobs import Job, at_work, reported
+from experiments.measure import Measure, readings
+from experiments.study import Study
+from qkvflow.runs.evaluate import RunEvaluator
+from qkvflow.runs.load import Run
+
+
+def make(config: ContinuityConfig, run_dir: Path) -> Continuity:
+    text = config.text.prepare(run_dir / "texts")
+    measure = Measure(Trained, config, run_dir, _with_readings)
+    selection, rates = measure.search(arms(config, text, run_dir), config.beyond_grid)
+    own = arms(config, text, run_dir, rates)
+    with at_work(run_dir):
+        costs = {a.what.arm: with_memory(a.cost, a.recipe, run_dir / "costs" / f"{a.label}.json") for a in own}
+    results = measure.all(reported(own, config.seeds))
+    longest = max((arm.recipe for arm in own), key=lambda recipe: recipe.steps)
+    protocol = ContinuityProtocol.of(config, text, longest, steps=longest.steps, read_at=config.places)
+    return Continuity(protocol=protocol, costs=costs, results=results, selection=selection)
+
+
+def _with_readings(job: Job, found: Trained, run: Run, evaluator: RunEvaluator) -> Trained:
+    return dataclasses.replace(found, readings=readings(job, run, evaluator))
+
+
+STUDY = Study("continuity", ContinuityConfig, Continuity, make, page, files, draw)
+
+if __name__ == "__main__":
+    STUDY.program()

@@ -1,0 +1,113 @@
+"""What is trained: the YAML of the study, and its arms in the width of the search and in their own."""
+
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from experiments.cost import cost_of
+from experiments.jobs import Arm
+from experiments.measure import Place
+from experiments.recipes import Recipe
+from experiments.study import StudyConfig
+from experiments.texts import Text
+from qkvflow.errors import UserError
+from qkvflow.weights import PerLayerConfig
+
+
+@dataclass
+class ContinuityConfig(StudyConfig):
+    """Besides what `StudyConfig` says; a learning rate is chosen for each arm in a smaller width:
+
+    base: configuration of train_lm that arms begin from; its data is replaced by `text`.
+    arms: name -> what is merged into the configuration last; `base` among it is another file to begin from.
+    reference: the arm whose loss and FLOPs the others are compared with.
+    only: names of arms; others are left out. What is finished stays in `readings`.
+    panels: title -> arms that are drawn together.
+    search_width: `hidden_dim` of the search. beyond_grid: by how many rates a grid grows whose best is at an edge.
+    transfer: a rate of the search is taken times (search_width / hidden_dim) ** transfer.
+    layers: L, the steps that all arms are read with. depths: other numbers of steps; all from 2 to 4 L if null.
+    read_batches: of how many batches of the part `report` readings are; as `report_batches` if null.
+    """
+
+    base: str | None = None
+    arms: dict[str, dict[str, Any]] = field(default_factory=dict)
+    reference: str = "per_layer"
+    only: list[str] | None = None
+    panels: dict[str, list[str]] = field(default_factory=dict)
+    search_width: int = 64
+    beyond_grid: int = 4
+    transfer: float = 0.5
+    layers: int = 12
+    depths: list[int] | None = None
+    read_batches: int | None = None
+
+    @property
+    def chosen(self) -> list[str]:
+        return list(self.arms) if self.only is None else self.only
+
+    @property
+    def places(self) -> list[Place]:
+        """Where flows are read: by Euler in all depths, and by RK4."""
+        steps = range(2, 4 * self.layers + 1) if self.depths is None else self.depths
+        return [*(("euler", n) for n in sorted({*steps, self.layers})), ("rk4", self.layers)]
+
+    def check(self) -> None:
+        if not self.arms or self.base is None:
+            raise UserError("nothing to train: give --config experiments/continuity/wikitext2.yaml, or --smoke")
+        super().check()
+        named = {"only": self.only or [], **{f"panels.{title}": own for title, own in self.panels.items()}}
+        for key, names in named.items():
+            unknown = [name for name in names if name not in self.arms]
+            if unknown:
+                raise UserError(f"`{key}` has {', '.join(unknown)}. Choices: {', '.join(self.arms)}")
+        if self.reference not in self.chosen:
+            raise UserError(f"`reference` is {self.reference!r}, which is not among the arms: {', '.join(self.chosen)}")
+        if len(self.chosen) < 2:
+            raise UserError("a comparison needs at least two arms")
+        if len(set(self.learning_rates)) < 2:
+            raise UserError("`learning_rates` must be at least two, for a grid that can grow")
+        self.check_least(layers=1, search_width=1, beyond_grid=0)
+        if self.depths is not None:
+            self.check_least(depths=1)
+
+
+@dataclass(frozen=True)
+class Named:
+    """arm: its name. width: `hidden_dim`."""
+
+    arm: str
+    width: int
+
+
+Rates = Mapping[Hashable, float]
+
+
+def arms(config: ContinuityConfig, text: Text, run_dir: Path, rates: Rates | None = None) -> list[Arm]:
+    """The arms in their own width, with learning rates that follow from those of the search; without `rates`, the arms
+    of the search.
+
+    Raises:
+        UserError: if a configuration cannot be read, or is not read with `layers` steps.
+    """
+    found = []
+    for name in config.chosen:
+        changes = {key: value for key, value in config.arms[name].items() if key != "base"}
+        recipe = Recipe.of(config.arms[name].get("base") or config.base, config.overrides, changes)
+        width = recipe.config.model.Embed.size
+        if rates is None:
+            recipe, width = recipe.but({"model": {"hidden_dim": config.search_width}}), config.search_width
+        else:
+            rate = rates[name] * (config.search_width / width) ** config.transfer
+            recipe = recipe.but({"optimizer": {"learning_rate": float(f"{rate:.3g}")}})
+        recipe = recipe.on(text, run_dir, config.select_batches, config.evaluations)
+        model = recipe.config.model
+        if model.depth.reading_steps != config.layers:
+            steps = model.depth.reading_steps
+            raise UserError(f"arms.{name} is read with {steps} steps, but `layers` is {config.layers}: make them equal")
+        is_flow = not isinstance(model.weights, PerLayerConfig)
+        asks = {"places": config.places, "read_batches": config.read_batches} if is_flow else {}
+        label, what = f"{name}-d{width}", Named(name, width)
+        cost = cost_of(recipe)
+        found.append(Arm(label=label, recipe=recipe, cost=cost, what=what, text=text, asks=asks, shares_rate=name))
+    return found

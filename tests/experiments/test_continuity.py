@@ -1,0 +1,131 @@
+"""The study of continuity: arms in two widths, costs where depth grows, its rule; tables from the record alone."""
+
+import math
+
+import pytest
+from support.studies import ABOUT, COUNTS, ORIGIN, refuse_work, smoke
+
+from experiments.continuity.__main__ import STUDY
+from experiments.continuity.plan import ContinuityConfig, arms
+from experiments.continuity.report import Continuity, at_edge, losses, share_of_flops, worst
+from experiments.records import read
+from experiments.statistics import holm, paired
+from qkvflow.errors import UserError
+
+
+@pytest.fixture(scope="module")
+def planned(tmp_path_factory):
+    config, folder = smoke(STUDY), tmp_path_factory.mktemp("continuity")
+    text = config.text.prepare(folder / "texts")
+    rates = dict.fromkeys(config.arms, 2e-3)
+    return arms(config, text, folder), arms(config, text, folder, rates)
+
+
+def test_rates_are_searched_in_a_smaller_width_and_transferred(planned):
+    search, own = ({arm.what.arm: arm for arm in found} for found in planned)
+    assert {arm.what.width for arm in search.values()} == {16}
+    assert {arm.recipe.config.model.hidden_dim for arm in search.values()} == {16}
+    assert {arm.recipe.rate for arm in own.values()} == {float(f"{2e-3 * math.sqrt(16 / 32):.3g}")}
+    assert own["generated_range"].recipe.config.optimizer.generated_scale == "sum_e"
+    assert own["per_layer"].asks == {}
+    assert own["basis_2"].asks["places"] == [("euler", 2), ("euler", 4), ("euler", 8), ("rk4", 4)]
+
+
+def test_steps_cost_what_their_stage_costs(planned):
+    own = {arm.what.arm: arm.cost for arm in planned[1]}
+    fixed, growing, drawn = own["basis_2"], own["basis_2_grow"], own["generated_range"]
+    assert (fixed.evaluations, growing.evaluations) == (4, 3)  # 2 for half of the training, then 4
+    (_, early), (half, late) = growing.stages
+    assert (half, late) == (0.5, fixed.flops)
+    assert early < 0.75 * late  # half the blocks, and the head
+    assert growing.flops == pytest.approx((early + late) / 2)
+    assert growing.spent(3, 12) == pytest.approx(3 * early)
+    assert growing.spent(9, 12) == pytest.approx(6 * early + 3 * late)
+    assert growing.spent(12, 12) == pytest.approx(12 * growing.flops)
+    assert drawn.evaluations == pytest.approx((2 + 3 + 4) / 3)
+
+
+def test_what_cannot_be_trained_is_refused(tmp_path):
+    for changes, message in (
+        ({"reference": "nothing"}, "not among the arms"),
+        ({"only": ["basis_2", "basis_3"]}, "`only` has basis_3. Choices: per_layer"),
+        ({"panels": {"one": ["nothing"]}}, "`panels.one` has nothing"),
+        ({"learning_rates": [1e-3]}, "for a grid that can grow"),
+        ({"only": ["per_layer"]}, "at least two arms"),
+        ({"depths": [0]}, "`depths` must be at least 1"),
+    ):
+        with pytest.raises(UserError, match=message):
+            smoke(STUDY, **changes).check()
+    with pytest.raises(UserError, match="nothing to train"):
+        ContinuityConfig().check()
+    config = smoke(STUDY, layers=6)
+    with pytest.raises(UserError, match="per_layer is read with 4 steps, but `layers` is 6"):
+        arms(config, config.text.prepare(tmp_path), tmp_path)
+
+
+def test_all_depths_are_read_by_default():
+    euler = [steps for solver, steps in ContinuityConfig(layers=3).places if solver == "euler"]
+    assert euler == list(range(2, 13))
+
+
+def made_up() -> Continuity:
+    """Three seeds; `smooth` solves its ODE, `lost` is a stack of layers."""
+    places = [("euler", 2), ("euler", 4), ("euler", 8), ("rk4", 4)]
+    changes = {"smooth": (0.04, 0.0, 0.01, -0.015), "lost": (2.0, 0.0, 1.0, 1.5)}
+    results, selection = [], []
+    for seed in range(3):
+        for shift, arm in enumerate(("per_layer", "smooth", "lost")):
+            loss = 2.0 + 0.1 * seed + 0.01 * shift * (seed + 1)
+            found = [
+                {"solver": s, "steps": n, "evaluations": n, "loss": loss + c, "perplexity": 1.0, "displacement": 1.0}
+                for (s, n), c in zip(places, changes.get(arm, ()), strict=False)
+            ]
+            numbers = {"report_loss": loss, "select_loss": loss, "seconds_per_step": 0.1, "learning_rate": 1e-3}
+            curve = [(5, loss + 0.5 - 0.8 * (arm == "lost")), (10, loss)]
+            results.append({"arm": arm, "width": 32, "seed": seed, "curve": curve, "readings": found, **numbers})
+    for rate, loss in ((1e-3, 2.2), (2e-3, 2.1), (4e-3, 2.3)):
+        selection.append({"arm": "smooth", "width": 16, "seed": 9, "learning_rate": rate, "select_loss": loss})
+        selection.append({"arm": "lost", "width": 16, "seed": 9, "learning_rate": rate, "select_loss": -rate})
+    cost = {"parameters": 1e6, "materialised": 1e6, "evaluations": 4, "flops": 1e9, "tokens": 512, "memory": 2**20}
+    costs = {arm: cost | {"stages": [(0.0, 1e9)]} for arm in ("per_layer", "smooth", "lost")}
+    costs["lost"] |= {"flops": 0.75e9, "stages": [(0.0, 0.5e9), (0.5, 1e9)]}
+    protocol = {"steps": 10, "layers": 4, "read_at": places, "seeds": [0, 1, 2], "arms": {a: {} for a in costs}}
+    protocol |= {"learning_rates": [1e-3, 2e-3, 4e-3], "panels": {"all": list(costs)}}
+    record = {"protocol": protocol | ABOUT, "costs": costs, "results": results, "selection": selection}
+    return read(Continuity, record | ORIGIN)
+
+
+def test_tables_and_figures_come_from_the_record_alone():
+    record = made_up()
+    found = losses(record)
+    by_seed = {arm: {r.seed: r.report_loss for r in record.of(arm)} for arm in record.costs}
+    tests = [paired(by_seed[arm], by_seed["per_layer"]).p for arm in ("smooth", "lost")]
+    assert [found[arm].p_holm for arm in ("smooth", "lost")] == holm(tests)  # one family
+    assert at_edge(record) == ["lost"]
+    # The reference's mean is 2.1. `lost` is below in all seeds after 5 of 10 steps, of which each costs half.
+    assert share_of_flops(record, "lost") == (3, pytest.approx(0.25))
+    count, share = share_of_flops(record, "per_layer")
+    assert (count, share) == (2, 1.0)
+    assert worst(record, "smooth", 4, ("euler", "rk4")).mean == pytest.approx(-0.015)
+    assert worst(record, "smooth", 2, ("euler",)).mean == pytest.approx(0.04)
+    text = STUDY.filled_page(record)
+    assert "Still at an edge: lost." in text
+    rule = text.partition("## Is it an ODE?")[2].splitlines()
+    ends = [line.split(" | ")[-1] for line in rule if line.startswith(("| smooth", "| lost"))]
+    assert ends[:2] == ["yes |", "no |"]
+    assert f"{COUNTS['2']:.3f} (n = 2)" in text
+    assert len(STUDY.files(record)["summary.csv"].rows) == 3 + 2 * 4
+    assert [name for name, _ in STUDY.figures(record)] == ["flops", "depths"]
+
+
+@pytest.mark.slow
+def test_smoke_goes_on_from_what_was_read(tmp_path, monkeypatch):
+    """With the readings alone another machine makes the same page, and trains nothing."""
+    kept = tmp_path / "kept"
+    first = STUDY.carry_out(smoke(STUDY, run_dir=str(tmp_path / "runs"), readings=str(kept)))
+    assert len(list(kept.iterdir())) == len(first.selection) + 4 * 2
+    assert len(first.selection) >= 4 * 2
+    assert [r.at(("rk4", 4)).steps for r in first.results if r.readings] == [4] * 6
+    refuse_work(monkeypatch)
+    again = STUDY.carry_out(smoke(STUDY, run_dir=str(tmp_path / "other"), readings=str(kept)))
+    assert (again.results, again.selection) == (first.results, first.selection)
