@@ -9,7 +9,7 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "qkvflow"
 ROOMS = {"weights", "blocks", "depth"}
-PROGRAMS = {"train_lm", "finetune_lm", "eval_lm", "describe", "sample_lm", "serve_lm", "analysis"}
+PROGRAMS = {"train_lm", "finetune_lm", "eval_lm", "describe", "sample_lm", "serve_lm", "convert", "analysis"}
 # Each part may import from qkvflow only what is listed here.
 # What knows nothing of models.
 GROUND = {"errors", "units", "files", "checksums", "locks", "ranges", "named", "inside", "interrupts"}
@@ -32,9 +32,10 @@ MAY_IMPORT = {
     "official": {"axes", *GROUND, "models", *ROOMS},
     "config": GROUND,
     "data": {"axes", *GROUND},
+    "hub": {*GROUND, "models", *ROOMS, "config", "data"},
     "tracking": GROUND,
     "progress": GROUND,
-    "runs": {"axes", *GROUND, "weights", "models", "official", "config", "data", "tracking"},
+    "runs": {"axes", *GROUND, "weights", "models", "official", "config", "data", "tracking", "hub"},
     "training": {"axes", *GROUND, "weights", "models", "config", "data", "tracking", "progress", "runs"},
     "generation": {"axes", *GROUND, "models", "blocks", "depth", "data", "runs"},
     "serving": {*GROUND, "generation"},

@@ -19,15 +19,16 @@ from qkvflow.weights import PerLayerConfig
 class ContinuityConfig(StudyConfig):
     """Besides what `StudyConfig` says; a learning rate is chosen for each arm in a smaller width:
 
-    base: configuration of train_lm that arms begin from; its data is replaced by `text`.
-    arms: name -> what is merged into the configuration last; `base` among it is another file to begin from.
-    reference: the arm whose loss and FLOPs the others are compared with.
-    only: names of arms; others are left out. What is finished stays in `readings`.
-    panels: title -> arms that are drawn together.
-    search_width: `hidden_dim` of the search. beyond_grid: by how many rates a grid grows whose best is at an edge.
-    transfer: a rate of the search is taken times (search_width / hidden_dim) ** transfer.
-    layers: L, the steps that all arms are read with. depths: other numbers of steps; all from 2 to 4 L if null.
-    read_batches: of how many batches of the part `report` readings are; as `report_batches` if null.
+    Attributes:
+        base: configuration of train_lm that arms begin from; its data is replaced by `text`.
+        arms: name -> what is merged into the configuration last; `base` among it is another file to begin from.
+        reference: the arm whose loss and FLOPs the others are compared with.
+        only: names of arms; others are left out. What is finished stays in `readings`.
+        panels: title -> arms that are drawn together.
+        search_width: `hidden_dim` of the search. beyond_grid: by how many rates a grid grows whose best is at an edge.
+        transfer: a rate of the search is taken times (search_width / hidden_dim) ** transfer.
+        layers: L, the steps that all arms are read with. depths: other numbers of steps; all from 2 to 4 L if null.
+        read_batches: of how many batches of the part `report` readings are; as `report_batches` if null.
     """
 
     base: str | None = None

@@ -154,14 +154,15 @@ class LlamaBlockConfig(BlockConfig):
         )
         Mlp = Axis(MLP, self.mlp_dim(Embed.size))
         mlp = GatedMlp.init(Embed, Mlp, self.activation.to_fn(), key=k_mlp, use_bias=self.use_bias)
-        norms = (self._block_norm(Embed), self._block_norm(Embed))
+        norms = (self.block_norm(Embed), self.block_norm(Embed))
         return LlamaBlock(norms[0], attn, norms[1], mlp, hnn.Dropout(self.resid_pdrop), self.form)
 
     def norm(self, Embed: Axis) -> hnn.RmsNorm:
         eps = EPSILON if self.layer_norm_epsilon is None else self.layer_norm_epsilon
         return hnn.RmsNorm.init(Embed, eps=eps, use_bias=self.use_bias)
 
-    def _block_norm(self, Embed: Axis) -> hnn.RmsNorm:
+    def block_norm(self, Embed: Axis) -> hnn.RmsNorm:
+        """A fresh norm for inside the block."""
         if self.form != "official":
             return self.norm(Embed)
         eps = OFFICIAL_BLOCK_EPSILON if self.layer_norm_epsilon is None else self.layer_norm_epsilon

@@ -1,4 +1,4 @@
-"""The Hugging Face hub: tokenizers from it, and a clear answer at once where it cannot be reached."""
+"""The Hugging Face hub: tokenizers and models from it, and a clear answer at once where it cannot be reached."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -34,13 +34,18 @@ def check_dataset_reachable(name: str) -> None:
         ) from error
 
 
-def download_tokenizer(name: str, files: Sequence[str]) -> Path:
-    """The local folder with the tokenizer `name` from the hub or its local cache (those of `files` it has).
+def download(name: str, files: Sequence[str], first: str, what: str, instead: str) -> Path:
+    """The local folder with files of the repository `name`, from the hub or its local cache.
 
     Differs from Levanter, which asks its mirrors and the hub again and again (46 s) before it gives up.
 
+    Args:
+        files: names, or patterns of them; those are fetched that there are.
+        first: the file without which a local cache is not whole.
+        what, instead: what is wanted, and what else the user can do, for messages.
+
     Raises:
-        UserError: it cannot be fetched or has no `tokenizer.json`.
+        UserError: it cannot be fetched.
     """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
@@ -51,15 +56,25 @@ def download_tokenizer(name: str, files: Sequence[str]) -> Path:
             found = Path(snapshot_download(name, local_files_only=True, **wanted))
         except LocalEntryNotFoundError:
             found = None
-        if found is None or not (found / "tokenizer.json").is_file():
+        if found is None or not (found / first).is_file():
             found = Path(snapshot_download(name, **wanted))
     except (OSError, ValueError) as error:
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise UserError(
-            f"the tokenizer {name!r} is no local folder (current folder: {Path.cwd()}) and could not be "
-            f"fetched from the Hugging Face hub ({reason}). Give a local folder, `tiktoken:gpt2`, or `byte`, "
-            "which needs no network."
+            f"the {what} {name!r} is no local folder (current folder: {Path.cwd()}) and could not be "
+            f"fetched from the Hugging Face hub ({reason}). {instead}"
         ) from error
+    return found
+
+
+def download_tokenizer(name: str, files: Sequence[str]) -> Path:
+    """The local folder with the tokenizer `name` from the hub or its local cache (those of `files` it has).
+
+    Raises:
+        UserError: it cannot be fetched or has no `tokenizer.json`.
+    """
+    instead = "Give a local folder, `tiktoken:gpt2`, or `byte`, which needs no network."
+    found = download(name, files, "tokenizer.json", "tokenizer", instead)
     if not (found / "tokenizer.json").is_file():
         raise UserError(
             f"the Hugging Face repository {name!r} has no tokenizer.json. Convert its tokenizer with "

@@ -1,4 +1,4 @@
-"""The base of a fine-tune: a finished run or an official checkpoint, checked before work and known again by its hash."""
+"""The base of a fine-tune: a run or an official checkpoint, checked before work and known again by its hash."""
 
 import abc
 import dataclasses
@@ -118,9 +118,9 @@ class BaseRecord:
         """
         if decode(LmConfig, self.model) != base.model or fingerprint(loaded) != self.sha256:
             raise UserError(
-                f"{base.path} is not the base that this run was made from: its parameters or its model have changed since"
-                f" (expected sha256 {self.sha256[:12]}...). Put the original base back, or fine-tune the new one as"
-                " a new run with --trainer.id NAME"
+                f"{base.path} is not the base that this run was made from: its parameters or its model have changed"
+                f" since (expected sha256 {self.sha256[:12]}...). Put the original base back, or fine-tune the new one"
+                " as a new run with --trainer.id NAME"
             )
 
 

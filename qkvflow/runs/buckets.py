@@ -45,8 +45,8 @@ def bucket_errors_are_told(place: Place) -> Iterator[None]:
             ) from None
         if isinstance(error, PermissionError) or any(word in f"{type(error)} {error}".lower() for word in _DENIED):
             raise UserError(
-                f"the bucket of {place} refuses this user: {shortened(reason)}. Give credentials that may read, list and"
-                f" write it: {_CREDENTIALS[place.scheme]}"
+                f"the bucket of {place} refuses this user: {shortened(reason)}. Give credentials that may read, list"
+                f" and write it: {_CREDENTIALS[place.scheme]}"
             ) from error
         if _is_of_store(error):
             raise UserError(f"{place} cannot be used: {shortened(reason)}") from error

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from qkvflow.errors import UserError, shortened
 from qkvflow.files import local_path, scratch_folder
+from qkvflow.hub.folder import HubFolder
 from qkvflow.runs.buckets import bucket_errors_are_told, require_bucket
 from qkvflow.runs.mirror import LOCK, Mirror
 from qkvflow.runs.places import Place, is_remote
@@ -75,6 +76,12 @@ class RunDirectory:
                 self.mirror.push(wanted)
 
     @property
+    def hub(self) -> HubFolder | None:
+        """What lies here, if it is no run but a model in the format of Hugging Face, which is read as a run."""
+        is_hub = not self.config.is_file() and HubFolder.is_one(self.path)
+        return HubFolder(self.path) if is_hub else None
+
+    @property
     def config(self) -> Path:
         """The configuration, every default filled in."""
         return self.path / "config.yaml"
@@ -92,7 +99,7 @@ class RunDirectory:
     @property
     def tokenizer(self) -> Path:
         """The tokenizer as a Hugging Face folder."""
-        return self.path / "tokenizer"
+        return self.path / "tokenizer" if self.hub is None else self.path
 
     @property
     def checkpoints(self) -> Place:

@@ -38,14 +38,15 @@ def warn_of_lost(run: Run, losses: Mapping[str, float]) -> None:
     if lost:
         listing = ", ".join(f"{name} {loss:.3f}" for name, loss in lost.items())
         text = (
-            f"the flow of {run.path} is lost in this reading: its validation loss was {known:.3f} as it was trained, and is:"
-            f" {listing}. Read it nearer to its training, train it with `time_sampling: jitter`, or fine-tune it there"
+            f"the flow of {run.path} is lost in this reading: its validation loss was {known:.3f} as it was trained,"
+            f" and is: {listing}. Read it nearer to its training, train it with `time_sampling: jitter`, or"
+            " fine-tune it there"
         )
         warnings.warn(Notice(text), stacklevel=2)
 
 
 def warn_if_lost(run: Run, model: LmHeadModel, name: str) -> None:
-    """`warn_of_lost` of one reading, measured on a few sequences. Without the run's text on this machine nothing is said.
+    """`warn_of_lost` of one reading, measured on a few sequences. It needs the run's text on this machine.
 
     Args:
         model: the run's, at another depth.

@@ -33,6 +33,7 @@ from qkvflow.runs.checksums import damage_of
 from qkvflow.runs.config import FinetuneConfig, TrainConfig
 from qkvflow.runs.directory import RunDirectory
 from qkvflow.runs.disk import disk_errors_are_told
+from qkvflow.runs.hub import hub_config, read_hub_model
 from qkvflow.runs.places import Place
 
 
@@ -67,7 +68,8 @@ def load_run(path: str | os.PathLike, checkpoint_step: int | None = None, *, mer
     """Reads a run directory. The files of its checkpoint are compared with their checksums first.
 
     Args:
-        path: the run directory, `runs/<id>`, or `gs://bucket/runs/<id>`.
+        path: the run directory, `runs/<id>`, or `gs://bucket/runs/<id>`; or a folder of Hugging Face, whose model and
+            tokenizer are read as a run.
         checkpoint_step: N of the checkpoint `step-N`; the newest good one if not given, with a warning (`Notice`) if
             a newer one is damaged.
         merge: of a LoRA run: what it trained is added to its base's weights, which gives an ordinary model;
@@ -83,8 +85,11 @@ def load_run(path: str | os.PathLike, checkpoint_step: int | None = None, *, mer
 
 
 def _read_run(directory: RunDirectory, step: int, merge: bool = True) -> Run:
-    config = read_config(directory.config, TrainConfig)
+    config = stored_config(directory)
     tokenizer = load_tokenizer(directory.tokenizer)
+    if directory.hub is not None:
+        model = read_hub_model(directory.hub, config, directory.tokenizer)
+        return Run(config, inference_mode(model, True), tokenizer, step, directory)
     vocab = Axis("vocab", len(tokenizer) if config.vocab_size is None else config.vocab_size)
     checkpoint = directory.checkpoints / f"step-{step}"
     if is_adapter(directory):
@@ -125,7 +130,7 @@ class RunBase(Base):
             UserError: there is no such run or checkpoint, it is damaged, or the run is unfinished.
         """
         directory = find_run(path)
-        config = read_config(directory.config, TrainConfig)
+        config = stored_config(directory)
         step, total = _choose_step(directory, checkpoint_step, child), config.trainer.num_train_steps
         if checkpoint_step is None and step + 1 < total:
             raise UserError(
@@ -186,11 +191,17 @@ def _read_arrays(checkpoint: Place, build: Callable[[jax.Array], LmHeadModel]) -
             raise unreadable_checkpoint(checkpoint, error) from error
 
 
+def stored_config(directory: RunDirectory) -> TrainConfig:
+    """The configuration of a run; of a folder of Hugging Face, the one that stands for it."""
+    return read_config(directory.config, TrainConfig) if directory.hub is None else hub_config(directory.hub)
+
+
 def find_run(path: str | os.PathLike) -> RunDirectory:
-    """The run directory at `path`, or a `UserError` that says what is there instead."""
+    """The run directory at `path`, which may be a folder of Hugging Face; or a `UserError` that says what is there
+    instead."""
     directory = RunDirectory.at(path)
     directory.pull()
-    if directory.config.is_file():
+    if directory.config.is_file() or directory.hub is not None:
         return directory
     place, shown = directory.place, directory.location
     if place.exists():
@@ -242,6 +253,10 @@ def _without_warnings(name: str) -> Iterator[None]:
 
 def _choose_step(directory: RunDirectory, wanted: int | None, child: Path | Place | None = None) -> int:
     """The step to read; `child`: a run that was made from exactly `wanted`, and has no choice."""
+    if directory.hub is not None:
+        if wanted:
+            raise UserError(f"{directory} is no run but one model, without checkpoints: leave out the step {wanted}")
+        return 0
     steps = checkpoint_steps(directory.checkpoints)
     if not steps and child is None:
         raise UserError(f"the run {directory} has no checkpoint yet; it writes one when it ends or is stopped")

@@ -1,4 +1,4 @@
-"""YAML `mode:` what is fine-tuned of a base model: the flow itself, the ordinary model it becomes at M steps, or LoRA."""
+"""YAML `mode:` what is fine-tuned of a base: the flow itself, the ordinary model it becomes at M steps, or LoRA."""
 
 import abc
 import dataclasses
@@ -92,8 +92,8 @@ class FlowMode(FinetuneMode):
         weights = base.weights
         if not isinstance(weights, BasisConfig):
             raise UserError(
-                f"mode.refine: {self.refine} is for weights in a basis (weights: {{type: basis}}), and those of this base"
-                f" are {weights.get_choice_name(type(weights))}. Leave it out."
+                f"mode.refine: {self.refine} is for weights in a basis (weights: {{type: basis}}), and those of this"
+                f" base are {weights.get_choice_name(type(weights))}. Leave it out."
             )
         if self.refine is not None and self.refine < weights.dim:
             raise UserError(

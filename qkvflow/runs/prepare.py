@@ -180,7 +180,7 @@ def _opened_in_bucket(directory: RunDirectory) -> Iterator[BucketLock]:
 def _opened(directory: RunDirectory) -> Iterator[None]:
     """The folder, made if it is not there, locked, and tried to write to. Nothing is looked at before it is locked.
 
-    If it was empty, and the block fails before there is a `config.yaml`, it is empty again, or gone if it was made here.
+    If it was empty, and the block fails before there is a `config.yaml`, it is empty again, or gone if made here.
     """
     folder, lock = directory.path, directory.lock
     with contextlib.ExitStack() as stack:

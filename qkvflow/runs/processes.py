@@ -13,7 +13,11 @@ from qkvflow.runs.mirror import LOCK
 from qkvflow.runs.places import Place
 
 _SECONDS_TO_APPEAR = 30  # what network file systems may need to show a new file to another machine
-_OPEN, _REFUSED, _WAIT = -1, -2, -3  # what the first process tells; other numbers are steps whose checkpoints all check together
+_OPEN, _REFUSED, _WAIT = (
+    -1,
+    -2,
+    -3,
+)  # what the first process tells; other numbers are steps whose checkpoints all check together
 
 
 def tell_others(place: Place | None) -> None:

@@ -21,7 +21,7 @@ from qkvflow.named import is_named
 from qkvflow.runs.base import Base, BaseRecord
 from qkvflow.runs.config import FinetuneConfig, TrainConfig
 from qkvflow.runs.directory import RunDirectory
-from qkvflow.runs.load import load_base, with_local_tokenizer
+from qkvflow.runs.load import load_base, stored_config, with_local_tokenizer
 from qkvflow.runs.modes import FinetuneMode
 from qkvflow.runs.places import Place
 from qkvflow.training.checks import model_shape
@@ -133,7 +133,7 @@ def start_of(directory: RunDirectory) -> tuple[TrainConfig, Start]:
     """The configuration of a run, and where its model came from."""
     record = BaseRecord.read(directory)
     if record is None:
-        config = read_config(directory.config, TrainConfig)
+        config = stored_config(directory)
         return config, FromScratch(config.model, directory)
     config = read_config(directory.config, FinetuneConfig)
     assert config.vocab_size is not None  # `commit` has written it

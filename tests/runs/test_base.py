@@ -41,5 +41,5 @@ def test_a_base_without_its_checkpoint_is_told_too(place):
 def test_a_damaged_run_with_one_checkpoint_offers_no_others(place):
     victim = base_of(place) / "checksums.json"
     victim.write_text("{")
-    with pytest.raises(UserError, match="Put it back from a copy$"):
+    with pytest.raises(UserError, match=r"Put it back from a copy$"):
         load_run("runs/flow", 3)

@@ -32,7 +32,7 @@ def test_what_cannot_be_held_is_told():
 
 
 def test_refusals():
-    with pytest.raises(UserError, match="mode.refine: 2 functions of time are fewer than the 3"):
+    with pytest.raises(UserError, match=r"mode.refine: 2 functions of time are fewer than the 3"):
         refined(build(small_config("basis")), 2)
-    with pytest.raises(UserError, match="weights: {type: basis}.*are generated"):
+    with pytest.raises(UserError, match=r"weights: {type: basis}.*are generated"):
         refined(build(small_config()), 8)

@@ -1,0 +1,135 @@
+"""Models in the format of Hugging Face: one comes in as a run, a run goes out as one.
+
+    python -m qkvflow.convert --from_hf path/to/folder --run runs/gpt2
+    python -m qkvflow.convert --from_hf openai-community/gpt2 --run runs/gpt2 --data.train 'texts/*.txt'
+    python -m qkvflow.convert --run runs/quickstart --to_hf exported --steps 12
+
+--from_hf FOLDER      with config.json, safetensors and a tokenizer; or a name on the hub
+--run DIR             the run, new with --from_hf
+--data.train FILES    with --from_hf: what the run is evaluated on; by default the text that every Python carries
+--to_hf FOLDER        a new folder, which transformers, vLLM and others read
+--steps N             with --to_hf: the depth at which a flow becomes an ordinary model; its own by default
+--checkpoint_step N   with --to_hf: of the checkpoint step-N; the newest by default
+
+docs/hub.md says which models come in, and which go out without code.
+"""
+
+import dataclasses
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import qkvflow as qkvflow  # registers the models
+from qkvflow.cli import run_program
+from qkvflow.cli.quiet import quiet_libraries
+from qkvflow.data.hub import download
+from qkvflow.data.tokenizers import TOKENIZER_FILES
+from qkvflow.errors import UserError
+from qkvflow.files import local_path, write_text
+from qkvflow.hub.card import Card
+from qkvflow.hub.folder import CONFIG, HubFolder, read_json
+from qkvflow.hub.tokenizer import OLD_FILES
+from qkvflow.hub.write import write_folder
+from qkvflow.models.levanter_twin import enter
+from qkvflow.progress import Progress
+from qkvflow.runs import Run, load_run
+from qkvflow.runs.config import FinetuneDataConfig
+from qkvflow.runs.directory import location_of
+from qkvflow.runs.hub import import_run
+from qkvflow.runs.made import new_folder, refuse_existing
+from qkvflow.runs.places import Place
+from qkvflow.tracking import read_metrics
+from qkvflow.weights import PerLayerConfig
+
+_FILES = (CONFIG, "generation_config.json", "*.safetensors", "*.safetensors.index.json", *TOKENIZER_FILES, *OLD_FILES)
+
+
+@dataclass
+class ConvertConfig:
+    """
+    Attributes:
+        run: the run directory: a new one with `from_hf`.
+        from_hf: a folder, or a name on the Hugging Face hub, to make a run of.
+        to_hf: the folder to write the run's model to.
+        data: with `from_hf`: what the run is evaluated and fine-tuned on; the tokenizer is the folder's.
+        steps: with `to_hf`: the depth; as trained by default.
+        checkpoint_step: with `to_hf`: N of the checkpoint step-N; the newest by default.
+    """
+
+    run: str
+    from_hf: str | None = None
+    to_hf: str | None = None
+    data: FinetuneDataConfig = field(default_factory=FinetuneDataConfig)
+    steps: int | None = None
+    checkpoint_step: int | None = None
+
+
+def main(config: ConvertConfig) -> Path | Place:
+    """Converts, and says what was written where; returns the new folder."""
+    if (config.from_hf is None) == (config.to_hf is None):
+        raise UserError("say which way: either --from_hf FOLDER, which makes the run, or --to_hf FOLDER")
+    with quiet_libraries() as quiet:
+        progress = Progress(quiet.terminal)
+        return _out(config, progress) if config.from_hf is None else _in(config, config.from_hf, progress)
+
+
+def _in(config: ConvertConfig, source: str, progress: Progress) -> Path | Place:
+    if config.steps is not None or config.checkpoint_step is not None:
+        raise UserError("--steps and --checkpoint_step belong to --to_hf: a model of Hugging Face has one depth")
+    if config.data.tokenizer is not None:
+        raise UserError(f"--data.tokenizer: the tokenizer is the one that {source} brings. Leave it out")
+    target, path = location_of(config.run), local_path(source)
+    refuse_existing(target, "--run")
+    is_path = path.exists() or source.startswith(("/", "./", "../", "~"))
+    if is_path and not HubFolder.is_one(path):
+        raise UserError(f"{source} is no folder with a {CONFIG}, so there is no model in the format of Hugging Face")
+    if not is_path:
+        with progress.phase(f"Fetching {source}"):
+            path = download(source, _FILES, CONFIG, "model", "Give a local folder.")
+    data = dataclasses.replace(config.data, tokenizer=str(path.resolve()) if is_path else source)
+    with progress.phase(f"Reading {source}"):
+        import_run(HubFolder(path), target, data)
+    print(f"The run is in {target}; every program takes it with --run {target}", flush=True)
+    return target
+
+
+def _out(config: ConvertConfig, progress: Progress) -> Path:
+    assert config.to_hf is not None
+    if config.data != FinetuneDataConfig():
+        raise UserError("--data belongs to --from_hf. Leave it out")
+    target = local_path(config.to_hf)
+    refuse_existing(target, "--to_hf")
+    with progress.phase(f"Loading {config.run}"):
+        run = load_run(config.run, config.checkpoint_step)
+    model = enter(run.model)
+    trained = None if isinstance(model.config.weights, PerLayerConfig) else model.config
+    ordinary = model.discretise(config.steps)
+    with progress.phase(f"Writing {target}"), new_folder(target, "--to_hf") as made:
+        reason = write_folder(ordinary, run.directory.tokenizer, made)
+        steps = "" if config.steps is None else f" --steps {config.steps}"
+        card = Card(
+            name=target.name,
+            origin=f"the run `{run.directory.location.name}` after step {run.step}",
+            made=f"python -m qkvflow.convert --run {config.run} --to_hf {config.to_hf}{steps}",
+            trained=trained,
+            exported=ordinary.config,
+            data=run.config.data,
+            losses=_losses(run),
+            reason=reason,
+            class_name=read_json(made / CONFIG)["architectures"][0],
+        )
+        write_text(made / "README.md", card.text())
+    how = f"with trust_remote_code=True, because {reason}" if reason else "as it is"
+    print(f"The model is in {target}; transformers reads it {how}", flush=True)
+    return target
+
+
+def _losses(run: Run) -> dict[str, float]:
+    """The last losses that a run recorded up to its checkpoint."""
+    metrics = run.directory.metrics
+    records = read_metrics(metrics) if metrics.is_file() else []
+    last = {key: value for record in records if record["step"] <= run.step for key, value in record.items()}
+    return {name: last[name] for name in ("train/loss", "eval/loss") if isinstance(last.get(name), float)}
+
+
+if __name__ == "__main__":
+    run_program(main, ConvertConfig)

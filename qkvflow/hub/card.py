@@ -1,0 +1,99 @@
+"""README.md of an exported folder: the model card."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+
+from qkvflow.config import encode
+from qkvflow.models import NeuralOdeConfig
+
+_KNOWN = ("train", "validation", "validation_fraction", "tokenizer")
+
+
+@dataclass(frozen=True)
+class Card:
+    """
+    Attributes:
+        name: of the folder.
+        origin: which run, and which of its checkpoints.
+        made: the command.
+        trained: the run's own model; None for an ordinary one.
+        exported: what it is as ordinary layers.
+        data: the run's `data`.
+        losses: by name, of the last step that had them.
+        reason: why the folder has code; None for a native class.
+        class_name: the class that reads it.
+    """
+
+    name: str
+    origin: str
+    made: str
+    trained: NeuralOdeConfig | None
+    exported: NeuralOdeConfig
+    data: Any
+    losses: dict[str, float]
+    reason: str | None
+    class_name: str
+
+    def text(self) -> str:
+        """The page, with its header for the hub."""
+        header = {"library_name": "transformers", "pipeline_tag": "text-generation", "tags": ["qkvflow"]}
+        remote = "" if self.reason is None else ", trust_remote_code=True"
+        return f"""---
+{yaml.safe_dump(header, sort_keys=False)}---
+
+# {self.name}
+
+A language model of class `{self.class_name}`, {self.origin}.
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained("{self.name}")
+model = AutoModelForCausalLM.from_pretrained("{self.name}"{remote})
+tokens = tokenizer("The", return_tensors="pt")
+print(tokenizer.decode(model.generate(**tokens, max_new_tokens=50)[0]))
+```
+
+## Depth
+
+{self._depth()}
+
+## Data and loss
+
+{self._data()}
+{self._losses()}
+
+## How it was made
+
+    {self.made}
+"""
+
+    def _depth(self) -> str:
+        depth, layers = self.exported.depth, self.exported.prelude_layers + self.exported.coda_layers
+        around = f", and {layers} ordinary layers around it" if layers else ""
+        if self.trained is None:
+            what = f"An ordinary model of {depth.reading_steps} layers."
+        else:
+            weights, steps = encode(self.trained.weights)["type"], encode(self.trained.depth.steps)
+            what = (
+                f"A flow dx/dt = B(x; W(t)) with `{weights}` weights, trained with `steps: {steps}`,"
+                f" read here with {depth.reading_steps} steps of `{depth.solver}`{around}."
+            )
+        if self.reason is None:
+            return f"{what} It is a native class of transformers and needs no code."
+        return f"{what} No class of transformers computes it ({self.reason}): the code is in `modeling_qkvflow.py`."
+
+    def _data(self) -> str:
+        data = encode(self.data)
+        known = {key: data[key] for key in _KNOWN if data.get(key) is not None}
+        if not data.get("train"):
+            known["components"] = sorted(data.get("components") or {"builtin": None})
+        return "```yaml\n" + yaml.safe_dump(known, sort_keys=False) + "```"
+
+    def _losses(self) -> str:
+        if not self.losses:
+            return "\nNo loss was recorded."
+        rows = "\n".join(f"| {name} | {loss:.4f} |" for name, loss in self.losses.items())
+        return f"\n| nats per token | |\n|---|---|\n{rows}"

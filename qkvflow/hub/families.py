@@ -1,0 +1,113 @@
+"""Which models come in: for each `model_type` of a folder, its configuration of Levanter's.
+
+Checked against transformers' own logits in tests/hub/test_families.py. What Levanter's `from_hf_config` does not read
+is read here, or refused; a sliding window shortens the context to it, within which it changes nothing.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from levanter.models.gemma import GemmaConfig
+from levanter.models.gpt2 import Gpt2Config
+from levanter.models.llama import LlamaConfig
+from levanter.models.lm_model import LmConfig
+from levanter.models.olmo import Olmo2Config
+from levanter.models.qwen import Qwen3Config, QwenConfig
+
+from qkvflow.errors import UserError
+
+# Other names of functions that Levanter has.
+_ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_new", "gelu_fast": "gelu_new"}
+
+
+def model_config(settings: Any, where: str) -> LmConfig:
+    """The configuration of Levanter's model that a folder's transformers configuration describes.
+
+    Args:
+        settings: a `PretrainedConfig` of transformers.
+        where: the folder, for messages.
+
+    Raises:
+        UserError: a kind of model, or a setting of it, that cannot be read; it is named.
+    """
+    kind = settings.model_type
+    if kind not in FAMILIES:
+        raise UserError(f"{where} holds a model of type {kind!r}, which is not read. Read are: {', '.join(FAMILIES)}.")
+    for name in ("hidden_act", "activation_function"):
+        if getattr(settings, name, None) in _ACTIVATIONS:
+            setattr(settings, name, _ACTIVATIONS[getattr(settings, name)])
+    try:
+        return FAMILIES[kind](settings)
+    except UserError as error:
+        raise UserError(f"{where} holds a {kind} that cannot be read: {error}") from None
+    except (ValueError, KeyError, TypeError, AttributeError, AssertionError) as error:
+        raise UserError(f"{where}/config.json describes a {kind} that cannot be read: {error}") from None
+
+
+def _gpt2(settings: Any) -> LmConfig:
+    _require(settings, scale_attn_weights=True, add_cross_attention=False, tie_word_embeddings=True)
+    inner = settings.n_inner or 4 * settings.n_embd
+    if inner % settings.n_embd:
+        raise UserError(f"n_inner ({inner}) is no multiple of n_embd ({settings.n_embd})")
+    config = Gpt2Config.from_hf_config(settings)
+    return dataclasses.replace(config, mlp_scale=inner // settings.n_embd, resid_pdrop=settings.resid_pdrop)
+
+
+def _llama(settings: Any) -> LmConfig:
+    _require(settings, attention_bias=False, mlp_bias=False)
+    config = LlamaConfig.from_hf_config(settings)
+    config = dataclasses.replace(config, head_dim=_head_dim(settings))
+    return _shortened(config, getattr(settings, "sliding_window", None))
+
+
+def _qwen2(settings: Any) -> LmConfig:
+    config = QwenConfig.from_hf_config(settings)
+    window = settings.sliding_window if settings.use_sliding_window else None
+    return _shortened(dataclasses.replace(config, use_sliding_window=False, sliding_window=None), window)
+
+
+def _qwen3(settings: Any) -> LmConfig:
+    _require(settings, attention_bias=False)
+    window = settings.sliding_window if settings.use_sliding_window else None
+    return _shortened(Qwen3Config.from_hf_config(settings), window)
+
+
+def _gemma(settings: Any) -> LmConfig:
+    _require(settings, attention_bias=False)
+    return GemmaConfig.from_hf_config(settings)
+
+
+def _olmo2(settings: Any) -> LmConfig:
+    _require(settings, attention_bias=False)
+    return Olmo2Config.from_hf_config(settings)
+
+
+FAMILIES: dict[str, Callable[[Any], LmConfig]] = {
+    "gpt2": _gpt2,
+    "llama": _llama,
+    "mistral": _llama,  # the same layers
+    "qwen2": _qwen2,
+    "qwen3": _qwen3,
+    "gemma": _gemma,
+    "olmo2": _olmo2,
+}
+
+
+def _require(settings: Any, **values: Any) -> None:
+    for name, value in values.items():
+        found = getattr(settings, name, value)
+        if found != value:
+            raise UserError(f"{name} is {found!r}, and only {value!r} is known here")
+
+
+def _head_dim(settings: Any) -> int | None:
+    """The width of a head, where it is not an equal share of the state's."""
+    given = getattr(settings, "head_dim", None)
+    return None if given in (None, settings.hidden_size // settings.num_attention_heads) else given
+
+
+def _shortened(config: Any, window: int | None) -> LmConfig:
+    if window is None or window >= config.max_seq_len:
+        return config
+    return dataclasses.replace(config, max_seq_len=window)

@@ -1,0 +1,105 @@
+"""A folder in the format of Hugging Face: what is in it, told without reading an array."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from qkvflow.errors import UserError
+
+CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+
+
+@dataclass(frozen=True)
+class HubFolder:
+    """`config.json`, `model.safetensors` (or several, and an index), and the tokenizer's files."""
+
+    path: Path
+
+    @staticmethod
+    def is_one(path: Path) -> bool:
+        """Whether there is a model in the format of Hugging Face, sound or not."""
+        return (path / CONFIG).is_file()
+
+    @cached_property
+    def settings(self) -> Any:
+        """`config.json`, as transformers' own class reads it; never by code of the folder.
+
+        Raises:
+            UserError: it is damaged, or of a model that transformers does not know.
+        """
+        from transformers import CONFIG_MAPPING
+
+        raw = read_json(self.path / CONFIG)
+        kind = raw.get("model_type")
+        if kind == "qkvflow":
+            raise UserError(f"{self.path} was written by qkvflow from a run, for others to read: give that run instead")
+        if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
+            raise UserError(f"{self.path} holds a model of type {kind!r}, which is not read")
+        try:
+            return CONFIG_MAPPING[kind].from_dict(raw)
+        except Exception as error:  # transformers checks some values, in many ways
+            raise UserError(f"{self.path / CONFIG} cannot be read: {_first_line(error)}") from None
+
+    @cached_property
+    def files(self) -> tuple[Path, ...]:
+        """The files with arrays.
+
+        Raises:
+            UserError: there is none, or one that the index names is not there.
+        """
+        index = self.path / INDEX
+        if not index.is_file():
+            if not (self.path / WEIGHTS).is_file():
+                raise UserError(
+                    f"{self.path} has no {WEIGHTS} (nor {INDEX}). Files of other formats are not read, because reading"
+                    " them can run code: save the model again with transformers, save_pretrained(folder)"
+                )
+            return (self.path / WEIGHTS,)
+        names = read_json(index).get("weight_map")
+        if not isinstance(names, Mapping) or not all(isinstance(name, str) for name in names.values()):
+            raise UserError(f"{index} is damaged: it has no weight_map")
+        files = tuple(self.path / name for name in sorted(set(names.values())))
+        for file in files:
+            if file.parent != self.path or not file.is_file():
+                raise UserError(f"{self.path} is incomplete: {INDEX} names {file.name}, and it is not there")
+        return files
+
+    @cached_property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Name of each array -> its shape.
+
+        Raises:
+            UserError: a file is damaged.
+        """
+        found = {}
+        for file in self.files:
+            try:
+                with safe_open(file, "np") as arrays:
+                    found |= {name: tuple(arrays.get_slice(name).get_shape()) for name in arrays.keys()}  # noqa: SIM118
+            except (SafetensorError, OSError) as error:
+                raise UserError(f"{file} is damaged, or not whole: {_first_line(error)}") from None
+        return found
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file.
+
+    Raises:
+        UserError: it cannot be read, or holds something else.
+    """
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{path} cannot be read: {_first_line(error)}") from None
+    if not isinstance(raw, dict):
+        raise UserError(f"{path} cannot be read: it holds no JSON object")
+    return raw
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)[:300]

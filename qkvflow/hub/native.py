@@ -1,0 +1,140 @@
+"""Models that leave as a class of transformers itself: GPT-2 and Llama, for steps of length 1.
+
+    a layer:                x' = x + a + mlp(ln(x + a)),       a = attn(ln(x))
+    an Euler step of h:     x' = x + h (a + mlp(ln(x + a)))
+
+A factor h in the output projections would give mlp(ln(x + h a)), another function. So only steps of length 1 are layers
+of these classes: those of `step_size: residual`, a single step, and the ordinary layers around a flow.
+"""
+
+from typing import Any
+
+import numpy as np
+from levanter.layers.rotary import DefaultRotaryEmbeddingsConfig, Llama3RotaryEmbeddingsConfig
+
+from qkvflow.blocks import Gpt2BlockConfig, LlamaBlockConfig
+from qkvflow.depth import FixedPlan
+from qkvflow.models import NeuralOdeConfig
+
+Arrays = dict[str, np.ndarray]
+_GPT2 = {"attn_ln": "ln_1", "mlp_ln": "ln_2"}
+
+
+def obstacle(config: NeuralOdeConfig) -> str | None:
+    """Why a discretised model is no native one; None if it is."""
+    block, plan = config.block, config.plan
+    if not isinstance(block, Gpt2BlockConfig | LlamaBlockConfig):
+        return "its block is none of GPT-2 or Llama"
+    if config.control is not None:
+        return "it has a control signal"
+    if block.form != "sequential":
+        return f"its block has the {block.form} form"
+    assert isinstance(plan, FixedPlan)
+    if plan.grid.tableau.stages > 1 or plan.grid.coupling is not None:
+        return f"its solver ({config.depth.solver}) has several evaluations in a step"
+    if plan.step != 1.0:
+        return f"its steps have the length 1/{plan.steps}, and those of a layer have length 1"
+    if isinstance(block, LlamaBlockConfig):
+        if block.use_bias:
+            return "its norms have biases"
+        if not isinstance(block.rope, DefaultRotaryEmbeddingsConfig | Llama3RotaryEmbeddingsConfig):
+            return "its positions are rotated in a way of its own"
+    return None
+
+
+def native(config: NeuralOdeConfig, arrays: Arrays, vocab_size: int) -> tuple[dict[str, Any], Arrays]:
+    """`config.json` and the arrays of the native class.
+
+    Args:
+        config: of a discretised model without `obstacle`.
+        arrays: its arrays by our names, matrices [in, out].
+    """
+    of = _llama if isinstance(config.block, LlamaBlockConfig) else _gpt2
+    return of(config, arrays, vocab_size)
+
+
+def _gpt2(config: NeuralOdeConfig, arrays: Arrays, vocab_size: int) -> tuple[dict[str, Any], Arrays]:
+    block = config.block
+    settings = {
+        "architectures": ["GPT2LMHeadModel"],
+        "model_type": "gpt2",
+        "vocab_size": vocab_size,
+        "n_positions": config.max_seq_len,
+        "n_embd": config.hidden_dim,
+        "n_layer": _layers(config),
+        "n_head": block.num_heads,
+        "n_inner": block.mlp_scale * config.hidden_dim,
+        "activation_function": block.activation.value,
+        "layer_norm_epsilon": block.layer_norm_epsilon,
+        "attn_pdrop": block.attn_pdrop,
+        "embd_pdrop": block.embed_pdrop,
+        "resid_pdrop": block.resid_pdrop,
+        "tie_word_embeddings": True,
+    }
+    found = {
+        "transformer.wte.weight": arrays["embeddings.token_embeddings.weight"],
+        "transformer.wpe.weight": arrays["embeddings.position_embeddings.weight"],
+    }
+    inner = {f"transformer.ln_f.{rest}": array for rest, array in _of_norm(arrays).items()}
+    for (number, rest), array in _of_layers(config, arrays).items():
+        first, _, others = rest.partition(".")
+        inner[f"transformer.h.{number}.{_GPT2.get(first, first)}.{others}"] = array
+    if not block.use_bias:  # these have them always
+        zeros = {name: np.zeros(array.shape[-1], array.dtype) for name, array in inner.items()}
+        inner |= {f"{name.removesuffix('weight')}bias": zero for name, zero in zeros.items()}
+    return settings, found | inner
+
+
+def _llama(config: NeuralOdeConfig, arrays: Arrays, vocab_size: int) -> tuple[dict[str, Any], Arrays]:
+    block = config.block
+    theta, scaling = block.rope.to_hf_config()
+    if scaling is not None:
+        scaling = {"rope_type": "linear", **scaling}
+    settings = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": vocab_size,
+        "max_position_embeddings": config.max_seq_len,
+        "hidden_size": config.hidden_dim,
+        "intermediate_size": block.mlp_dim(config.hidden_dim),
+        "num_hidden_layers": _layers(config),
+        "num_attention_heads": block.num_heads,
+        "num_key_value_heads": block.kv_heads,
+        "head_dim": config.hidden_dim // block.num_heads,
+        "hidden_act": block.activation.value,
+        "rms_norm_eps": block.norm(config.Embed).eps,
+        "rope_theta": theta,
+        "rope_scaling": scaling,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "attention_dropout": block.attn_pdrop,
+        "tie_word_embeddings": block.tie_word_embeddings,
+    }
+    found = {"model.embed_tokens.weight": arrays["embeddings.token_embeddings.weight"]}
+    found |= {f"model.norm.{rest}": array for rest, array in _of_norm(arrays).items()}
+    found |= {f"model.layers.{number}.{rest}": array.T for (number, rest), array in _of_layers(config, arrays).items()}
+    if not block.tie_word_embeddings:
+        found["lm_head.weight"] = arrays["lm_head.weight"].T
+    return settings, found
+
+
+def _layers(config: NeuralOdeConfig) -> int:
+    return config.prelude_layers + config.depth.reading_steps + config.coda_layers
+
+
+def _of_layers(config: NeuralOdeConfig, arrays: Arrays) -> dict[tuple[int, str], np.ndarray]:
+    """(number of the layer, rest of the name) -> array, through prelude, flow and coda."""
+    first = {"prelude": 0, "flow": config.prelude_layers, "coda": config.prelude_layers + config.depth.reading_steps}
+    found = {}
+    for part, start in first.items():
+        prefix = f"transformer.{part}.blocks."
+        for name, array in arrays.items():
+            if name.startswith(prefix):
+                number, _, rest = name.removeprefix(prefix).partition(".")
+                found[start + int(number), rest] = array
+    return found
+
+
+def _of_norm(arrays: Arrays) -> Arrays:
+    prefix = "transformer.norm."
+    return {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)}

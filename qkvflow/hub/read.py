@@ -1,0 +1,82 @@
+"""Models from folders of Hugging Face, by Levanter's converter: each array has its place, each place its array."""
+
+import re
+from collections.abc import Collection
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from haliax import Axis
+from haliax.jax_utils import is_jax_array_like
+from haliax.state_dict import flatten_modules_for_export, to_state_dict
+from levanter.compat.hf_checkpoints import HFCheckpointConverter
+from levanter.models.lm_model import LmConfig, LmHeadModel
+from levanter.tokenizers import MarinTokenizer
+from levanter.trainer import TrainerConfig
+
+from qkvflow.errors import UserError
+from qkvflow.hub.folder import HubFolder
+
+# What transformers once stored beside the parameters and finds out by itself.
+_BUFFERS = re.compile(r"(.*\.)?(attn\.(masked_)?bias|rotary_emb\.inv_freq)")
+_PREFIX = "transformer"  # GPT-2 is stored with it or without
+
+
+def read_model(folder: HubFolder, config: LmConfig, tokenizer: MarinTokenizer) -> LmHeadModel:
+    """The model, its parameters in fp32.
+
+    Raises:
+        UserError: the arrays are not those of `config`, or cannot be read.
+    """
+    shape = eqx.filter_eval_shape(config.build, Axis("vocab", vocabulary(folder)), key=jax.random.PRNGKey(0))
+    _check_arrays(
+        folder, _expected(shape), set() if getattr(shape, "lm_head", None) is not None else {"lm_head.weight"}
+    )
+    converter = HFCheckpointConverter(
+        type(config),
+        reference_checkpoint=str(folder.path.resolve()),  # absolute, so that it is never taken for a name on the hub
+        HfConfigClass=type(folder.settings),
+        tokenizer=tokenizer,
+        ignore_prefix=_PREFIX,
+    )
+    trainer = TrainerConfig()
+    with trainer.use_device_mesh():
+        model = converter.load_pretrained(config.model_type, config=config, axis_mapping={})
+    # Its own `dtype` leaves bfloat16 as it is.
+    return jax.tree.map(lambda a: a.astype(jnp.float32) if eqx.is_inexact_array(a) else a, model)
+
+
+def vocabulary(folder: HubFolder) -> int:
+    """Rows of the embedding; may be more than the tokenizer has tokens."""
+    return int(folder.settings.vocab_size)
+
+
+def _expected(shape: LmHeadModel) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of the arrays of a model, as they stand in files."""
+
+    def exported(model):
+        return to_state_dict(flatten_modules_for_export(eqx.filter(model, is_jax_array_like)))
+
+    return {name: tuple(array.shape) for name, array in eqx.filter_eval_shape(exported, shape).items()}
+
+
+def _check_arrays(folder: HubFolder, expected: dict[str, tuple[int, ...]], optional: Collection[str]) -> None:
+    found = dict(folder.shapes)
+    if any(name.startswith(f"{_PREFIX}.") for name in found):
+        found = {name.removeprefix(f"{_PREFIX}."): shape for name, shape in found.items()}
+    missing = sorted(expected.keys() - found.keys())
+    others = sorted(n for n in found.keys() - expected.keys() if n not in optional and not _BUFFERS.fullmatch(n))
+    if missing or others:
+        what = [f"{_some(missing)} missing"] * bool(missing) + [f"{_some(others)} unknown to it"] * bool(others)
+        raise UserError(f"the arrays in {folder.path} are not those of its config.json: {', '.join(what)}")
+    for name, shape in expected.items():
+        if found[name] != shape:
+            raise UserError(
+                f"{folder.path} does not fit its config.json: {name} has the shape {list(found[name])}, and should have"
+                f" {list(shape)}"
+            )
+
+
+def _some(names: list[str]) -> str:
+    rest = f" and {len(names) - 3} more are" if len(names) > 3 else " is" if len(names) == 1 else " are"
+    return ", ".join(names[:3]) + rest

@@ -1,0 +1,47 @@
+"""The tokenizer of a folder of Hugging Face, in the files that runs have."""
+
+import contextlib
+import json
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from qkvflow.data import load_tokenizer
+from qkvflow.data.tokenizers import ORIGIN_FILE, TOKENIZER_FILES, copy_tokenizer
+from qkvflow.errors import UserError
+
+# Of tokenizers that were stored before there was `tokenizer.json`.
+OLD_FILES = ("vocab.json", "merges.txt", "tokenizer.model", "vocab.txt")
+
+
+@contextlib.contextmanager
+def save_tokenizer(source: Path, name: str) -> Iterator[Path]:
+    """A folder with the tokenizer in `source`, for a `with` block to take; an older kind is converted by transformers.
+
+    Args:
+        name: by which a run asks for it.
+
+    Raises:
+        UserError: there is none, or it cannot be read.
+    """
+    with tempfile.TemporaryDirectory(prefix="qkvflow-") as scratch:
+        made = Path(scratch) / "tokenizer"
+        if (source / TOKENIZER_FILES[0]).is_file():
+            copy_tokenizer(source, made)
+        else:
+            _convert(source, made)
+        (made / ORIGIN_FILE).write_text(json.dumps({"spec": name}) + "\n", encoding="utf-8")
+        load_tokenizer(made)
+        yield made
+
+
+def _convert(source: Path, made: Path) -> None:
+    from transformers import AutoTokenizer
+
+    if not any((source / name).is_file() for name in OLD_FILES):
+        raise UserError(f"{source} has no tokenizer: put its {TOKENIZER_FILES[0]} there")
+    try:
+        AutoTokenizer.from_pretrained(str(source.resolve()), local_files_only=True).save_pretrained(str(made))
+    except Exception as error:  # transformers raises many kinds
+        reason = next(iter(str(error).splitlines()), type(error).__name__)[:300]
+        raise UserError(f"the tokenizer in {source} cannot be converted to {TOKENIZER_FILES[0]}: {reason}") from None

@@ -1,0 +1,84 @@
+"""A model as a folder that transformers reads: config.json, safetensors, tokenizer, generation_config.json."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from haliax.state_dict import to_torch_compatible_state_dict
+from levanter.utils.tree_utils import inference_mode
+from safetensors.numpy import save_file
+
+from qkvflow.data import load_tokenizer
+from qkvflow.data.tokenizers import TOKENIZER_FILES
+from qkvflow.hub.custom import MODELING, custom
+from qkvflow.hub.folder import CONFIG, INDEX, WEIGHTS
+from qkvflow.hub.native import Arrays, native, obstacle
+from qkvflow.models import NeuralOdeLMHeadModel
+
+SHARD_BYTES = 5 << 30
+
+
+def write_folder(
+    model: NeuralOdeLMHeadModel, tokenizer: Path, folder: Path, shard_bytes: int = SHARD_BYTES
+) -> str | None:
+    """Writes a discretised model and its tokenizer into an empty folder; parameters in fp32.
+
+    Args:
+        shard_bytes: of a file with arrays, at most.
+
+    Returns:
+        why the folder needs code of its own; None if it is a class of transformers.
+    """
+    config, reason = model.config, obstacle(model.config)
+    named = to_torch_compatible_state_dict(inference_mode(model, True))
+    arrays = {
+        name.replace(".weights.blocks.", ".blocks."): np.asarray(jax.device_get(array), np.float32)
+        for name, array in named.items()
+    }
+    settings, arrays = (custom if reason else native)(config, arrays, model.Vocab.size)
+    special = _special_tokens(tokenizer)
+    write_json(folder / CONFIG, settings | special | {"torch_dtype": "float32"})
+    # Not in config.json, where Llama would take it for a token without an embedding.
+    filler = {"pad_token_id": special["eos_token_id"]}
+    write_json(folder / "generation_config.json", special | filler | {"do_sample": False})
+    _save(arrays, folder, shard_bytes)
+    for name in TOKENIZER_FILES:
+        if (tokenizer / name).is_file():
+            shutil.copyfile(tokenizer / name, folder / name)
+    if reason:
+        shutil.copyfile(MODELING, folder / MODELING.name)
+    return reason
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Writes a JSON file that people can read."""
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _special_tokens(tokenizer: Path) -> dict[str, int | None]:
+    """Numbers of the tokens that begin and end a text."""
+    loaded = load_tokenizer(tokenizer)
+    return {"bos_token_id": loaded.bos_token_id, "eos_token_id": loaded.eos_token_id}
+
+
+def _save(arrays: Arrays, folder: Path, shard_bytes: int) -> None:
+    """One file, or several and an index."""
+    shards: list[Arrays] = [{}]
+    for name, array in sorted(arrays.items()):
+        if shards[-1] and sum(a.nbytes for a in shards[-1].values()) + array.nbytes > shard_bytes:
+            shards.append({})
+        shards[-1][name] = np.ascontiguousarray(array)
+    if len(shards) == 1:
+        save_file(shards[0], folder / WEIGHTS, metadata={"format": "pt"})
+        return
+    places = {}
+    for number, shard in enumerate(shards, 1):
+        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        save_file(shard, folder / file, metadata={"format": "pt"})
+        places |= dict.fromkeys(shard, file)
+    write_json(
+        folder / INDEX, {"metadata": {"total_size": sum(a.nbytes for a in arrays.values())}, "weight_map": places}
+    )

@@ -1,0 +1,203 @@
+"""The program: in, out and back bit for bit; folders as runs; what is damaged or in the way changes nothing."""
+
+import json
+import shutil
+from pathlib import Path
+
+import equinox as eqx
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+from support.models import heavy
+
+from qkvflow import convert, eval_lm, finetune_lm
+from qkvflow.cli import parse
+from qkvflow.data import resolve_tokenizer
+from qkvflow.errors import UserError
+from qkvflow.hub.write import write_folder
+from qkvflow.models.levanter_twin import enter
+from qkvflow.runs import load_run
+from qkvflow.runs.config import FinetuneConfig
+
+OLD = Path(__file__).parents[1] / "support" / "old_runs"
+
+
+def run_convert(*words):
+    return convert.main(parse(convert.ConvertConfig, [str(word) for word in words])[0])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A trained GPT-2 as a folder of Hugging Face."""
+    return run_convert("--run", OLD / "gpt2", "--to_hf", tmp_path_factory.mktemp("hub") / "gpt2")
+
+
+@pytest.fixture
+def own(folder, tmp_path):
+    """A copy to be damaged."""
+    return Path(shutil.copytree(folder, tmp_path / "own"))
+
+
+def test_out_in_and_out_again(folder, tmp_path):
+    """Bit for bit, and so is the model in between."""
+    run = run_convert("--from_hf", folder, "--run", tmp_path / "run")
+    again = run_convert("--run", run, "--to_hf", tmp_path / "again")
+    first, second = (load_file(place / "model.safetensors") for place in (folder, again))
+    assert first.keys() == second.keys()
+    for name, array in first.items():
+        assert array.tobytes() == second[name].tobytes(), name
+    assert_same_arrays(*(enter(load_run(place).model) for place in (OLD / "gpt2", run)))
+    for name in ("config.json", "tokenizer.json", "generation_config.json"):
+        assert (folder / name).read_bytes() == (again / name).read_bytes()
+
+
+def assert_same_arrays(one, other):
+    for a, b in zip(*(filter(eqx.is_array, jax.tree.leaves(model)) for model in (one, other)), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_a_folder_is_a_run(folder, tmp_path, monkeypatch):
+    """The same losses as the run that it came from, by itself and as a run of its own."""
+    monkeypatch.chdir(tmp_path)
+    text = OLD / "text.txt"
+    data = ["--data.train", text, "--data.validation_fraction", "0.2", "--data.cache_dir", "cache"]
+    run_convert("--from_hf", folder, "--run", "runs/made", *data)
+    directly = Path(shutil.copytree(folder, tmp_path / "direct"))
+    expected = json.loads((OLD / "expected.json").read_text())["gpt2"]["readings"][0]["loss"]
+    made = eval_lm.main(eval_lm.EvalConfig("runs/made", batch_size=4))[0]
+    assert made.steps == load_run(directly).config.model.num_layers
+    assert made.loss == pytest.approx(expected, rel=2e-6)  # as in tests/runs/test_old_runs.py
+    assert_same_arrays(*(load_run(place).model for place in ("runs/made", directly)))
+
+
+def test_lora_on_a_folder_leaves_merged(folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    words = ["--config_path", str(OLD / "lora.yaml"), "--run", str(folder), "--data.train", str(OLD / "text.txt")]
+    words += ["--checkpoint_step", "null", "--trainer.id", "tuned", "--trainer.num_train_steps", "2", "--steps", "null"]
+    run = finetune_lm.main(parse(FinetuneConfig, words)[0])
+    out = run_convert("--run", run, "--to_hf", tmp_path / "out")
+    assert json.loads((out / "config.json").read_text())["architectures"] == ["GPT2LMHeadModel"]
+    before, after = (load_file(place / "model.safetensors") for place in (folder, out))
+    assert before.keys() == after.keys()
+    assert any(before[name].tobytes() != after[name].tobytes() for name in before)
+
+
+def test_the_card_says_what_it_is(tmp_path):
+    out = run_convert("--run", OLD / "flow", "--to_hf", tmp_path / "flow", "--steps", 5)
+    card = (out / "README.md").read_text()
+    assert "read here with 5 steps of `euler`" in card
+    assert "| eval/loss | 4.9" in card
+    assert "trust_remote_code=True" in card
+    assert f"--to_hf {out} --steps 5" in card
+
+
+def test_nothing_is_overwritten(folder, tmp_path):
+    before = _content(folder)
+    with pytest.raises(UserError, match="exists already"):
+        run_convert("--run", OLD / "gpt2", "--to_hf", folder)
+    with pytest.raises(UserError, match="exists already"):
+        run_convert("--from_hf", folder, "--run", tmp_path)
+    assert _content(folder) == before
+    assert not list(tmp_path.iterdir())
+
+
+def _content(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def cut(path, keep):
+    path.write_bytes(path.read_bytes()[:keep])
+
+
+def change(own, **arrays):
+    """Other arrays; None for one that goes."""
+    found = load_file(own / "model.safetensors") | {name.replace("__", "."): a for name, a in arrays.items()}
+    save_file({name: a for name, a in found.items() if a is not None}, own / "model.safetensors", {"format": "pt"})
+
+
+DAMAGES = {
+    "cut arrays": (lambda own: cut(own / "model.safetensors", 1000), "damaged, or not whole"),
+    "empty arrays": (lambda own: cut(own / "model.safetensors", 0), "damaged, or not whole"),
+    "cut config": (lambda own: cut(own / "config.json", 40), "config.json cannot be read"),
+    "cut tokenizer": (lambda own: cut(own / "tokenizer.json", 300), "tokenizer"),
+    "no arrays": (lambda own: (own / "model.safetensors").unlink(), "has no model.safetensors"),
+    "no tokenizer": (lambda own: (own / "tokenizer.json").unlink(), "tokenizer"),
+    "array missing": (lambda own: change(own, transformer__wte__weight=None), "wte.weight is missing"),
+    "array too many": (lambda own: change(own, transformer__extra=np.zeros(2)), "extra is unknown"),
+    "other shape": (lambda own: change(own, transformer__ln_f__bias=np.zeros(2)), "ln_f.bias has the shape"),
+    "other kind": (lambda own: (own / "config.json").write_text('{"model_type": "bert"}'), "bert"),
+    "no object": (lambda own: (own / "config.json").write_text("[]"), "no JSON object"),
+    "index of files elsewhere": (
+        lambda own: (own / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../x.safetensors"}}'),
+        "incomplete",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damage_is_told_and_nothing_is_made(own, tmp_path, damage):
+    make, message = DAMAGES[damage]
+    make(own)
+    for attempt in (lambda: run_convert("--from_hf", own, "--run", tmp_path / "run"), lambda: load_run(own)):
+        with pytest.raises(UserError, match=message):
+            attempt()
+    assert [path.name for path in tmp_path.iterdir()] == ["own"]
+
+
+def test_a_tokenizer_that_does_not_fit(own, tmp_path):
+    from qkvflow.data.byte_level import byte_tokenizer
+    from qkvflow.data.tokenizers import _save
+
+    larger = byte_tokenizer()
+    larger.add_special_tokens(["<|more|>"])
+    _save(larger, None, own)
+    with pytest.raises(UserError, match="258 tokens, but the model only 257"):
+        run_convert("--from_hf", own, "--run", tmp_path / "run")
+
+
+def test_a_name_out_of_reach(tmp_path):
+    """Tests are offline."""
+    with pytest.raises(UserError, match="could not be fetched"):
+        run_convert("--from_hf", "nobody/nothing", "--run", tmp_path / "run")
+
+
+def test_what_went_out_with_code_is_not_read_back(tmp_path):
+    out = run_convert("--run", OLD / "flow", "--to_hf", tmp_path / "flow")
+    with pytest.raises(UserError, match="give that run instead"):
+        load_run(out)
+
+
+def test_a_failure_leaves_nothing(tmp_path, monkeypatch):
+    """As where a disk becomes full while arrays are written."""
+
+    def fail(*args, **options):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("qkvflow.hub.write.save_file", fail)
+    with pytest.raises(UserError, match="full"):
+        run_convert("--run", OLD / "gpt2", "--to_hf", tmp_path / "out")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["flow", heavy("hybrid"), heavy("lora"), heavy("gpt2")])
+def test_trained_runs_leave(tmp_path, monkeypatch, name):
+    """Transformers computes what the run computes."""
+    pytest.importorskip("torch", reason="torch is not here: make setup EXTRA=dev,torch")
+    import transformers
+    from support.hub import assert_same_logits
+
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    out = run_convert("--run", OLD / name, "--to_hf", tmp_path / "out")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(out, trust_remote_code=True).eval()
+    assert_same_logits(enter(load_run(OLD / name).model), theirs)
+
+
+def test_large_models_take_several_files(tmp_path):
+    tokenizer = resolve_tokenizer("byte", tmp_path / "tokenizer")
+    run = load_run(OLD / "gpt2")
+    for limit, name in ((1 << 30, "whole"), (4000, "parts")):
+        (tmp_path / name).mkdir()
+        write_folder(enter(run.model).discretise(), tokenizer, tmp_path / name, limit)
+    assert len(list((tmp_path / "parts").glob("*.safetensors"))) > 2
+    assert_same_arrays(*(load_run(tmp_path / name).model for name in ("whole", "parts")))
