@@ -4,6 +4,7 @@
 import os
 import shutil
 import tempfile
+from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -22,6 +23,23 @@ from support.models import random_tokens
 
 jax.config.update("jax_default_matmul_precision", "highest")
 jax.config.update("jax_default_prng_impl", "rbg")  # compiles in no time; programs use JAX's default
+
+
+_HEAVY = {
+    line for line in (Path(__file__).parent / "support" / "heavy.txt").read_text().splitlines() if line[:1] != "#"
+}
+
+
+def pytest_collection_modifyitems(config, items):
+    """Marks the tests of `support/heavy.txt` as slow."""
+    names = {item.nodeid for item in items}
+    files = {name.split("::")[0] for name in names}
+    gone = {name for name in _HEAVY if name.split("::")[0] in files} - names
+    if gone and not any("::" in word for word in config.args):
+        raise pytest.UsageError(f"tests/support/heavy.txt names tests that are no more: {sorted(gone)}")
+    for item in items:
+        if item.nodeid in _HEAVY:
+            item.add_marker(pytest.mark.slow)
 
 
 def pytest_sessionfinish():

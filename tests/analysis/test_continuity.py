@@ -19,16 +19,15 @@ TOKENS = random_tokens(length=6)
 EXAMPLE = LmExample(TOKENS, hax.ones(TOKENS.axes).at["position", -1].set(0.0), Inputs.of().mask)
 
 
-@pytest.mark.parametrize(("solver", "order"), [("euler", 1), ("heun", 2)])
-def test_a_smooth_flow_shows_the_order_of_its_method(solver, order):
-    """On 16, 32 and 64 steps the leading term of the error is all but all of it: 10 % of the order."""
-    model = build(small_config(BasisConfig("cosine", 2), depth=DepthConfig(solver=solver, steps=16)))
-    found = continuity(model, EXAMPLE, loss=lambda m: 1.0, solvers=("rk4",) if order == 1 else ())
-    assert found.expected_order == order
-    assert found.order == pytest.approx(order, rel=0.1)
+def test_a_smooth_flow_shows_the_order_of_its_method():
+    """On 64, 128 and 256 steps the leading term of the error is all but all of it: 10 % of the order."""
+    model = build(small_config(BasisConfig("cosine", 2), depth=DepthConfig(steps=64)))
+    found = continuity(model, EXAMPLE, loss=lambda m: 1.0, solvers=("rk4",))
+    assert found.expected_order == 1
+    assert found.order == pytest.approx(1, rel=0.1)
     assert found.is_continuous
     assert found.verdict.startswith("an ODE by the rule")
-    states = [r.state for r in found.readings if r.solver == solver]
+    states = [r.state for r in found.readings if r.solver == "euler"]
     assert states == sorted(states, reverse=True)
     assert (found.readings[-1].state, found.readings[-1].kl) == (0.0, 0.0)
 

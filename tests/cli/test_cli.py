@@ -263,7 +263,7 @@ run_program(main, Config)
 
 
 def _program(*flags: str) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, "-c", PROGRAM, *flags], capture_output=True, text=True, timeout=60)
+    return subprocess.run([sys.executable, "-c", PROGRAM, *flags], capture_output=True, text=True, timeout=240)
 
 
 @pytest.mark.parametrize(
@@ -329,7 +329,7 @@ import qkvflow
 
 
 def test_stopped_while_it_imports():
-    done = subprocess.run([sys.executable, "-c", IMPORT], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", IMPORT], capture_output=True, text=True, timeout=240)
     assert (done.returncode, done.stderr) == (130, "\nstopped by Ctrl-C\n")
 
 
@@ -355,7 +355,7 @@ def test_signals_end_a_program_with_the_status_that_shells_expect(number, status
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
     process.send_signal(number)
-    assert process.communicate(timeout=30)[1] == stderr
+    assert process.communicate(timeout=120)[1] == stderr
     assert process.returncode == status
 
 

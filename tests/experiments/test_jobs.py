@@ -60,8 +60,8 @@ def finished(given: Recipe) -> None:
         run.check_data(data.record)
         run.commit(dataclasses.replace(run.config, vocab_size=len(load_tokenizer(run.directory.tokenizer))))
     checkpoint = given.run.checkpoints / f"step-{given.steps - 1}"
-    checkpoint.mkdir(parents=True)
-    (checkpoint / "metadata.json").write_text("{}")
+    checkpoint.local.mkdir(parents=True)
+    checkpoint.write("metadata.json", b"{}")
 
 
 def test_a_finished_run_is_taken_only_for_what_it_is(tmp_path, monkeypatch):
