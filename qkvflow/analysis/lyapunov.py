@@ -190,6 +190,7 @@ class LyapunovConfig:
         texts: pieces of the validation text for means and intervals; 0 for none.
         length: tokens of each of these; at most the context.
         out: where files go; `<run>/analysis` by default.
+        control: that the model hears, `[0, 1]`; zero by default.
     """
 
     run: str
@@ -202,6 +203,7 @@ class LyapunovConfig:
     texts: int = 8
     length: int = 32
     out: str | None = None
+    control: list[float] | None = None
 
 
 def main(config: LyapunovConfig) -> dict[str, np.ndarray]:
@@ -211,9 +213,11 @@ def main(config: LyapunovConfig) -> dict[str, np.ndarray]:
             raise UserError(f"{name} must be at least {least}, got {getattr(config, name)}")
     if config.texts == 1:
         raise UserError("texts must be at least 2 to give an interval, or 0 for none; got 1")
+    if config.official_times and config.control is not None:
+        raise UserError("official_times reproduces the official code, which has no control: leave one of them out")
     with opened(config.run, config.checkpoint_step) as (run, progress):
         folder = output_folder(run, config.out)
-        reading, (text,) = texts_of(run, None if config.text is None else [config.text])
+        reading, (text,) = texts_of(run, None if config.text is None else [config.text], control=config.control)
         several = validation_texts(run, config.texts, config.length) if config.texts else None
         with progress.count("Token exponents") as tick:
             source = run.model if config.official_times else reading

@@ -5,12 +5,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import haliax as hax
 import numpy as np
 from matplotlib.figure import Figure
 
 import qkvflow as qkvflow  # registers the models
 from qkvflow.analysis import figures
 from qkvflow.analysis.reading import Reading, read, sequence
+from qkvflow.axes import CONTROL
 from qkvflow.cli.quiet import quiet_libraries
 from qkvflow.errors import UserError
 from qkvflow.files import local_path
@@ -51,10 +53,20 @@ def encode(run: Run, reading: Reading, text: str) -> EncodedText:
     return EncodedText(text, np.asarray(tokens.array), tuple(label(run.tokenizer, int(i)) for i in ids))
 
 
-def texts_of(run: Run, texts: Sequence[str] | None, length: int = 64) -> tuple[Reading, list[EncodedText]]:
+def texts_of(
+    run: Run, texts: Sequence[str] | None, length: int = 64, *, control: Sequence[float] | None = None
+) -> tuple[Reading, list[EncodedText]]:
     """The run's model read step by step, and the texts, by default the beginning of the run's validation text; all of
-    them are checked before anything is computed."""
-    reading = read(run.model)
+    them are checked before anything is computed.
+
+    Args:
+        control: that the model hears at all tokens; zero by default.
+
+    Raises:
+        UserError: a control that does not fit, or a text that does not.
+    """
+    signal = None if control is None else hax.named(np.asarray(control, np.float32), CONTROL)
+    reading = read(run.model, control=signal)
     if texts:
         return reading, [encode(run, reading, text) for text in texts]
     ids = validation_texts(run, 1, length)[0]

@@ -31,6 +31,7 @@ class ReportConfig:
         k: exponents of the whole sequence.
         draws: of fresh models to compare spectra with; 0 for none.
         out: the file; `<run>/analysis/report.html` by default.
+        control: that models with control hear, `[0, 1]`; zero by default.
     """
 
     run: str
@@ -40,6 +41,7 @@ class ReportConfig:
     k: int = 6
     draws: int = 3
     out: str | None = None
+    control: list[float] | None = None
 
 
 def main(config: ReportConfig) -> Path:
@@ -54,9 +56,9 @@ def main(config: ReportConfig) -> Path:
                 runs.append(load_run(path))
         target = output_file(first, config.out, "report.html")
         # All texts are checked for all runs before the work begins.
-        first_texts = texts_of(first, config.text)
+        first_texts = texts_of(first, config.text, control=config.control)
         chosen = [text.text for text in first_texts[1]]
-        texts = [first_texts, *(texts_of(run, chosen) for run in runs[1:])]
+        texts = [first_texts, *(texts_of(run, chosen, control=_heard(run, config.control)) for run in runs[1:])]
         total = len(runs) * (3 + 4 * len(chosen))
         with progress.count("Analysing") as tick:
             done = 0
@@ -94,6 +96,11 @@ def _run_data(run: Run, name: str, reading, texts, config: ReportConfig, step) -
         "texts": [page.text_data(reading, text, decode, config.k, step) for text in texts],
         "sweep": page.depth_sweep(run),
     }
+
+
+def _heard(run: Run, control: list[float] | None) -> list[float] | None:
+    """The control for a run that is compared: none for a model that hears none."""
+    return control if getattr(run.model.config, "control", None) is not None else None
 
 
 def _names(runs: list[Run]) -> list[str]:

@@ -103,6 +103,7 @@ class SpectralConfig:
         text: a text at whose states the eigenvalues of the field's Jacobian are taken, too; at its last token.
         draws: of fresh models to compare with; 0 for none.
         out: where files go; `<run>/analysis` by default.
+        control: that the model hears at the states of `text`, `[0, 1]`; zero by default.
     """
 
     run: str
@@ -111,18 +112,23 @@ class SpectralConfig:
     text: Text | None = None
     draws: int = 5
     out: str | None = None
+    control: list[float] | None = None
 
 
 def main(config: SpectralConfig) -> dict[str, np.ndarray]:
     """Computes, writes and prints; returns what `spectral.npz` holds."""
     if config.draws < 0:
         raise UserError(f"draws must be at least 0, got {config.draws}")
+    if config.control is not None and config.text is None:
+        raise UserError(
+            "control moves the states of a text, and the spectra of weights do not read it: give --text too"
+        )
     times = _times(config.times)
     with opened(config.run, config.checkpoint_step) as (run, progress):
         model, folder = run.model, output_folder(run, config.out)
         times = training_times(model) if times is None else times
         kinds = families(model)
-        reading, texts = texts_of(run, [config.text]) if config.text is not None else (None, [])
+        reading, texts = texts_of(run, [config.text], control=config.control) if config.text is not None else (None, [])
         thin = {kind: products(model, kind, times) for kind in kinds}  # refuses times before the work begins
         arrays: dict[str, np.ndarray] = {"times": np.asarray(times)}
         values, singular, own, bands = {}, {}, {}, {}
