@@ -24,7 +24,6 @@ import equinox as eqx
 from levanter.models.lm_model import LmExample
 
 import qkvflow as qkvflow  # registers the models
-from qkvflow.analysis.continuity import Continuity, continuity, table, ways
 from qkvflow.blocks import Inputs
 from qkvflow.cli import run_program
 from qkvflow.cli.quiet import quiet_libraries
@@ -34,6 +33,7 @@ from qkvflow.depth import solver_by_name
 from qkvflow.errors import Notice, UserError
 from qkvflow.files import write_text
 from qkvflow.models import NeuralOdeLMHeadModel
+from qkvflow.models.continuity import Continuity, continuity, table, ways
 from qkvflow.progress import Progress, perplexity
 from qkvflow.ranges import Count
 from qkvflow.runs import Run, load_run
@@ -53,7 +53,7 @@ class EvalConfig:
         batch_size: sequences at a time; as in training by default.
         data: keys of the run's `data` in place of its own: `--data.validation FILE` evaluates on another text.
         continuity: is the flow a solution of its ODE? It is read at L, 2L and 4L steps, by Heun's and the Runge-Kutta
-            method (`qkvflow.analysis.continuity`); not with `steps` and `solver`.
+            method (`qkvflow.models.continuity`); not with `steps` and `solver`.
     """
 
     run: str
