@@ -19,15 +19,19 @@ TOKENS = random_tokens(length=6)
 EXAMPLE = LmExample(TOKENS, hax.ones(TOKENS.axes).at["position", -1].set(0.0), Inputs.of().mask)
 
 
-def test_a_smooth_flow_shows_the_order_of_its_method():
-    """On 64, 128 and 256 steps the leading term of the error is all but all of it: 10 % of the order."""
-    model = build(small_config(BasisConfig("cosine", 2), depth=DepthConfig(steps=64)))
+@pytest.mark.parametrize(("solver", "steps", "order"), [("euler", 64, 1), ("heun", 128, 2)])
+def test_a_smooth_flow_shows_the_order_of_its_method(solver, steps, order):
+    """On so many steps, twice and four times as many, the leading term is all but all of the error: 10 % of the order.
+
+    Fewer are not enough for these states, which a layer norm near zero bends: Heun shows 1.3 on 16 steps in fp64 too.
+    """
+    model = build(small_config(BasisConfig("cosine", 2), depth=DepthConfig(steps=steps, solver=solver)))
     found = continuity(model, EXAMPLE, loss=lambda m: 1.0, solvers=("rk4",))
-    assert found.expected_order == 1
-    assert found.order == pytest.approx(1, rel=0.1)
+    assert found.expected_order == order
+    assert found.order == pytest.approx(order, rel=0.1)
     assert found.is_continuous
     assert found.verdict.startswith("an ODE by the rule")
-    states = [r.state for r in found.readings if r.solver == "euler"]
+    states = [r.state for r in found.readings if r.solver == solver]
     assert states == sorted(states, reverse=True)
     assert (found.readings[-1].state, found.readings[-1].kl) == (0.0, 0.0)
 
