@@ -9,8 +9,11 @@ Python floats (float64); their features are computed in float64 while tracing an
 Differs from the official code, which makes t in the compute dtype and disagrees with itself between jit and eager.
 """
 
+from functools import partial
+
 import equinox as eqx
 import haliax as hax
+import jax
 import jax.numpy as jnp
 import numpy as np
 from haliax import Axis, NamedArray
@@ -87,7 +90,8 @@ def on_time(functions, t, name: str) -> NamedArray:
     array = t.array if isinstance(t, NamedArray) else jnp.asarray(t)
     array = array.astype(jnp.promote_types(array.dtype, jnp.float32))
     axes = [axis.name for axis in t.axes] if isinstance(t, NamedArray) else []
-    return hax.named(functions(array, jnp), (*axes, name))
+    at_one = partial(functions, xp=jnp)  # of one time: what functions hold has the rank of its features
+    return hax.named(jax.vmap(at_one)(array) if axes else at_one(array), (*axes, name))
 
 
 def sinusoidal_features(t, dim: int) -> NamedArray:

@@ -22,6 +22,7 @@ import pytest
 from support.models import random_tokens
 
 jax.config.update("jax_default_matmul_precision", "highest")
+jax.config.update("jax_numpy_rank_promotion", "raise")  # arrays of different ranks meet only where that is written
 jax.config.update("jax_default_prng_impl", "rbg")  # compiles in no time; programs use JAX's default
 
 

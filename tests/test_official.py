@@ -57,12 +57,12 @@ def test_loss_and_every_gradient(case):
         log_p = jax.nn.log_softmax(model(case.tokens).array)
         targets = jnp.roll(case.tokens.array, -1, axis=1)
         per_token = -jnp.take_along_axis(log_p, targets[..., None], axis=-1)[..., 0]
-        return jnp.sum(per_token * mask) / (mask.sum() * per_token.shape[0]), per_token
+        return jnp.sum(per_token * mask[None]) / (mask.sum() * per_token.shape[0]), per_token
 
     (value, per_token), grads = eqx.filter_jit(eqx.filter_value_and_grad(loss, has_aux=True))(case.model)
     case.close(value, "out/loss")
     reference = case.arrays["out/loss_per_token"] * mask
-    assert np.abs(per_token * mask - reference).max() <= case.tolerance * reference.max()
+    assert np.abs(per_token * mask[None] - reference).max() <= case.tolerance * reference.max()
     by_name = official.to_arrays(grads)
     assert set(by_name) == {k.removeprefix("grad/") for k in case.grads}
     for name, grad in by_name.items():

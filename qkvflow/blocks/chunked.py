@@ -30,11 +30,11 @@ def chunked(delta, A, B, C, x, start, method: str | None = None):
     selective, length = delta.ndim == 3, x.shape[1]
     moving = (x, 1 - start.astype(x.dtype), *((delta, B, C) if selective else ()))
     chunks = tuple(_split(array, min(CHUNK[method], length)) for array in moving)
-    state = jnp.zeros((x.shape[0], *A.shape), x.dtype)
+    state, A = jnp.zeros((x.shape[0], *A.shape), x.dtype), A[None]
     if selective and method == "loop":
         y = selective_loop(state, A, *chunks)
     else:
-        constant = None if selective else tuple(map(_whole, (*_hold(delta, A, B), C)))
+        constant = None if selective else tuple(map(_whole, (*_hold(delta[None, None], A, B[None]), C[None])))
         run = _loop if method == "loop" else _associative
         run_chunk = jax.checkpoint(lambda state, now: run(state, now, A, constant))
         _, y = lax.scan(run_chunk, state, chunks)
@@ -59,9 +59,9 @@ def _associative(state, now, A, constant):
     x, link, *system = now
     if constant is None:
         delta, B, C = system[0][:, :, None, :], system[1][..., None], system[2][..., None]
-        keep, take = _hold(delta, A, B)
+        keep, take = _hold(delta, A[None], B)
     else:
-        keep, take, C = constant
+        keep, take, C = (array[None] for array in constant)
     link = link[..., None, None]
     new = take * x[:, :, None, :]
     keep = jnp.broadcast_to(keep * link, new.shape)

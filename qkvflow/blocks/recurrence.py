@@ -49,8 +49,8 @@ def _hold_jvp(primals, tangents):
 
 
 def step(state, delta, A, B, C, x):
-    """One position: (state, y). x, and delta unless constant: [batch, 1, embed]; B, C: broadcastable to the state
-    [batch, state, embed]."""
+    """One position: (state, y). x: [batch, 1, embed]; delta, A, B, C: broadcastable to the state [batch, state, embed],
+    and of its rank."""
     keep, phi = hold(delta * A)
     state = keep * state + delta * phi * B * x
     return state, jnp.sum(C * state, axis=-2)
@@ -61,10 +61,11 @@ def sequential(state, delta, A, B, C, x, start=None, real=None):
 
     start, real: [batch, position] bool. Where `real` is false nothing happens to the state.
     """
-    selective = delta.ndim == 3
+    selective, A = delta.ndim == 3, A[None]
+    constant = () if selective else (delta[None, None], B[None], C[None])
 
     def body(state, now):
-        d, b, c = (now["delta"][:, None], now["B"][..., None], now["C"][..., None]) if selective else (delta, B, C)
+        d, b, c = (now["delta"][:, None], now["B"][..., None], now["C"][..., None]) if selective else constant
         before = state if start is None else jnp.where(now["start"][:, None, None], 0.0, state)
         after, y = step(before, d, A, b, c, now["x"][:, None])
         return (after if real is None else jnp.where(now["real"][:, None, None], after, state)), y

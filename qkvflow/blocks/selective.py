@@ -70,7 +70,7 @@ def _backward(saved, y_bar):
     zero = jnp.zeros_like(before[0])
     now = (x, link, delta, B, C, before, y_bar)
     (state_bar, A_bar), (x_bar, *bars) = lax.scan(chunk, (zero, zero), now, reverse=True)
-    return state_bar, A_bar.sum(axis=0), x_bar, jnp.zeros_like(link), *bars
+    return state_bar, A_bar.sum(axis=0, keepdims=True), x_bar, jnp.zeros_like(link), *bars
 
 
 selective_loop.defvjp(_forward, _backward)

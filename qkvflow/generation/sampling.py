@@ -135,7 +135,7 @@ def log_probabilities(
 def _restricted(scaled, sampling: Sampling):
     order = jnp.argsort(-scaled, axis=-1, stable=True)
     ranked = jnp.take_along_axis(scaled, order, axis=-1)
-    keep = jnp.arange(scaled.shape[-1]) < sampling.top_k[:, None]
+    keep = jnp.arange(scaled.shape[-1])[None] < sampling.top_k[:, None]
     probability = jax.nn.softmax(jnp.where(keep, ranked, -jnp.inf), axis=-1)
     likelier = jnp.cumsum(probability, axis=-1) - probability
     # At p = 1 nothing goes, although the sum of rounded probabilities may reach 1 before the last token.

@@ -103,7 +103,7 @@ def _extend(model, state: State, tokens: Int[Array, "batch new"], count) -> tupl
     window = Window(hax.named(state.filled, Batch), hax.named(count.astype(jnp.int32), Batch))
     control = None
     if state.control is not None:
-        at = jnp.minimum(state.filled[:, None] + jnp.arange(New.size), state.text.shape[1] - 1)
+        at = jnp.minimum(state.filled[:, None] + jnp.arange(New.size)[None], state.text.shape[1] - 1)
         rows = jnp.take_along_axis(state.control.array, at[..., None], axis=1)
         control = hax.named(rows, (Batch, New, state.control.axes[-1]))
     inputs = Inputs(control=control, window=window)

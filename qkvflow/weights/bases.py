@@ -37,7 +37,7 @@ class FunctionBasis:
     right_closed: bool = True
 
     def values(self, t, xp=np):
-        """phi(t): [..., K] from times [...] in [0, 1]. xp: numpy or jax.numpy."""
+        """phi(t): [..., K] from times [...] in [0, 1]. xp: numpy, or jax.numpy for one time (`jax.vmap` for more)."""
         if self.name == "chebyshev":
             return _chebyshev(self.dim, t, xp)
         if self.name == "cosine":

@@ -44,7 +44,7 @@ def _backward(residuals, dw):
     inner = tuple(range(1, p.ndim))
     if e.ndim == 1:
         # An outer product is fused into the sum over the steps of a scan; a matrix product is not.
-        return jnp.tensordot(p, dw, dw.ndim), e.reshape(-1, *(1,) * dw.ndim) * dw
+        return jnp.tensordot(p, dw, dw.ndim), e.reshape(-1, *(1,) * dw.ndim) * dw[None]
     de = lax.dot_general(p, jnp.moveaxis(dw, 0, -1), ((inner, tuple(range(dw.ndim - 1))), ((), ())))
     return de.T, lax.dot_general(e, dw, (((0,), (0,)), ((), ())))
 

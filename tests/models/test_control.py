@@ -90,8 +90,8 @@ def test_the_field_follows_its_formula(model, tokens):
     net = model.transformer.flow.weights.shift.net
     hidden = 0.5 * net.lin1.weight.array[0] + net.lin1.bias.array
     shift = jax.nn.silu(hidden) @ net.lin2.weight.array + net.lin2.bias.array
-    moved = x.array + shift + (u.array @ field.control.weight.array)[:, None, :]
-    expected = field.block(hax.named(moved, x.axes), Inputs.of()).array * field.alpha.array
+    moved = x.array + shift[None, None] + (u.array @ field.control.weight.array)[:, None, :]
+    expected = field.block(hax.named(moved, x.axes), Inputs.of()).array * float(field.alpha.array)
     np.testing.assert_allclose(field(x, Inputs.of(control=u)).array, expected, atol=1e-5)
 
 
