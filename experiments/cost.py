@@ -1,5 +1,6 @@
 """What models cost, before anything is trained: parameters, FLOPs, memory of a step; and which width costs as much."""
 
+import bisect
 import contextlib
 import dataclasses
 import itertools
@@ -23,7 +24,7 @@ from qkvflow.models import NeuralOdeConfig, cost
 from qkvflow.models.levanter_twin import enter, enter_config
 from qkvflow.training.checks import model_shape
 
-_NEAR = 0.05
+_NEAR, _UNITS = 0.05, 2**14
 
 
 @dataclass(frozen=True)
@@ -109,13 +110,8 @@ def _nearest(recipe: Recipe, parameters: int, unit: int) -> tuple[int, int]:
         config = recipe.but({"model": {"hidden_dim": units * unit}}).config
         return parameter_count(model_shape(config.model, Axis("vocab", vocabulary_size(config))))
 
-    low, high = 1, 2
-    while size(high) < parameters:
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if size(middle) < parameters else (low, middle)
-    units = min((low, high), key=lambda units: abs(size(units) - parameters))
+    above = 1 + bisect.bisect_left(range(2, _UNITS), parameters, key=size) + 1
+    units = min((above - 1, above), key=lambda units: abs(size(units) - parameters))
     return unit * units, size(units)
 
 

@@ -18,14 +18,14 @@ from jax.tree_util import Partial
 from levanter.layers.attention import AttentionMask
 from levanter.models.lm_model import LmHeadModel
 
-from experiments.jobs import Arm, Job, at_work, beyond, chosen_rates, reported, selection, train
+from experiments.jobs import Arm, Job, Place, Places, at_work, beyond, chosen_rates, reported, selection, train
+from experiments.protocol import SeedsConfig
 from experiments.records import Training, kept, stored
-from experiments.study import SeedsConfig
-from experiments.texts import PARTS
+from experiments.texts import PARTS, Text
 from qkvflow.errors import UserError
 from qkvflow.eval_lm import Reading, read
 from qkvflow.runs import load_run
-from qkvflow.runs.evaluate import RunEvaluator
+from qkvflow.runs.evaluate import RunEvaluator, on_other_text
 from qkvflow.runs.load import Run
 from qkvflow.tracking import read_metrics
 
@@ -53,29 +53,21 @@ class Measure(Generic[T]):
 
     def search_and_report(self, arms: Sequence[Arm]) -> tuple[list[T], list[T]]:
         """What is read of the reported trainings, and of those before them by which learning rates are chosen."""
-        rates = self.config.learning_rates
-        search = selection(arms, rates, self.config.selection_seeds)
-        searched = self.all(search, "to choose learning rates by") if search else []
-        chosen = {arm.group: rate for arm in arms for rate in rates[:1]}
-        chosen |= chosen_rates(search, [r.select_loss for r in searched])
+        searched, chosen = self.search(arms)
         return self.all(reported(arms, self.config.seeds, chosen)), searched
 
-    def search(self, arms: Sequence[Arm], beyond_grid: int) -> tuple[list[T], dict[Hashable, float]]:
-        """Trainings of all rates, and the chosen rate of each group. A grid whose best is at an edge grows there, by
-        `beyond_grid` rates at most."""
-        rates, seeds = self.config.learning_rates, self.config.selection_seeds
-        first: dict[Hashable, Arm] = {}
-        for arm in arms:
-            first.setdefault(arm.group, arm)
-        tried, fresh = {group: [] for group in first}, {group: list(rates) for group in first}
-        jobs, found, chosen = [], [], {}
-        while any(fresh.values()):
-            new = [Job.of(first[g], s, r, is_reported=False) for g, own in fresh.items() for s in seeds for r in own]
-            found += self.all(new, "to choose learning rates by")
-            jobs += new
-            tried = {group: [*own, *fresh[group]] for group, own in tried.items()}
+    def search(self, arms: Sequence[Arm], beyond_grid: int = 0) -> tuple[list[T], dict[Hashable, float]]:
+        """Trainings of all rates, and the chosen rate of each group; a rate that is alone is chosen as it is. A grid
+        whose best is at an edge grows there, by `beyond_grid` rates at most."""
+        rates = self.config.learning_rates
+        chosen = {arm.group: rate for arm in arms for rate in rates[:1]}
+        fresh = selection(arms, rates, self.config.selection_seeds)
+        jobs, found = [], []
+        while fresh:
+            found += self.all(fresh, "to choose learning rates by")
+            jobs += fresh
             chosen = chosen_rates(jobs, [r.select_loss for r in found])
-            fresh = {group: beyond(own, chosen[group], len(rates) + beyond_grid) for group, own in tried.items()}
+            fresh = beyond(jobs, chosen, len(rates) + beyond_grid)
         return found, chosen
 
     def all(self, jobs: Sequence[Job], why: str = "to report") -> list[T]:
@@ -107,28 +99,27 @@ class Measure(Generic[T]):
         base = None if arm.base is None else Job.of(arm.base, job.seed).recipe.digest()
         asked = {"recipe": job.recipe.digest(), "base": base, "text": hashes}
         if job.is_reported:
-            asked |= {"batches": self.config.report_batches, **arm.asks}
+            asked |= {"batches": self.config.report_batches, **(vars(arm.flow) if arm.flow else {}), **arm.asks}
         return self.config.kept_in(self.run_dir) / f"{job.name}.json", self.kind, asked
 
     def _read(self, job: Job) -> T:
         train(job.recipe)
-        what, training, text = vars(job.arm.what), read_training(job), job.arm.text
+        arm, found = job.arm, self.kind(**vars(job.arm.what), **vars(read_training(job)))
         if not job.is_reported:
-            return self.kind(**what, **vars(training))
+            return found
         run, evaluator = load_run(job.recipe.run.path), None
-        training = dataclasses.replace(training, causal_at=causal_at(run, job.name))
-        if text is not None:
-            evaluator = evaluator_on(run, text.file("report"), self.config.report_batches)
-            training = dataclasses.replace(training, report_loss=evaluator.loss(run.model))
-        return self.more(job, self.kind(**what, **vars(training)), run, evaluator)
-
-
-Place = tuple[str, int]  # solver, steps
+        found = dataclasses.replace(found, causal_at=causal_at(run, job.name))
+        if arm.text is not None:
+            evaluator = evaluator_on(run, arm.text.file("report"), self.config.report_batches)
+            found = dataclasses.replace(found, report_loss=evaluator.loss(run.model))
+        if arm.flow is not None:
+            found = dataclasses.replace(found, readings=readings(run, arm.text, arm.flow, evaluator))
+        return self.more(job, found, run, evaluator)
 
 
 @dataclass(frozen=True)
 class ReadTraining(Training):
-    """readings: of the trained flow by other solvers and in other numbers of steps, in the order that its arm asks."""
+    """readings: of the trained flow in the `Places` of its arm."""
 
     readings: list[Reading] = field(default_factory=list)
 
@@ -136,15 +127,12 @@ class ReadTraining(Training):
         return next(r for r in self.readings if (r.solver, r.steps) == place)
 
 
-def readings(job: Job, run: Run, evaluator: RunEvaluator) -> list[Reading]:
-    """Of the `places` of the arm's `asks`, without any training."""
-    asks = job.arm.asks
-    if not asks:
-        return []
-    if asks["read_batches"] is not None:
-        evaluator = evaluator_on(run, job.arm.text.file("report"), asks["read_batches"])
+def readings(run: Run, text: Text, where: Places, evaluator: RunEvaluator) -> list[Reading]:
+    """Of a trained flow by other solvers and in other numbers of steps, without any training."""
+    if where.read_batches is not None:
+        evaluator = evaluator_on(run, text.file("report"), where.read_batches)
     depth, example = run.config.model.depth, evaluator.example()
-    models = (run.model.with_depth(depth.on_grid(steps, solver=solver)) for solver, steps in asks["places"])
+    models = (run.model.with_depth(depth.on_grid(steps, solver=solver)) for solver, steps in where.places)
     return [read(model, evaluator, example) for model in models]
 
 
@@ -158,15 +146,18 @@ def read_training(job: Job) -> Training:
 
 def evaluator_on(run: Run, path: str, max_batches: int | None) -> RunEvaluator:
     """Evaluates models of a run on another text than those it was trained and validated with."""
-    data = dataclasses.replace(run.config.data, validation=path)
-    unseen = dataclasses.replace(run, config=dataclasses.replace(run.config, data=data))
-    return RunEvaluator(unseen, max_batches=max_batches)
+    return RunEvaluator(on_other_text(run, {"validation": path}), max_batches=max_batches)
+
+
+def some_tokens(evaluator: RunEvaluator, sequences: int) -> NamedArray:
+    """The first sequences of its text, {batch, position}."""
+    tokens = evaluator.example().tokens.rearrange(("batch", "position"))
+    return hax.named(tokens.array[:sequences], ("batch", "position"))
 
 
 def causal_at(run: Run, name: str) -> list[int]:
     """The positions at which the model of a run passed the test of causality, on the text that it was watched on."""
-    tokens = RunEvaluator(run, batch_size=_SEQUENCES, max_batches=1).example().tokens
-    some = hax.named(tokens.rearrange(("batch", "position")).array[:_SEQUENCES], ("batch", "position"))
+    some = some_tokens(RunEvaluator(run, batch_size=_SEQUENCES, max_batches=1), _SEQUENCES)
     return check_causality(Partial(_logits, run.model), some, name)
 
 

@@ -24,8 +24,9 @@ from haliax.nn.attention import causal_mask
 
 from experiments.leak.model import Model
 from experiments.leak.published import Published, claim_table, loss_table, published
+from experiments.protocol import OutputConfig
 from experiments.records import Record
-from experiments.study import OutputConfig, Study
+from experiments.study import Study
 from experiments.tables import Table
 
 Vocab, Batch, Pos = Axis("vocab", 32), Axis("batch", 64), Axis("position", 8)
@@ -96,7 +97,6 @@ def page(record: Leak) -> Mapping[str, Any]:
     rows = [[name, f"{m.loss:.3f} ± {1.96 * m.error:.3f}", f"{m.moved:.3g}"] for name, m in record.models.items()]
     head = ["axes of queries and keys", "loss", "a token is changed: the most that a logit before it moves"]
     return {
-        "p": record.protocol,
         "kind": "all true" if record.mask.is_all_true else "not all true",
         "bound": math.log(record.protocol.vocab),
         "models": Table(head, rows),
