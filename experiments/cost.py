@@ -8,7 +8,6 @@ import operator
 import statistics
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import jax
 from haliax import Axis
@@ -20,7 +19,7 @@ from qkvflow.depth import StepGrowth
 from qkvflow.describe import vocabulary_size
 from qkvflow.errors import UserError
 from qkvflow.meshes.ahead import compile_ahead
-from qkvflow.models import NeuralOdeConfig, cost
+from qkvflow.models import NeuralOdeConfig, NeuralOdeLMHeadModel, cost
 from qkvflow.models.levanter_twin import enter, enter_config
 from qkvflow.training.checks import model_shape
 
@@ -74,7 +73,9 @@ def cost_of(recipe: Recipe) -> Cost:
     return Cost(*sizes, evaluations, flops, recipe.tokens, stages=stages)
 
 
-def _step(stage: NeuralOdeConfig, entered: Any, vocab: int, recipe: Recipe) -> tuple[int | float, float]:
+def _step(
+    stage: NeuralOdeConfig, entered: NeuralOdeLMHeadModel, vocab: int, recipe: Recipe
+) -> tuple[int | float, float]:
     """Evaluations and FLOPs of a training step of a stage; means where its number of evaluations is drawn."""
     length, plans = recipe.config.Pos.size, stage.training_plans or (stage.plan,)
     flops, evaluations = cost.flops(stage, entered, vocab, length), cost.evaluations(stage)

@@ -58,7 +58,7 @@ class Arm:
     what: Any
     text: Text | None = None
     flow: Places | None = None
-    asks: Mapping[str, Any] = field(default_factory=dict)
+    asks: Mapping[str, object] = field(default_factory=dict)
     shares_rate: Hashable = None
     base: "Arm | None" = None
 

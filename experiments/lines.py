@@ -80,6 +80,8 @@ def known(*titles: str) -> dict[str, Callable[[Line], Cell]]:
 
 
 def against(reference: str) -> dict[str, Callable[[Line], Cell]]:
-    """Columns of the loss and of its difference to that of a reference."""
-    titles = tables.contrast_head(reference)
-    return {title: lambda line, k=k: tables.contrast_cells(line.loss)[k] for k, title in enumerate(titles)}
+    """Columns of the loss, and of its difference to that of the reference."""
+    shown: dict[str, Callable[[Line], Cell]] = {"loss": lambda line: line.loss.mean}
+    shown |= {"SD": lambda line: f"{line.loss.mean.sd:.3f}"}
+    titles = (f"minus {reference}", "p (Holm)", "d_z")
+    return shown | {title: lambda line, k=k: tables.difference_cells(line.loss)[k] for k, title in enumerate(titles)}

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import equinox as eqx
 import haliax as hax
@@ -92,7 +92,7 @@ class Measure(Generic[T]):
                 jax.clear_caches()
         return found
 
-    def _place(self, job: Job) -> tuple[Path, type[T], dict[str, Any]]:
+    def _place(self, job: Job) -> tuple[Path, type[T], dict[str, object]]:
         """Where the record is kept, its class, and all that it depends on."""
         arm = job.arm
         hashes = {} if arm.text is None else {part: arm.text.hash(part) for part in PARTS}
@@ -180,21 +180,31 @@ def check_causality(model: Callable[[NamedArray], NamedArray], tokens: NamedArra
     Raises:
         UserError: if a logit before the changed token moves at all, or none from it on.
     """
-    logits_of = eqx.filter_jit(lambda m, tokens: m(tokens).rearrange(("batch", "position", "vocab")).array)
-    plain = np.asarray(logits_of(model, tokens))
-    length, vocab = plain.shape[1:]
+    length = tokens.resolve_axis("position").size
     tried = sorted({1, length // 2, length - 1})
     for j in tried:
-        other = hax.named(tokens.array.at[:, j].set((tokens.array[:, j] + 1) % vocab), tokens.axes)
-        changed = np.asarray(logits_of(model, other))
-        if not np.array_equal(plain[:, :j], changed[:, :j]):
-            moved = float(np.abs(plain[:, :j] - changed[:, :j]).max())
+        before, after = moved(model, tokens, j)
+        if not before == 0.0:  # nor nan
             raise UserError(
-                f"{name} sees the future: token {j} was changed, and logits before it moved by up to {moved:.3g}. Its"
+                f"{name} sees the future: token {j} was changed, and logits before it moved by up to {before:.3g}. Its"
                 " loss says nothing, and is not accepted"
             )
-        if np.array_equal(plain[:, j:], changed[:, j:]):
+        if after == 0.0:
             raise UserError(
                 f"{name} does not hear its input: token {j} was changed, and no logit moved. Its loss is not accepted"
             )
     return tried
+
+
+def moved(model: Callable[[NamedArray], NamedArray], tokens: NamedArray, j: int) -> tuple[float, float]:
+    """The most that a logit before the token `j` moves when that is changed, which is 0 in a causal model; and the most
+    from it on."""
+    plain = _logits_of(model, tokens)
+    other = hax.named(tokens.array.at[:, j].set((tokens.array[:, j] + 1) % plain.shape[-1]), tokens.axes)
+    change = np.abs(np.asarray(_logits_of(model, other)) - np.asarray(plain))
+    return float(change[:, :j].max()), float(change[:, j:].max())
+
+
+@eqx.filter_jit
+def _logits_of(model: Callable[[NamedArray], NamedArray], tokens: NamedArray) -> jax.Array:
+    return model(tokens).rearrange(("batch", "position", "vocab")).array

@@ -46,7 +46,7 @@ class Record:
         cores = f"{self.machine.cores} core{'' if self.machine.cores == 1 else 's'}"
         return f"{self.machine.device}, {cores}, JAX {self.machine.jax}, {self.date}. Command: `{self.command}`"
 
-    def of(self, **keys: Any) -> list[Any]:
+    def of(self, **keys: object) -> list[Any]:
         """Of its `results`, the trainings with these values."""
         return [r for r in self.results if all(getattr(r, key) == value for key, value in keys.items())]
 
@@ -97,7 +97,7 @@ def made_here(record: T, module: str) -> T:
     return dataclasses.replace(record, **where)
 
 
-def written(record: Any) -> str:
+def written(record: object) -> str:
     """JSON with a line for each training."""
     parts = []
     for key, value in TypeAdapter(type(record)).dump_python(record).items():
@@ -107,12 +107,12 @@ def written(record: Any) -> str:
     return "{\n" + ",\n".join(parts) + "\n}\n"
 
 
-def read(cls: type[T], raw: Any) -> T:
+def read(cls: type[T], raw: object) -> T:
     """What `json.loads` gave, as `cls`. Keys that `cls` does not have are passed over: a file may be older."""
     return TypeAdapter(cls).validate_python(raw)
 
 
-def kept(path: Path, cls: type[T], asked: Any, make: Callable[[], T]) -> T:
+def kept(path: Path, cls: type[T], asked: object, make: Callable[[], T]) -> T:
     """What `make` returned when it was last asked for `asked`, from the JSON at `path`; made anew if that differs."""
     found = stored(path, cls, asked)
     if found is None:
@@ -123,7 +123,7 @@ def kept(path: Path, cls: type[T], asked: Any, make: Callable[[], T]) -> T:
     return found
 
 
-def stored(path: Path, cls: type[T], asked: Any) -> T | None:
+def stored(path: Path, cls: type[T], asked: object) -> T | None:
     """What `kept` has; None if it has nothing, or was asked for something else."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # nothing, or something else
         content = json.loads(path.read_text())

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, NoReturn, TypeVar
+from typing import Generic, NoReturn, TypeVar
 
 from experiments import style
 from experiments.protocol import OutputConfig
@@ -38,7 +38,7 @@ class Study(Generic[C, R]):
     config: type[C]
     record: type[R]
     make: Callable[[C, Path], R]
-    page: Callable[[R], Mapping[str, Any]]
+    page: Callable[[R], Mapping[str, object]]
     files: Callable[[R], Mapping[str, str | Table]] = lambda record: {}
     figures: Callable[[R], Iterable[style.Named]] = lambda record: ()
     default: str | None = None

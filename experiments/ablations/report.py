@@ -88,7 +88,7 @@ def readings(record: Ablations, group: str, key: str = "loss") -> dict[tuple[Pla
     return contrasts(own, lambda at: (at[0], asked.reference))
 
 
-def page(record: Ablations) -> Mapping[str, Any]:
+def page(record: Ablations) -> Mapping[str, object]:
     p = record.protocol
     first = p.tokens_of(p.read_batches or p.report_batches)
     return {

@@ -3,7 +3,6 @@
 import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from matplotlib.axes import Axes
 
@@ -65,7 +64,7 @@ class AdaptiveDepth(Record):
         return self.of(**dict(zip(("source", "target", "kind", "depth"), key, strict=True)))
 
 
-def page(record: AdaptiveDepth) -> Mapping[str, Any]:
+def page(record: AdaptiveDepth) -> Mapping[str, object]:
     s, pretrained = record.settings, record.of(kind="pretrain")
     own = {
         (r.target, r.system): by_seed(record.of(kind="pretrain", target=r.target, system=r.system)) for r in pretrained
@@ -124,7 +123,7 @@ def draw(record: AdaptiveDepth) -> Iterator[style.Named]:
     figure, axes = style.panels(len(ways), 3, (15.0, 0.6 + 4.2 * len(ways)))
     depths = sorted({r.depth for r in record.results if r.depth}, reverse=True)
 
-    def mean(*key: Any) -> tuple[list[int], list[Interval]]:
+    def mean(*key: str | int | None) -> tuple[list[int], list[Interval]]:
         return style.mean_curve([r.curve for r in record.tuned(key)])
 
     known = {

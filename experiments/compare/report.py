@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -75,7 +74,7 @@ def reached(line: Line, target: float) -> dict[str, float]:
     return {"n": n, "steps": steps, "seconds": seconds, "flops": steps * line.cost.flops}
 
 
-def page(record: Comparison) -> Mapping[str, Any]:
+def page(record: Comparison) -> Mapping[str, object]:
     p, rows = record.protocol, by_row(record)
 
     def way(line: Line, target: float) -> str:

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from matplotlib.figure import Figure
 
@@ -92,7 +91,7 @@ def at_edge(record: Continuity) -> list[str]:
     return found
 
 
-def page(record: Continuity) -> Mapping[str, Any]:
+def page(record: Continuity) -> Mapping[str, object]:
     p, edges = record.protocol, at_edge(record)
 
     def to_reference(arm: str) -> str:

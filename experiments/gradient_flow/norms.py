@@ -4,7 +4,6 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 # Component -> beginnings of the names of its parameters. The head is tied to the embeddings; the last norm counts to
 # the coda. In the baseline `flow` is the layers that stand in its place.
@@ -30,7 +29,7 @@ RULES = {
 }
 
 
-def component_norms(record: Mapping[str, Any]) -> dict[str, float]:
+def component_norms(record: Mapping[str, float]) -> dict[str, float]:
     """Norms by component, and `total`, from a record of `metrics.jsonl` that `trainer.watch` wrote: of a component the
     root of the sum of squares over its parameters.
 

@@ -3,7 +3,6 @@
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, field
-from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -83,7 +82,7 @@ def verdicts(record: GradientFlow, system: str) -> list[Verdict]:
     return found
 
 
-def page(record: GradientFlow) -> Mapping[str, Any]:
+def page(record: GradientFlow) -> Mapping[str, object]:
     p, hybrid, baseline = record.protocol, record.of(system="hybrid"), record.of(system="baseline")
     own = {name: record.of(system=name) for name in p.systems}
     pairs = zip(hybrid, baseline, strict=True)
@@ -150,7 +149,7 @@ def _controls(hybrid: list[Trained]) -> Table:
     return Table(["hybrid", "mean difference of logits", "relative", "change of the loss"], rows)
 
 
-def _changed(own: list[Trained], read: Callable[[Trained], list[Changed]]) -> Iterator[tuple[list[Any], list[str]]]:
+def _changed(own: list[Trained], read: Callable[[Trained], list[Changed]]) -> Iterator[tuple[list[Changed], list[str]]]:
     """For each reading that the trainings have, it of each of them, and cells: change of loss, divergence."""
     for each in zip(*map(read, own), strict=True):
         change = [e.loss - r.report_loss for e, r in zip(each, own, strict=True)]

@@ -3,7 +3,6 @@
 import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from experiments import style
 from experiments.counts import Counts, about
@@ -64,7 +63,7 @@ class Trained(Training, Named):
     judged_b: dict[str, float] = field(default_factory=dict)
     examples: dict[str, list[str]] = field(default_factory=dict)
 
-    def numbers(self) -> dict[str, Any]:
+    def numbers(self) -> dict[str, object]:
         """As a line of CSV."""
         losses = {f"loss {kind}": loss for kind, loss in self.losses.items()}
         return vars(self) | losses | {f"judged_b {u}": share for u, share in self.judged_b.items()}
@@ -102,7 +101,7 @@ def losses(record: Steering) -> dict[tuple[str, str], Contrast]:
     return contrasts(own, lambda key: (key[0], "right"))
 
 
-def page(record: Steering) -> Mapping[str, Any]:
+def page(record: Steering) -> Mapping[str, object]:
     p, judge, right = record.protocol, record.judge, accuracies(record)
     a, b = (text.name for text in record.texts)
     texts = [
