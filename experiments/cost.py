@@ -111,7 +111,7 @@ def _nearest(recipe: Recipe, parameters: int, unit: int) -> tuple[int, int]:
         config = recipe.but({"model": {"hidden_dim": units * unit}}).config
         return parameter_count(model_shape(config.model, Axis("vocab", vocabulary_size(config))))
 
-    above = 1 + bisect.bisect_left(range(2, _UNITS), parameters, key=size) + 1
+    above = 2 + bisect.bisect_left(range(2, _UNITS), parameters, key=size)
     units = min((above - 1, above), key=lambda units: abs(size(units) - parameters))
     return unit * units, size(units)
 
