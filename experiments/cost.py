@@ -1,5 +1,6 @@
 """What models cost, before anything is trained: parameters, FLOPs, memory of a step; and which width costs as much."""
 
+import bisect
 import contextlib
 import dataclasses
 import itertools
@@ -7,7 +8,6 @@ import operator
 import statistics
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import jax
 from haliax import Axis
@@ -19,11 +19,11 @@ from qkvflow.depth import StepGrowth
 from qkvflow.describe import vocabulary_size
 from qkvflow.errors import UserError
 from qkvflow.meshes.ahead import compile_ahead
-from qkvflow.models import NeuralOdeConfig, cost
+from qkvflow.models import NeuralOdeConfig, NeuralOdeLMHeadModel, cost
 from qkvflow.models.levanter_twin import enter, enter_config
 from qkvflow.training.checks import model_shape
 
-_NEAR = 0.05
+_NEAR, _UNITS = 0.05, 2**14
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,9 @@ def cost_of(recipe: Recipe) -> Cost:
     return Cost(*sizes, evaluations, flops, recipe.tokens, stages=stages)
 
 
-def _step(stage: NeuralOdeConfig, entered: Any, vocab: int, recipe: Recipe) -> tuple[int | float, float]:
+def _step(
+    stage: NeuralOdeConfig, entered: NeuralOdeLMHeadModel, vocab: int, recipe: Recipe
+) -> tuple[int | float, float]:
     """Evaluations and FLOPs of a training step of a stage; means where its number of evaluations is drawn."""
     length, plans = recipe.config.Pos.size, stage.training_plans or (stage.plan,)
     flops, evaluations = cost.flops(stage, entered, vocab, length), cost.evaluations(stage)
@@ -109,13 +111,8 @@ def _nearest(recipe: Recipe, parameters: int, unit: int) -> tuple[int, int]:
         config = recipe.but({"model": {"hidden_dim": units * unit}}).config
         return parameter_count(model_shape(config.model, Axis("vocab", vocabulary_size(config))))
 
-    low, high = 1, 2
-    while size(high) < parameters:
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if size(middle) < parameters else (low, middle)
-    units = min((low, high), key=lambda units: abs(size(units) - parameters))
+    above = 2 + bisect.bisect_left(range(2, _UNITS), parameters, key=size)
+    units = min((above - 1, above), key=lambda units: abs(size(units) - parameters))
     return unit * units, size(units)
 
 

@@ -5,28 +5,30 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from experiments.recipes import Recipe
-from experiments.study import SeedsConfig
 from experiments.texts import Text
 
 MOST = 5  # tokens of the longest n-grams
 Counts = dict[str, float]  # n -> loss
 
 
-def reached(config: SeedsConfig, recipe: Recipe, text: Text, trained: Sequence[Text] = ()) -> dict[str, Counts]:
+def reached(
+    batches: Mapping[str, int | None], recipe: Recipe, text: Text, trained: Sequence[Text] = ()
+) -> dict[str, Counts]:
     """What n-grams reach on what is read of a text, that are counted in as many tokens as `recipe` is trained on.
 
     Args:
+        batches: part -> of how many batches it is read; of all if None.
         trained: the texts in whose first tokens they are counted, in equal shares; `text` itself if there are none.
 
     Returns:
-        `select` or `report` -> n = 1 to MOST, as a string -> loss in nats per token.
+        part -> n = 1 to MOST, as a string -> loss in nats per token.
     """
     words, trained = recipe.tokenizer(), trained or [text]
     share = recipe.steps * recipe.tokens // len(trained)
     known = [token for one in trained for token in words.encode(one.read("train"))[:share]]
     found = {}
-    for part, batches in (("select", config.select_batches), ("report", config.report_batches)):
-        asked = words.encode(text.read(part))[: (batches or 0) * recipe.tokens or None]
+    for part, most in batches.items():
+        asked = words.encode(text.read(part))[: (most or 0) * recipe.tokens or None]
         found[part] = ngram_losses(known, asked, len(words))
     return found
 

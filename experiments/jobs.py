@@ -27,6 +27,17 @@ from qkvflow.training.finetune import settle
 _FREE_KEYS = {*FREE_KEYS, "data.train", "data.validation"} - {"trainer.steps_per_eval", "trainer.max_eval_batches"}
 
 
+Place = tuple[str, int]  # solver, steps
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where a flow is read. read_batches: of how many batches of the part `report`; of as many as all if None."""
+
+    places: list[Place]
+    read_batches: int | None = None
+
+
 @dataclass(frozen=True, kw_only=True)
 class Arm:
     """What is trained with several seeds.
@@ -35,7 +46,8 @@ class Arm:
         label: names it among the runs. recipe: without a name, a seed and a chosen learning rate.
         cost: of a training step. what: what it is, a dataclass, with whose fields the records of its trainings begin.
         text: that it is trained, selected and reported on; None if its study does that in its own way.
-        asks: what else is read of its trainings, as data.
+        flow: where its trained flow is read without training; None for nowhere.
+        asks: what else is read of its trainings, as data: who asks for something else reads again.
         shares_rate: arms that agree in it share their learning rate; None shares with none.
         base: the arm whose training with the same seed it begins from.
     """
@@ -45,7 +57,8 @@ class Arm:
     cost: Cost
     what: Any
     text: Text | None = None
-    asks: Mapping[str, Any] = field(default_factory=dict)
+    flow: Places | None = None
+    asks: Mapping[str, object] = field(default_factory=dict)
     shares_rate: Hashable = None
     base: "Arm | None" = None
 
@@ -101,12 +114,17 @@ def chosen_rates(searched: Sequence[Job], losses: Sequence[float]) -> dict[Hasha
     return {of: min(sorted(by_rate), key=lambda rate: statistics.fmean(by_rate[rate])) for of, by_rate in seen.items()}
 
 
-def beyond(tried: Sequence[float], best: float, most: int) -> list[float]:
-    """The next rate of a grid whose best is at an edge, in the ratio of that edge; none inside, or if it has `most`."""
-    low, high = sorted(tried)[:2], sorted(tried)[-2:]
-    if len(tried) >= most or best not in (low[0], high[1]):
-        return []
-    return [low[0] * low[0] / low[1] if best == low[0] else high[1] * high[1] / high[0]]
+def beyond(searched: Sequence[Job], chosen: Mapping[Hashable, float], most: int) -> list[Job]:
+    """Trainings of the next rate of each grid whose best is at an edge, in the ratio of that edge, if it has less than
+    `most` rates."""
+    found = []
+    for group, arm in {job.arm.group: job.arm for job in searched}.items():
+        own = [job for job in searched if job.arm.group == group]
+        rates = sorted({job.rate for job in own}, reverse=chosen[group] == max(job.rate for job in own))
+        if len(rates) < most and chosen[group] == rates[0]:
+            rate = rates[0] * rates[0] / rates[1]
+            found += [Job.of(arm, seed, rate, is_reported=False) for seed in dict.fromkeys(job.seed for job in own)]
+    return found
 
 
 def reported(arms: Sequence[Arm], seeds: Sequence[int], rates: Mapping[Hashable, float] = {}) -> list[Job]:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import equinox as eqx
 import haliax as hax
@@ -18,14 +18,14 @@ from jax.tree_util import Partial
 from levanter.layers.attention import AttentionMask
 from levanter.models.lm_model import LmHeadModel
 
-from experiments.jobs import Arm, Job, at_work, beyond, chosen_rates, reported, selection, train
+from experiments.jobs import Arm, Job, Place, Places, at_work, beyond, chosen_rates, reported, selection, train
+from experiments.protocol import SeedsConfig
 from experiments.records import Training, kept, stored
-from experiments.study import SeedsConfig
-from experiments.texts import PARTS
+from experiments.texts import PARTS, Text
 from qkvflow.errors import UserError
 from qkvflow.eval_lm import Reading, read
 from qkvflow.runs import load_run
-from qkvflow.runs.evaluate import RunEvaluator
+from qkvflow.runs.evaluate import RunEvaluator, on_other_text
 from qkvflow.runs.load import Run
 from qkvflow.tracking import read_metrics
 
@@ -53,29 +53,21 @@ class Measure(Generic[T]):
 
     def search_and_report(self, arms: Sequence[Arm]) -> tuple[list[T], list[T]]:
         """What is read of the reported trainings, and of those before them by which learning rates are chosen."""
-        rates = self.config.learning_rates
-        search = selection(arms, rates, self.config.selection_seeds)
-        searched = self.all(search, "to choose learning rates by") if search else []
-        chosen = {arm.group: rate for arm in arms for rate in rates[:1]}
-        chosen |= chosen_rates(search, [r.select_loss for r in searched])
+        searched, chosen = self.search(arms)
         return self.all(reported(arms, self.config.seeds, chosen)), searched
 
-    def search(self, arms: Sequence[Arm], beyond_grid: int) -> tuple[list[T], dict[Hashable, float]]:
-        """Trainings of all rates, and the chosen rate of each group. A grid whose best is at an edge grows there, by
-        `beyond_grid` rates at most."""
-        rates, seeds = self.config.learning_rates, self.config.selection_seeds
-        first: dict[Hashable, Arm] = {}
-        for arm in arms:
-            first.setdefault(arm.group, arm)
-        tried, fresh = {group: [] for group in first}, {group: list(rates) for group in first}
-        jobs, found, chosen = [], [], {}
-        while any(fresh.values()):
-            new = [Job.of(first[g], s, r, is_reported=False) for g, own in fresh.items() for s in seeds for r in own]
-            found += self.all(new, "to choose learning rates by")
-            jobs += new
-            tried = {group: [*own, *fresh[group]] for group, own in tried.items()}
+    def search(self, arms: Sequence[Arm], beyond_grid: int = 0) -> tuple[list[T], dict[Hashable, float]]:
+        """Trainings of all rates, and the chosen rate of each group; a rate that is alone is chosen as it is. A grid
+        whose best is at an edge grows there, by `beyond_grid` rates at most."""
+        rates = self.config.learning_rates
+        chosen = {arm.group: rate for arm in arms for rate in rates[:1]}
+        fresh = selection(arms, rates, self.config.selection_seeds)
+        jobs, found = [], []
+        while fresh:
+            found += self.all(fresh, "to choose learning rates by")
+            jobs += fresh
             chosen = chosen_rates(jobs, [r.select_loss for r in found])
-            fresh = {group: beyond(own, chosen[group], len(rates) + beyond_grid) for group, own in tried.items()}
+            fresh = beyond(jobs, chosen, len(rates) + beyond_grid)
         return found, chosen
 
     def all(self, jobs: Sequence[Job], why: str = "to report") -> list[T]:
@@ -100,35 +92,34 @@ class Measure(Generic[T]):
                 jax.clear_caches()
         return found
 
-    def _place(self, job: Job) -> tuple[Path, type[T], dict[str, Any]]:
+    def _place(self, job: Job) -> tuple[Path, type[T], dict[str, object]]:
         """Where the record is kept, its class, and all that it depends on."""
         arm = job.arm
         hashes = {} if arm.text is None else {part: arm.text.hash(part) for part in PARTS}
         base = None if arm.base is None else Job.of(arm.base, job.seed).recipe.digest()
         asked = {"recipe": job.recipe.digest(), "base": base, "text": hashes}
         if job.is_reported:
-            asked |= {"batches": self.config.report_batches, **arm.asks}
+            asked |= {"batches": self.config.report_batches, **(vars(arm.flow) if arm.flow else {}), **arm.asks}
         return self.config.kept_in(self.run_dir) / f"{job.name}.json", self.kind, asked
 
     def _read(self, job: Job) -> T:
         train(job.recipe)
-        what, training, text = vars(job.arm.what), read_training(job), job.arm.text
+        arm, found = job.arm, self.kind(**vars(job.arm.what), **vars(read_training(job)))
         if not job.is_reported:
-            return self.kind(**what, **vars(training))
+            return found
         run, evaluator = load_run(job.recipe.run.path), None
-        training = dataclasses.replace(training, causal_at=causal_at(run, job.name))
-        if text is not None:
-            evaluator = evaluator_on(run, text.file("report"), self.config.report_batches)
-            training = dataclasses.replace(training, report_loss=evaluator.loss(run.model))
-        return self.more(job, self.kind(**what, **vars(training)), run, evaluator)
-
-
-Place = tuple[str, int]  # solver, steps
+        found = dataclasses.replace(found, causal_at=causal_at(run, job.name))
+        if arm.text is not None:
+            evaluator = evaluator_on(run, arm.text.file("report"), self.config.report_batches)
+            found = dataclasses.replace(found, report_loss=evaluator.loss(run.model))
+        if arm.flow is not None:
+            found = dataclasses.replace(found, readings=readings(run, arm.text, arm.flow, evaluator))
+        return self.more(job, found, run, evaluator)
 
 
 @dataclass(frozen=True)
 class ReadTraining(Training):
-    """readings: of the trained flow by other solvers and in other numbers of steps, in the order that its arm asks."""
+    """readings: of the trained flow in the `Places` of its arm."""
 
     readings: list[Reading] = field(default_factory=list)
 
@@ -136,15 +127,12 @@ class ReadTraining(Training):
         return next(r for r in self.readings if (r.solver, r.steps) == place)
 
 
-def readings(job: Job, run: Run, evaluator: RunEvaluator) -> list[Reading]:
-    """Of the `places` of the arm's `asks`, without any training."""
-    asks = job.arm.asks
-    if not asks:
-        return []
-    if asks["read_batches"] is not None:
-        evaluator = evaluator_on(run, job.arm.text.file("report"), asks["read_batches"])
+def readings(run: Run, text: Text, where: Places, evaluator: RunEvaluator) -> list[Reading]:
+    """Of a trained flow by other solvers and in other numbers of steps, without any training."""
+    if where.read_batches is not None:
+        evaluator = evaluator_on(run, text.file("report"), where.read_batches)
     depth, example = run.config.model.depth, evaluator.example()
-    models = (run.model.with_depth(depth.on_grid(steps, solver=solver)) for solver, steps in asks["places"])
+    models = (run.model.with_depth(depth.on_grid(steps, solver=solver)) for solver, steps in where.places)
     return [read(model, evaluator, example) for model in models]
 
 
@@ -158,15 +146,18 @@ def read_training(job: Job) -> Training:
 
 def evaluator_on(run: Run, path: str, max_batches: int | None) -> RunEvaluator:
     """Evaluates models of a run on another text than those it was trained and validated with."""
-    data = dataclasses.replace(run.config.data, validation=path)
-    unseen = dataclasses.replace(run, config=dataclasses.replace(run.config, data=data))
-    return RunEvaluator(unseen, max_batches=max_batches)
+    return RunEvaluator(on_other_text(run, {"validation": path}), max_batches=max_batches)
+
+
+def some_tokens(evaluator: RunEvaluator, sequences: int) -> NamedArray:
+    """The first sequences of its text, {batch, position}."""
+    tokens = evaluator.example().tokens.rearrange(("batch", "position"))
+    return hax.named(tokens.array[:sequences], ("batch", "position"))
 
 
 def causal_at(run: Run, name: str) -> list[int]:
     """The positions at which the model of a run passed the test of causality, on the text that it was watched on."""
-    tokens = RunEvaluator(run, batch_size=_SEQUENCES, max_batches=1).example().tokens
-    some = hax.named(tokens.rearrange(("batch", "position")).array[:_SEQUENCES], ("batch", "position"))
+    some = some_tokens(RunEvaluator(run, batch_size=_SEQUENCES, max_batches=1), _SEQUENCES)
     return check_causality(Partial(_logits, run.model), some, name)
 
 
@@ -189,21 +180,31 @@ def check_causality(model: Callable[[NamedArray], NamedArray], tokens: NamedArra
     Raises:
         UserError: if a logit before the changed token moves at all, or none from it on.
     """
-    logits_of = eqx.filter_jit(lambda m, tokens: m(tokens).rearrange(("batch", "position", "vocab")).array)
-    plain = np.asarray(logits_of(model, tokens))
-    length, vocab = plain.shape[1:]
+    length = tokens.resolve_axis("position").size
     tried = sorted({1, length // 2, length - 1})
     for j in tried:
-        other = hax.named(tokens.array.at[:, j].set((tokens.array[:, j] + 1) % vocab), tokens.axes)
-        changed = np.asarray(logits_of(model, other))
-        if not np.array_equal(plain[:, :j], changed[:, :j]):
-            moved = float(np.abs(plain[:, :j] - changed[:, :j]).max())
+        before, after = moved(model, tokens, j)
+        if not before == 0.0:  # nor nan
             raise UserError(
-                f"{name} sees the future: token {j} was changed, and logits before it moved by up to {moved:.3g}. Its"
+                f"{name} sees the future: token {j} was changed, and logits before it moved by up to {before:.3g}. Its"
                 " loss says nothing, and is not accepted"
             )
-        if np.array_equal(plain[:, j:], changed[:, j:]):
+        if after == 0.0:
             raise UserError(
                 f"{name} does not hear its input: token {j} was changed, and no logit moved. Its loss is not accepted"
             )
     return tried
+
+
+def moved(model: Callable[[NamedArray], NamedArray], tokens: NamedArray, j: int) -> tuple[float, float]:
+    """The most that a logit before the token `j` moves when that is changed, which is 0 in a causal model; and the most
+    from it on."""
+    plain = _logits_of(model, tokens)
+    other = hax.named(tokens.array.at[:, j].set((tokens.array[:, j] + 1) % plain.shape[-1]), tokens.axes)
+    change = np.abs(np.asarray(_logits_of(model, other)) - np.asarray(plain))
+    return float(change[:, :j].max()), float(change[:, j:].max())
+
+
+@eqx.filter_jit
+def _logits_of(model: Callable[[NamedArray], NamedArray], tokens: NamedArray) -> jax.Array:
+    return model(tokens).rearrange(("batch", "position", "vocab")).array

@@ -118,5 +118,10 @@ def merged(base: Changes, over: Changes) -> dict[str, Any]:
     return result
 
 
+def without_base(changes: Changes) -> dict[str, Any]:
+    """What an arm of a YAML changes, without the file that it begins from."""
+    return {key: value for key, value in changes.items() if key != "base"}
+
+
 def _is_of_other_type(old: Changes, new: Changes) -> bool:
     return "type" in old and "type" in new and old["type"] != new["type"]

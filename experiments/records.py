@@ -46,6 +46,10 @@ class Record:
         cores = f"{self.machine.cores} core{'' if self.machine.cores == 1 else 's'}"
         return f"{self.machine.device}, {cores}, JAX {self.machine.jax}, {self.date}. Command: `{self.command}`"
 
+    def of(self, **keys: object) -> list[Any]:
+        """Of its `results`, the trainings with these values."""
+        return [r for r in self.results if all(getattr(r, key) == value for key, value in keys.items())]
+
 
 @dataclass(frozen=True)
 class Training:
@@ -66,23 +70,34 @@ class Training:
     causal_at: list[int] = field(default_factory=list)
     report_loss: float | None = None
 
+    def reaches(self, loss: float) -> int | None:
+        """After how many steps the loss on the part `select` is first read at or below `loss`; None if never."""
+        return next((step for step, own in self.curve if own <= loss), None)
+
 
 def by_seed(trainings: Iterable[Training], value: Callable[[Any], float] = lambda r: r.report_loss) -> dict[int, float]:
     """seed -> value."""
     return {training.seed: value(training) for training in trainings}
 
 
+def device_name() -> str:
+    device = jax.devices()[0]
+    return device.device_kind if device.platform != "cpu" else platform.machine()
+
+
 def made_here(record: T, module: str) -> T:
     """The record, with this machine, today, and the command that runs."""
-    device = jax.devices()[0]
-    name = device.device_kind if device.platform != "cpu" else platform.machine()
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     command = shlex.join(["python", "-m", module, *sys.argv[1:]])
-    where = {"machine": Machine(name, cores, jax.__version__), "date": date.today().isoformat(), "command": command}
+    where = {
+        "machine": Machine(device_name(), cores, jax.__version__),
+        "date": date.today().isoformat(),
+        "command": command,
+    }
     return dataclasses.replace(record, **where)
 
 
-def written(record: Any) -> str:
+def written(record: object) -> str:
     """JSON with a line for each training."""
     parts = []
     for key, value in TypeAdapter(type(record)).dump_python(record).items():
@@ -92,12 +107,12 @@ def written(record: Any) -> str:
     return "{\n" + ",\n".join(parts) + "\n}\n"
 
 
-def read(cls: type[T], raw: Any) -> T:
+def read(cls: type[T], raw: object) -> T:
     """What `json.loads` gave, as `cls`. Keys that `cls` does not have are passed over: a file may be older."""
     return TypeAdapter(cls).validate_python(raw)
 
 
-def kept(path: Path, cls: type[T], asked: Any, make: Callable[[], T]) -> T:
+def kept(path: Path, cls: type[T], asked: object, make: Callable[[], T]) -> T:
     """What `make` returned when it was last asked for `asked`, from the JSON at `path`; made anew if that differs."""
     found = stored(path, cls, asked)
     if found is None:
@@ -108,7 +123,7 @@ def kept(path: Path, cls: type[T], asked: Any, make: Callable[[], T]) -> T:
     return found
 
 
-def stored(path: Path, cls: type[T], asked: Any) -> T | None:
+def stored(path: Path, cls: type[T], asked: object) -> T | None:
     """What `kept` has; None if it has nothing, or was asked for something else."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # nothing, or something else
         content = json.loads(path.read_text())

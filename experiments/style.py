@@ -13,21 +13,30 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from experiments.protocol import Protocol
 from experiments.statistics import Interval, interval
 
 Named = tuple[str, Figure]
 Span = tuple[float, float]
+Curves = Mapping[str, tuple[Sequence[float], Sequence[Interval]]]  # name -> x, y
+Looks = Mapping[str, Mapping[str, Any]]  # name -> how it is drawn
 
 # Okabe and Ito (2008), without yellow, which is faint on white.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 MARKS = ("o", "s", "^", "D", "v", "P")
 LINES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (1, 3)))
 REFERENCE, MUTED = "black", "grey"
+_WORDS = {"select": "the text to select by", "report": "unseen text"}
 
 
 def series(k: int) -> dict[str, Any]:
     """Colour, line and mark of the k-th series."""
     return {"color": COLOURS[k % 6], "linestyle": LINES[k % 6], "marker": MARKS[k % 6]}
+
+
+def series_of(names: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """A series for each name."""
+    return {name: series(k) for k, name in enumerate(names)}
 
 
 def panels(rows: int, columns: int, size: tuple[float, float], **options: Any) -> tuple[Figure, Any]:
@@ -45,11 +54,23 @@ def curve(panel: Axes, x: Sequence[float], own: Sequence[Interval], **look: Any)
     panel.fill_between(x, low, means + halves, color=look["color"], alpha=0.13, linewidth=0)
 
 
+def curves(panel: Axes, found: Curves, looks: Looks) -> None:
+    """A curve for each name, which stands at its end. To be called last, when the axes are settled."""
+    for name, (x, own) in found.items():
+        curve(panel, x, own, **looks[name])
+    direct(panel, {name: (x[-1], own[-1].mean) for name, (x, own) in found.items()}, looks)
+
+
 def mean_curve(curves: Sequence[Sequence[tuple[int, float]]]) -> tuple[list[int], list[Interval]]:
     """Steps, and at each the mean of the curves: [step, value] of each seed."""
     own = [dict(one) for one in curves]
     steps = sorted(own[0])
     return steps, [interval([one[step] for one in own]) for step in steps]
+
+
+def zero(panel: Axes) -> None:
+    """Where a difference is none."""
+    panel.axhline(0.0, color=REFERENCE, linewidth=0.8)
 
 
 def points(panel: Axes, x: Sequence[float], own: Sequence[Interval], **look: Any) -> None:
@@ -62,9 +83,11 @@ def seeds(panel: Axes, x: float, values: Sequence[float], colour: Any) -> None:
     panel.plot([x] * len(values), values, ".", color=colour, alpha=0.6, markersize=5)
 
 
-def span(own: Iterable[Interval], more: Iterable[float] = ()) -> Span:
-    """Where all intervals, and `more`, have room: the axis of all panels of a page that show the same quantity."""
+def span(own: Iterable[Interval], more: Iterable[float] = (), counts: Iterable[Mapping[str, float]] = ()) -> Span:
+    """Where all intervals, `more`, and what n-grams of 2 and more tokens reach have room: the axis of all panels of a
+    page that show the same quantity."""
     ends = [end for i in own for end in i.bounds if not np.isnan(end)] + list(more)
+    ends += [loss for each in counts for n, loss in each.items() if n != "1"]
     room = 0.04 * (max(ends) - min(ends))
     return min(ends) - room, max(ends) + room
 
@@ -93,7 +116,12 @@ def loss_axis(panel: Axes, what: str, unit: str, n: int, counts: Mapping[str, fl
     panel.grid(alpha=0.25)
 
 
-def direct(panel: Axes, ends: Mapping[str, tuple[float, float]], colours: Mapping[str, Any]) -> None:
+def losses(panel: Axes, p: Protocol, part: str, limits: Span) -> None:
+    """An axis of losses on a part of the text of a study."""
+    loss_axis(panel, _WORDS[part], p.unit, p.n, p.counts[part], limits)
+
+
+def direct(panel: Axes, ends: Mapping[str, tuple[float, float]], looks: Looks) -> None:
     """The name of each series right of the panel, at the height of its end (x, y) or as near as others let it be."""
     panel.figure.draw_without_rendering()  # settles where the panel is
     transform, (left, right) = panel.transData, panel.get_xlim()
@@ -109,9 +137,9 @@ def direct(panel: Axes, ends: Mapping[str, tuple[float, float]], colours: Mappin
             textcoords="data",
             annotation_clip=False,
             fontsize=7.5,
-            color=colours[name],
+            color=looks[name]["color"],
             va="center",
-            arrowprops={"arrowstyle": "-", "color": colours[name], "linewidth": 0.5, "shrinkA": 0, "shrinkB": 0},
+            arrowprops={"arrowstyle": "-", "color": looks[name]["color"], "linewidth": 0.5, "shrinkA": 0, "shrinkB": 0},
         )
 
 

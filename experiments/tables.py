@@ -77,17 +77,8 @@ def milliseconds(seconds: Iterable[float]) -> str:
     return f"{own[0]:.0f} to {own[-1]:.0f}"
 
 
-def contrast_head(reference: str) -> list[str]:
-    """Columns of `contrast_cells`."""
-    return ["loss", "SD", f"minus {reference}", "p (Holm)", "d_z"]
-
-
-def contrast_cells(contrast: Contrast) -> list[Cell]:
-    """Mean, SD, and of all but the reference the difference to it, its p and its effect."""
-    return [contrast.mean, f"{contrast.mean.sd:.3f}", *difference_cells(contrast)]
-
-
 def difference_cells(contrast: Contrast) -> list[Cell]:
+    """Of all but the reference: the difference to it, its p and its effect."""
     against = contrast.difference
     return ["", "", ""] if against is None else [against, number(contrast.p_holm), number(against.effect)]
 

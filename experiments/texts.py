@@ -220,17 +220,15 @@ def _cut(text: str, *places: int) -> tuple[str, ...]:
 
 
 def _in_folder(folder: str, name: str, needed: str) -> str:
-    try:
-        return _read(Path(folder) / name)
-    except UserError as error:
-        raise UserError(
-            f"{error}. `folder` of the text must be one that holds {needed}: give it by --text.folder DIR (where there"
-            " are two texts, --a.folder or --b.folder)"
-        ) from None
+    hint = (
+        f". `folder` of the text must be one that holds {needed}: give it by --text.folder DIR (where there"
+        " are two texts, --a.folder or --b.folder)"
+    )
+    return _read(Path(folder) / name, hint)
 
 
-def _read(path: Path) -> str:
+def _read(path: Path, hint: str = "") -> str:
     try:
         return path.expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} cannot be read: {error}") from None
+        raise UserError(f"{path} cannot be read: {error}{hint}") from None

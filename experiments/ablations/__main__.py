@@ -9,24 +9,20 @@ Every training is a run below `run_dir`. Given again, the command continues wher
 in the YAML.
 """
 
-import dataclasses
 from pathlib import Path
 
 from experiments.ablations import report
 from experiments.ablations.plan import AblationsConfig, plan, settings
 from experiments.ablations.report import Ablations, Trained
-from experiments.jobs import Job
-from experiments.measure import Measure, readings
+from experiments.measure import Measure
 from experiments.study import Study
-from qkvflow.runs.evaluate import RunEvaluator
-from qkvflow.runs.load import Run
 
 
 def make(config: AblationsConfig, run_dir: Path) -> Ablations:
     text = config.text.prepare(run_dir / "texts")
     of = plan(config, text, run_dir)
     arms = list({arm.label: arm for arm in of.values()}.values())
-    results, selection = Measure(Trained, config, run_dir, _with_readings).search_and_report(arms)
+    results, selection = Measure(Trained, config, run_dir).search_and_report(arms)
     groups = {}
     for name in config.chosen:
         group = config.groups[name]
@@ -37,11 +33,6 @@ def make(config: AblationsConfig, run_dir: Path) -> Ablations:
     models = {a.label: report.Described(a.cost.parameters, a.cost.evaluations, a.recipe.raw["model"]) for a in arms}
     protocol = report.AblationsProtocol.of(config, text, longest, steps=steps, groups=groups)
     return Ablations(protocol=protocol, models=models, results=results, selection=selection)
-
-
-def _with_readings(job: Job, found: Trained, run: Run, evaluator: RunEvaluator) -> Trained:
-    """A trained flow by other solvers and in other numbers of steps, without any training."""
-    return dataclasses.replace(found, readings=readings(job, run, evaluator))
 
 
 STUDY = Study("ablations", AblationsConfig, Ablations, make, report.page, report.files, report.draw)

@@ -6,10 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from experiments.cost import Cost, cost_of
-from experiments.jobs import Arm
-from experiments.measure import Place
-from experiments.recipes import Changes, Recipe
-from experiments.study import StudyConfig
+from experiments.jobs import Arm, Place, Places
+from experiments.protocol import StudyConfig, check_among, check_reference
+from experiments.recipes import Changes, Recipe, without_base
 from experiments.texts import Text
 from qkvflow.depth import solver_by_name
 from qkvflow.errors import UserError
@@ -91,15 +90,9 @@ class AblationsConfig(StudyConfig):
                 "nothing to ablate: give --config experiments/ablations/wikitext2.yaml (its text by --text.folder DIR),"
                 " or --smoke"
             )
-        unknown = [name for name in self.chosen if name not in self.groups]
-        if unknown or not self.chosen:
-            raise UserError(f"`only` has {', '.join(unknown) or 'nothing in it'}. Choices: {', '.join(self.groups)}")
+        check_among("only", self.chosen, self.groups)
         for name, group in self.groups.items():
-            arms = ", ".join(group.arms) or "none"
-            if group.reference not in group.arms:
-                raise UserError(f"groups.{name}.reference is {group.reference!r}, which is not among its arms ({arms})")
-            if len(group.arms) < 2:
-                raise UserError(f"groups.{name}.arms: a comparison needs at least two arms, and it has {arms}")
+            check_reference(f"groups.{name}.reference", group.reference, group.arms, "its arms")
             for arm, changes in group.arms.items():
                 if not (changes.get("base") or group.base or self.base):
                     raise UserError(
@@ -126,9 +119,8 @@ def plan(config: AblationsConfig, text: Text, run_dir: Path) -> dict[tuple[str, 
     of: dict[tuple[str, str], str] = {}
     for group_name, group in config.groups.items():
         for name, changes in group.arms.items():
-            recipe = Recipe.of(changes.get("base") or group.base or config.base, config.overrides, group.overrides)
-            recipe = recipe.but({key: value for key, value in changes.items() if key != "base"})
-            recipe = recipe.on(text, run_dir, config.select_batches, config.evaluations)
+            base, own = changes.get("base") or group.base or config.base, without_base(changes)
+            recipe = config.recipe(base, text, run_dir, group.overrides, own)
             digest = recipe.digest(train=text.hash("train"), select=text.hash("select"))
             if digest not in known:
                 label, cost = f"{name}-{digest}", _cost(recipe, f"groups.{group_name}.arms.{name}")
@@ -136,9 +128,10 @@ def plan(config: AblationsConfig, text: Text, run_dir: Path) -> dict[tuple[str, 
             if group_name in config.chosen:
                 of[group_name, name] = digest
                 _check_places(recipe, group.places, f"groups.{group_name}.read: {name}")
-                places = dict.fromkeys([*known[digest].asks.get("places", ()), *group.places])
-                asks = {"places": list(places), "read_batches": config.read_batches} if places else {}
-                known[digest] = dataclasses.replace(known[digest], asks=asks)
+                flow = known[digest].flow
+                places = list(dict.fromkeys([*(flow.places if flow else ()), *group.places]))
+                flow = Places(places, config.read_batches) if places else None
+                known[digest] = dataclasses.replace(known[digest], flow=flow)
     return {key: known[digest] for key, digest in of.items()}
 
 

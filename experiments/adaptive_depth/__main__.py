@@ -28,11 +28,15 @@ def make(config: AdaptiveDepthConfig, run_dir: Path) -> AdaptiveDepth:
     texts = config.texts(run_dir / "texts")
     planned = reported(arms(config, texts, run_dir), config.seeds)
     results = Measure(Trained, config, run_dir, _with_sizes).all(planned)
-    steps = {job.arm.what.kind: job.recipe.steps for job in planned}
-    settings = Settings(config.layers, steps["pretrain"], steps["full"], config.seeds)
-    sizes, alone = {text.name: text.sizes() for text in texts}, (j for j in planned if j.arm.what.kind == "scratch")
-    counts = {job.arm.text.name: reached(config, job.recipe, job.arm.text) for job in alone}
-    return AdaptiveDepth(settings=settings, texts=sizes, results=results, counts=counts)
+    recipes = {(job.arm.what.kind, job.arm.text): job.recipe for job in planned}
+    steps = {kind: recipe.steps for (kind, _), recipe in recipes.items()}
+    alone = {text: recipe for (kind, text), recipe in recipes.items() if kind == "scratch"}
+    return AdaptiveDepth(
+        settings=Settings(config.layers, steps["pretrain"], steps["full"], config.seeds),
+        texts={text.name: text.sizes() for text in texts},
+        results=results,
+        counts={text.name: reached(config.batches, recipe, text) for text, recipe in alone.items()},
+    )
 
 
 def _with_sizes(job: Job, found: Trained, run: Run, evaluator: RunEvaluator | None) -> Trained:

@@ -7,8 +7,9 @@ from typing import Any
 
 from experiments.cost import Cost, cost_of
 from experiments.jobs import Arm
+from experiments.protocol import SeedsConfig
 from experiments.recipes import Changes, Recipe
-from experiments.study import FOLDER, SeedsConfig
+from experiments.study import FOLDER
 from experiments.texts import Shakespeare, Text, TextConfig, WikiText2
 from qkvflow.errors import UserError
 
@@ -94,9 +95,7 @@ def _one_way(
     config: AdaptiveDepthConfig, source: Text, target: Text, costs: Mapping[tuple[str, int | None], Cost], run_dir: Path
 ) -> Iterator[Arm]:
     def arm(label: str, what: Stage, text: Text, *parts: Changes, base: Arm | None = None) -> Arm:
-        recipe = Recipe(config.overrides).but(*parts)
-        recipe = recipe.on(text, run_dir, config.select_batches, config.evaluations)
-        cost = costs[what.system, what.depth]
+        recipe, cost = config.recipe(None, text, run_dir, *parts), costs[what.system, what.depth]
         return Arm(label=f"{label}-{what.kind}", recipe=recipe, cost=cost, what=what, text=text, base=base)
 
     bases = {}

@@ -1,6 +1,12 @@
-"""All benchmarks, one after the other: `make bench`."""
+"""All benchmarks, or those that are named, one after the other: `make bench`, `python -m experiments.bench ssm_128`."""
 
-from experiments.bench import adjoints, analysis, general, generation, ssm, training_step
+import sys
 
-for benchmark in (training_step, adjoints, general, ssm, generation, analysis):
-    benchmark.main()
+from experiments.bench import analysis, generation, gradients
+from experiments.bench.frame import run
+
+TABLE = {each.name: each for each in (*gradients.BENCHMARKS, *generation.BENCHMARKS, *analysis.BENCHMARKS)}
+unknown = sorted(set(sys.argv[1:]) - set(TABLE))
+if unknown:
+    sys.exit(f"error: there is no benchmark {', '.join(unknown)}. Choices: {', '.join(TABLE)}")
+run(TABLE[name] for name in sys.argv[1:] or TABLE)

@@ -5,14 +5,15 @@ Beside the straightforward dense method stands one with a BLAS thread for each m
 the twelve and counted twelvefold, in turn with the thin one, whose time is that of all layers.
 """
 
+import functools
 import statistics
-import threading
+from pathlib import Path
 
 import haliax as hax
 import numpy as np
 
-from experiments.bench.models import build, flow
-from experiments.bench.timing import report, seconds
+from experiments.bench.frame import Benchmark, Rows, run, seconds
+from experiments.bench.gradients import build, flow
 from qkvflow.analysis import lyapunov, spectral
 from qkvflow.analysis.many import each
 from qkvflow.analysis.matrices import products
@@ -23,80 +24,67 @@ from qkvflow.weights import GeneratedConfig
 WIDTH, HEADS, LAYERS, SEQUENCE, EXPONENTS = 768, 12, 12, 256, 8
 
 
+@functools.cache
 def model():
     weights = GeneratedConfig(time_embed_dim=20, sinusoidal_dim=128)
     config = flow(WIDTH, SEQUENCE, weights, Gpt2BlockConfig(num_heads=HEADS), steps=LAYERS)
     return build(config, hax.Axis("vocab", 512))
 
 
-def dense(model, family: str) -> np.ndarray:
+def dense(family: str) -> np.ndarray:
     """The straightforward method for the first layer: eigenvalues of each full {embed, embed} product."""
-    left, right = (np.asarray(m[:1], np.float64) for m in products(model, family))
+    left, right = (np.asarray(m[:1], np.float64) for m in products(model(), family))
     return np.linalg.eigvals(left @ right)
 
 
-def dense_spread(model, family: str) -> np.ndarray:
+def dense_spread(family: str) -> np.ndarray:
     """The same with one BLAS thread for each matrix: faster, above all where cores are busy."""
-    left, right = (np.asarray(m[:1], np.float64) for m in products(model, family))
+    left, right = (np.asarray(m[:1], np.float64) for m in products(model(), family))
     return each(lambda a, b: np.linalg.eigvals(a @ b), left, right)
 
 
-def spectra(model) -> None:
+def spectra() -> Rows:
     rows = {}
     for family in ("qk", "ov"):
-
-        def thin(family=family):
-            return seconds(lambda: spectral.eigenvalues(model, family))
-
+        calls = [functools.partial(method, family) for method in (dense, dense_spread)]
+        thin = functools.partial(seconds, functools.partial(spectral.eigenvalues, model(), family))
         first = thin()
         thin()
         rounds = []
         for _ in range(3):
-            slow = [seconds(lambda f=family, m=method: m(model, f)) * LAYERS for method in (dense, dense_spread)]
-            rounds.append([statistics.median(thin() for _ in range(3)), *slow])
-        rounds = [[*r, r[1] / r[0], r[2] / r[0]] for r in rounds]
+            slow = [seconds(call) * LAYERS for call in calls]
+            own = statistics.median(thin() for _ in range(3))
+            rounds.append([own, *slow, *(taken / own for taken in slow)])
         own, plain, spread, ratio, spread_ratio = (statistics.median(column) for column in zip(*rounds, strict=True))
         rows[family] = {"first call s": first, "thin s": own, "dense s": plain, "ratio": ratio}
         rows[family] |= {"spread s": spread, "spread ratio": spread_ratio}
-    report("spectra", {"width": WIDTH, "heads": HEADS, "layers": LAYERS}, rows)
+    return rows
 
 
-def memory(model) -> None:
+def memory() -> Rows:
     """The most memory beyond that of the model while the spectrum is computed, compilation included."""
-    reading, tokens = read(model), np.arange(SEQUENCE)
-    before, most, done = _resident(), 0, threading.Event()
-
-    def watch() -> None:
-        nonlocal most
-        while not done.wait(0.02):
-            most = max(most, _resident())
-
-    watcher = threading.Thread(target=watch)
-    watcher.start()
+    reading, tokens, state = read(model()), np.arange(SEQUENCE), SEQUENCE * WIDTH
+    before = _bytes("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # Linux: the peak is counted from now on
     taken = seconds(lambda: lyapunov.spectrum(reading, tokens, EXPONENTS))
-    done.set()
-    watcher.join()
-    state = SEQUENCE * WIDTH
-    rows = {
-        "spectrum, measured": {"MiB": (most - before) / 2**20},
+    return {
+        "spectrum, measured": {"MiB": (_bytes("VmHWM") - before) / 2**20, "seconds": taken},
         "dense Jacobian of one token's output": {"MiB": WIDTH * state * 4 / 2**20},
         "dense Jacobian of one block": {"MiB": state**2 * 4 / 2**20},
     }
-    settings = {"width": WIDTH, "layers": LAYERS, "sequence": SEQUENCE, "k": EXPONENTS, "seconds": round(taken)}
-    report("lyapunov_memory", settings, rows)
 
 
-def _resident() -> int:
-    """Bytes of this process in memory."""
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * 4096
+def _bytes(what: str) -> int:
+    """Of this process in memory: now (VmRSS), or at most (VmHWM)."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(what))
 
 
-def main() -> None:
-    m = model()
-    memory(m)
-    spectra(m)
-
+SETTINGS = {"width": WIDTH, "layers": LAYERS}
+BENCHMARKS = (
+    Benchmark("lyapunov_memory", SETTINGS | {"sequence": SEQUENCE, "k": EXPONENTS}, memory),
+    Benchmark("spectra", SETTINGS | {"heads": HEADS}, spectra),
+)
 
 if __name__ == "__main__":
-    main()
+    run(BENCHMARKS)

@@ -7,7 +7,7 @@
   layers are written: one scan over stacked blocks, keys and values stacked along the layers.
 """
 
-from collections.abc import Callable
+import functools
 
 import equinox as eqx
 import haliax as hax
@@ -19,8 +19,8 @@ from levanter.layers.attention import AttentionBackend, dot_product_attention
 from levanter.models.gpt2 import Gpt2Config, Gpt2LMHeadModel
 from levanter.utils.tree_utils import inference_mode
 
-from experiments.bench.models import HEADS, Vocab, build, flow
-from experiments.bench.timing import Rows, interleaved, report, seconds
+from experiments.bench.frame import Benchmark, Call, Rows, interleaved, run, seconds
+from experiments.bench.gradients import HEADS, Vocab, build, flow
 from qkvflow.generation import Engine, SamplingOptions
 from qkvflow.generation.prepare import PreparedModel
 from qkvflow.models import NeuralOdeLMHeadModel
@@ -43,13 +43,13 @@ def engine_at(model, context: int, new: int) -> Engine:
     return engine
 
 
-def decoding(model, context: int) -> Callable[[], object]:
+def decoding(model, context: int) -> Call:
     """Adds NEW tokens to a text that begins with `context` tokens."""
     engine = engine_at(model, context, NEW * (ROUNDS + 2))
     return lambda: engine.decode(NEW)
 
 
-def levanter_decoding(model: Gpt2LMHeadModel, context: int) -> Callable[[], object]:
+def levanter_decoding(model: Gpt2LMHeadModel, context: int) -> Call:
     """The same for Levanter's GPT-2, with the modules of its layers; it has no decoding of its own."""
     Layers = model.config.Layers
     Keys = hax.Axis("key_position", 1024)  # what our engine has for such a text
@@ -115,24 +115,33 @@ def recomputation(model: NeuralOdeLMHeadModel, start: int) -> Rows:
     return {name: {"seconds": t, "tokens_per_second": TEXT / t, "ratio": t / cached} for name, t in taken.items()}
 
 
-def main() -> None:
-    settings = {"width": WIDTH, "heads": HEADS, "layers": LAYERS, "batch": 1, "new tokens": NEW}
-    model = inference_mode(build(flow(WIDTH, MAX_SEQ_LEN, steps=LAYERS)), True)
-    runs = {f"context {n}": decoding(model, n) for n in (128, 1024)}
-    report("decoding_along_the_context", settings, interleaved(runs, ROUNDS, reference="context 128"))
+@functools.cache
+def model() -> NeuralOdeLMHeadModel:
+    return inference_mode(build(flow(WIDTH, MAX_SEQ_LEN, steps=LAYERS)), True)
 
-    levanter = Gpt2Config(max_seq_len=MAX_SEQ_LEN, hidden_dim=WIDTH, num_heads=HEADS, num_layers=LAYERS)
-    theirs = inference_mode(build(levanter), True)
-    runs = {
+
+def along_the_context() -> Rows:
+    return interleaved({f"context {n}": decoding(model(), n) for n in (128, 1024)}, ROUNDS)
+
+
+def against_levanter() -> Rows:
+    config = Gpt2Config(max_seq_len=MAX_SEQ_LEN, hidden_dim=WIDTH, num_heads=HEADS, num_layers=LAYERS)
+    theirs = inference_mode(build(config), True)
+    calls = {
         "levanter gpt2, scan": levanter_decoding(theirs, 128),
         "levanter gpt2, our engine": decoding(theirs, 128),
-        "flow, discretised": decoding(model.discretise(), 128),
+        "flow, discretised": decoding(model().discretise(), 128),
     }
-    report("decoding_against_levanter", settings, interleaved(runs, ROUNDS, reference="levanter gpt2, scan"))
+    return interleaved(calls, ROUNDS)
 
-    rows = recomputation(model, 16)
-    report("cache_against_recomputation", {**settings, "new tokens": TEXT, "prompt": 16}, rows)
 
+SETTINGS = {"width": WIDTH, "heads": HEADS, "layers": LAYERS, "batch": 1, "new tokens": NEW}
+ANEW = SETTINGS | {"new tokens": TEXT, "prompt": 16}
+BENCHMARKS = (
+    Benchmark("decoding_along_the_context", SETTINGS, along_the_context),
+    Benchmark("decoding_against_levanter", SETTINGS, against_levanter),
+    Benchmark("cache_against_recomputation", ANEW, lambda: recomputation(model(), ANEW["prompt"])),
+)
 
 if __name__ == "__main__":
-    main()
+    run(BENCHMARKS)

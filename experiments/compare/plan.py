@@ -5,8 +5,8 @@ from pathlib import Path
 
 from experiments.cost import Cost, cost_of, width_with
 from experiments.jobs import Arm
+from experiments.protocol import StudyConfig, check_among, check_reference
 from experiments.recipes import Recipe
-from experiments.study import StudyConfig
 from experiments.texts import Text
 from qkvflow.errors import UserError
 
@@ -41,12 +41,8 @@ class CompareConfig(StudyConfig):
                 "nothing to compare: give --config experiments/compare/wikitext2.yaml (its text by --text.folder DIR),"
                 " or --smoke"
             )
-        if self.reference not in self.systems:
-            names = ", ".join(self.systems)
-            raise UserError(f"`reference` is {self.reference!r}, which is not among `systems` ({names})")
-        unknown = [row for row in self.rows if row not in ROWS]
-        if unknown or not self.rows:
-            raise UserError(f"`rows` has {', '.join(unknown) or 'nothing in it'}. Choices: {', '.join(ROWS)}")
+        check_reference("`reference`", self.reference, self.systems, "`systems`", least=1)
+        check_among("rows", self.rows, ROWS)
         super().check()
 
 
@@ -66,20 +62,17 @@ def arms(config: CompareConfig, text: Text, run_dir: Path) -> list[Arm]:
     Raises:
         UserError: if a configuration cannot be read, or the costs of a model are not known.
     """
-    given = {name: system(config, name, text, run_dir) for name in config.systems}
+    given = {name: config.recipe(file, text, run_dir) for name, file in config.systems.items()}
     reference = given[config.reference]
     cost, found = cost_of(reference), {}
     for row in config.rows:
         for name, recipe in ({config.reference: reference} | given).items():
-            arm = _arm(name, _equal(row, recipe, reference.steps, cost).evaluated(config.evaluations), text)
-            found.setdefault(arm.label, arm).what.rows.append(row)
+            own = _equal(row, recipe, reference.steps, cost).evaluated(config.evaluations)
+            width = own.raw["model"]["hidden_dim"]
+            label, what = f"{name}-d{width}-s{own.steps}", Variant(name, [], width, own.steps)
+            arm = Arm(label=label, recipe=own, cost=cost_of(own), what=what, text=text, shares_rate=(name, width))
+            found.setdefault(label, arm).what.rows.append(row)
     return list(found.values())
-
-
-def system(config: CompareConfig, name: str, text: Text, run_dir: Path) -> Recipe:
-    """A system as it is given, on the text."""
-    recipe = Recipe.of(config.systems[name], config.overrides)
-    return recipe.on(text, run_dir, config.select_batches, config.evaluations)
 
 
 def _equal(row: str, recipe: Recipe, steps: int, reference: Cost) -> Recipe:
@@ -90,9 +83,3 @@ def _equal(row: str, recipe: Recipe, steps: int, reference: Cost) -> Recipe:
         share = reference.flops / cost_of(recipe).flops
         steps = steps if abs(share - 1) < SAME_FLOPS else max(1, round(steps * share))
     return recipe.but({"trainer": {"num_train_steps": steps}})
-
-
-def _arm(name: str, recipe: Recipe, text: Text) -> Arm:
-    width = recipe.raw["model"]["hidden_dim"]
-    label, what = f"{name}-d{width}-s{recipe.steps}", Variant(name, [], width, recipe.steps)
-    return Arm(label=label, recipe=recipe, cost=cost_of(recipe), what=what, text=text, shares_rate=(name, width))

@@ -10,22 +10,19 @@ files are, the command continues where it stopped. `--only` with the reference a
 Results go to `output`: `results.json`, `results.md`, `summary.csv`, `runs.csv`, and figures.
 """
 
-import dataclasses
 from pathlib import Path
 
 from experiments.continuity.plan import ContinuityConfig, arms
 from experiments.continuity.report import Continuity, ContinuityProtocol, Trained, draw, files, page
 from experiments.cost import with_memory
-from experiments.jobs import Job, at_work, reported
-from experiments.measure import Measure, readings
+from experiments.jobs import at_work, reported
+from experiments.measure import Measure
 from experiments.study import Study
-from qkvflow.runs.evaluate import RunEvaluator
-from qkvflow.runs.load import Run
 
 
 def make(config: ContinuityConfig, run_dir: Path) -> Continuity:
     text = config.text.prepare(run_dir / "texts")
-    measure = Measure(Trained, config, run_dir, _with_readings)
+    measure = Measure(Trained, config, run_dir)
     selection, rates = measure.search(arms(config, text, run_dir), config.beyond_grid)
     own = arms(config, text, run_dir, rates)
     with at_work(run_dir):
@@ -34,10 +31,6 @@ def make(config: ContinuityConfig, run_dir: Path) -> Continuity:
     longest = max((arm.recipe for arm in own), key=lambda recipe: recipe.steps)
     protocol = ContinuityProtocol.of(config, text, longest, steps=longest.steps, read_at=config.places)
     return Continuity(protocol=protocol, costs=costs, results=results, selection=selection)
-
-
-def _with_readings(job: Job, found: Trained, run: Run, evaluator: RunEvaluator) -> Trained:
-    return dataclasses.replace(found, readings=readings(job, run, evaluator))
 
 
 STUDY = Study("continuity", ContinuityConfig, Continuity, make, page, files, draw)

@@ -6,10 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from experiments.cost import cost_of
-from experiments.jobs import Arm
-from experiments.measure import Place
-from experiments.recipes import Recipe
-from experiments.study import StudyConfig
+from experiments.jobs import Arm, Place, Places
+from experiments.protocol import StudyConfig, check_among, check_reference
+from experiments.recipes import without_base
 from experiments.texts import Text
 from qkvflow.errors import UserError
 from qkvflow.weights import PerLayerConfig
@@ -57,15 +56,12 @@ class ContinuityConfig(StudyConfig):
         if not self.arms or self.base is None:
             raise UserError("nothing to train: give --config experiments/continuity/wikitext2.yaml, or --smoke")
         super().check()
-        named = {"only": self.only or [], **{f"panels.{title}": own for title, own in self.panels.items()}}
-        for key, names in named.items():
-            unknown = [name for name in names if name not in self.arms]
-            if unknown:
-                raise UserError(f"`{key}` has {', '.join(unknown)}. Choices: {', '.join(self.arms)}")
-        if self.reference not in self.chosen:
-            raise UserError(f"`reference` is {self.reference!r}, which is not among the arms: {', '.join(self.chosen)}")
-        if len(self.chosen) < 2:
-            raise UserError("a comparison needs at least two arms")
+        for key, names in {
+            "only": self.chosen,
+            **{f"panels.{title}": own for title, own in self.panels.items()},
+        }.items():
+            check_among(key, names, self.arms)
+        check_reference("`reference`", self.reference, self.chosen, "the arms")
         if len(set(self.learning_rates)) < 2:
             raise UserError("`learning_rates` must be at least two, for a grid that can grow")
         self.check_least(layers=1, search_width=1, beyond_grid=0)
@@ -93,22 +89,20 @@ def arms(config: ContinuityConfig, text: Text, run_dir: Path, rates: Rates | Non
     """
     found = []
     for name in config.chosen:
-        changes = {key: value for key, value in config.arms[name].items() if key != "base"}
-        recipe = Recipe.of(config.arms[name].get("base") or config.base, config.overrides, changes)
+        changes = config.arms[name]
+        recipe = config.recipe(changes.get("base") or config.base, text, run_dir, without_base(changes))
         width = recipe.config.model.Embed.size
         if rates is None:
             recipe, width = recipe.but({"model": {"hidden_dim": config.search_width}}), config.search_width
         else:
             rate = rates[name] * (config.search_width / width) ** config.transfer
             recipe = recipe.but({"optimizer": {"learning_rate": float(f"{rate:.3g}")}})
-        recipe = recipe.on(text, run_dir, config.select_batches, config.evaluations)
         model = recipe.config.model
         if model.depth.reading_steps != config.layers:
             steps = model.depth.reading_steps
             raise UserError(f"arms.{name} is read with {steps} steps, but `layers` is {config.layers}: make them equal")
         is_flow = not isinstance(model.weights, PerLayerConfig)
-        asks = {"places": config.places, "read_batches": config.read_batches} if is_flow else {}
-        label, what = f"{name}-d{width}", Named(name, width)
+        what = {"what": Named(name, width), "flow": Places(config.places, config.read_batches) if is_flow else None}
         cost = cost_of(recipe)
-        found.append(Arm(label=label, recipe=recipe, cost=cost, what=what, text=text, asks=asks, shares_rate=name))
+        found.append(Arm(label=f"{name}-d{width}", recipe=recipe, cost=cost, text=text, shares_rate=name, **what))
     return found

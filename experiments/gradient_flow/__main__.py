@@ -9,6 +9,7 @@ Every training is a run below `run_dir`. Given again, the command continues wher
 """
 
 import dataclasses
+from functools import partial
 from pathlib import Path
 
 import haliax as hax
@@ -22,7 +23,7 @@ from experiments.gradient_flow.plan import GradientFlowConfig, arms
 from experiments.gradient_flow.readings import Reader, control_effect, untrained
 from experiments.gradient_flow.report import GradientFlow, GradientFlowProtocol, Trained, draw, page
 from experiments.jobs import Job, reported
-from experiments.measure import Measure
+from experiments.measure import Measure, some_tokens
 from experiments.recipes import Recipe
 from experiments.study import Study
 from experiments.texts import Text
@@ -38,14 +39,24 @@ _CONTROL = "grad/norm/transformer.flow.weights.control.weight"
 def make(config: GradientFlowConfig, run_dir: Path) -> GradientFlow:
     text = config.text.prepare(run_dir / "texts")
     systems = arms(config, text, run_dir)
-    results = Measure(Trained, config, run_dir, with_readings).all(reported(systems, config.seeds))
-    hybrid = next(arm.recipe for arm in systems if arm.label == "hybrid")
-    return GradientFlow(protocol=_protocol(config, text, hybrid), unigram=_unigram(hybrid, text), results=results)
+    results = Measure(Trained, config, run_dir, partial(with_readings, config)).all(reported(systems, config.seeds))
+    recipe = next(arm.recipe for arm in systems if arm.label == "hybrid")
+    hybrid, adam = recipe.config, recipe.config.optimizer
+    about = {
+        "flow_steps": hybrid.model.depth.steps,
+        "alpha": hybrid.model.control.alpha,
+        "num_train_steps": recipe.steps,
+        "optimizer": f"AdamW, learning rate {adam.learning_rate:g} ({adam.lr_schedule}), weight decay"
+        f" {adam.weight_decay:g}, clipped at {adam.max_grad_norm}",
+        "weight_decay_on": hybrid.weight_decay_on,
+    }
+    protocol = GradientFlowProtocol.of(config, text, recipe, **about)
+    return GradientFlow(protocol=protocol, unigram=_unigram(recipe, text), results=results)
 
 
-def with_readings(job: Job, found: Trained, run: Run, evaluator: RunEvaluator) -> Trained:
+def with_readings(config: GradientFlowConfig, job: Job, found: Trained, run: Run, evaluator: RunEvaluator) -> Trained:
     """Losses and norms of each step; of hybrid and baseline refined readings; of the hybrid all others."""
-    metrics, asks, model = read_metrics(job.recipe.run.metrics), job.arm.asks, run.model
+    metrics, model = read_metrics(job.recipe.run.metrics), run.model
     by_step = [component_norms(r) for r in metrics]
     found = dataclasses.replace(
         found,
@@ -56,34 +67,19 @@ def with_readings(job: Job, found: Trained, run: Run, evaluator: RunEvaluator) -
     )
     if found.system == "shallow":
         return found
-    reader = Reader(model, evaluator.loss, _some(evaluator.example()))
-    found = dataclasses.replace(found, refined=reader.refined(asks["refinements"]))
+    tokens = some_tokens(evaluator, _SEQUENCES)
+    reader = Reader(model, evaluator.loss, LmExample(tokens, hax.ones(tokens.axes)))
+    found = dataclasses.replace(found, refined=reader.refined(config.refinements))
     if found.system == "baseline":
         return found
     draw_key, control_key = jax.random.split(jax.random.PRNGKey(job.seed))
     models = {"trained": model, "untrained": untrained(model, key=draw_key)}
-    tokens, draws = reader.example.tokens, asks["controls"]
     return dataclasses.replace(
         found,
-        readings=reader.by_solvers(asks["solvers"], asks["steps"]),
+        readings=reader.by_solvers(config.solvers, config.steps),
         alpha=float(model.transformer.flow.weights.alpha.array),
         control_gradient=max(r[_CONTROL] for r in metrics),
-        control={name: control_effect(one, tokens, draws, key=control_key) for name, one in models.items()},
-    )
-
-
-def _protocol(config: GradientFlowConfig, text: Text, recipe: Recipe) -> GradientFlowProtocol:
-    hybrid, adam = recipe.config, recipe.config.optimizer
-    return GradientFlowProtocol.of(
-        config,
-        text,
-        recipe,
-        flow_steps=hybrid.model.depth.steps,
-        alpha=hybrid.model.control.alpha,
-        num_train_steps=recipe.steps,
-        optimizer=f"AdamW, learning rate {adam.learning_rate:g} ({adam.lr_schedule}), weight decay"
-        f" {adam.weight_decay:g}, clipped at {adam.max_grad_norm}",
-        weight_decay_on=hybrid.weight_decay_on,
+        control={n: control_effect(m, tokens, config.controls, key=control_key) for n, m in models.items()},
     )
 
 
@@ -92,11 +88,6 @@ def _unigram(recipe: Recipe, text: Text) -> float:
     tokenizer = recipe.tokenizer()
     counted = [np.bincount(tokenizer.encode(text.read(p)), minlength=len(tokenizer)) for p in ("train", "report")]
     return unigram_entropy(*counted).nats_per_token
-
-
-def _some(example: LmExample) -> LmExample:
-    some = hax.named(example.tokens.rearrange(("batch", "position")).array[:_SEQUENCES], ("batch", "position"))
-    return LmExample(some, hax.ones(some.axes))
 
 
 def _round(x: float) -> float:

@@ -4,7 +4,6 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 # Component -> beginnings of the names of its parameters. The head is tied to the embeddings; the last norm counts to
 # the coda. In the baseline `flow` is the layers that stand in its place.
@@ -21,18 +20,16 @@ LOSS_RATIO, GRADIENT = 1.1, 0.01  # the seed's, see `Verdict`
 _PREFIX = "grad/norm/"
 
 
-@dataclass(frozen=True)
-class Counts:
-    """Steps of a component whose norm is below VANISHING, below RELATIVE times the total, above EXPLODING, or nan or
-    infinite."""
-
-    vanishing: int
-    relative: int
-    exploding: int
-    not_finite: int
+# What is counted of the steps of a component. A comparison with nan is false, so nan counts as not finite alone.
+RULES = {
+    f"< {VANISHING:g}": lambda norm, total: norm < VANISHING,
+    f"< {RELATIVE:g} of total": lambda norm, total: norm < RELATIVE * total,
+    f"> {EXPLODING:g}": lambda norm, total: norm > EXPLODING,
+    "not finite": lambda norm, total: not math.isfinite(norm),
+}
 
 
-def component_norms(record: Mapping[str, Any]) -> dict[str, float]:
+def component_norms(record: Mapping[str, float]) -> dict[str, float]:
     """Norms by component, and `total`, from a record of `metrics.jsonl` that `trainer.watch` wrote: of a component the
     root of the sum of squares over its parameters.
 
@@ -59,19 +56,14 @@ def clipped(norms: Sequence[float], totals: Sequence[float], limit: float | None
     return [norm * min(1.0, limit / total) if total else norm for norm, total in zip(norms, totals, strict=True)]
 
 
-def counts(norms: Sequence[float], totals: Sequence[float]) -> Counts:
-    """A comparison with nan is false, so what is not finite counts as that alone (infinite also as exploding)."""
-    return Counts(
-        sum(norm < VANISHING for norm in norms),
-        sum(norm < RELATIVE * total for norm, total in zip(norms, totals, strict=True)),
-        sum(norm > EXPLODING for norm in norms),
-        sum(not math.isfinite(norm) for norm in norms),
-    )
+def counts(norms: Sequence[float], totals: Sequence[float]) -> list[int]:
+    """In how many steps each of RULES holds."""
+    return [sum(map(rule, norms, totals)) for rule in RULES.values()]
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The rule by which the seed called the flow's gradients healthy.
+    """The rule by which the seed called the flow's gradients healthy, for one seed.
 
     Attributes:
         ratio: mean training loss over the last steps, of a model divided by that of the baseline.
@@ -86,18 +78,9 @@ class Verdict:
         return self.ratio < LOSS_RATIO and (self.gradient is None or self.gradient > GRADIENT)
 
 
-def verdict(
-    losses: Sequence[float], baseline: Sequence[float], flow_norms: Sequence[float] | None, last: int
-) -> Verdict:
-    """The seed's rule for one seed.
-
-    Args:
-        losses, baseline: training losses by step, of the model and of the baseline.
-        flow_norms: norms by step of the flow's gradient after clipping; None for a model without a flow.
-        last: number of steps at the end over which losses are averaged.
-    """
-    ratio = final(losses, last) / final(baseline, last)
-    return Verdict(ratio, None if flow_norms is None else statistics.fmean(flow_norms))
+def verdict(losses: Sequence[float], baseline: Sequence[float], norms: Sequence[float] | None, last: int) -> Verdict:
+    """By training losses, of the last steps, and norms of the flow's gradient after clipping, by step."""
+    return Verdict(final(losses, last) / final(baseline, last), None if norms is None else statistics.fmean(norms))
 
 
 def final(losses: Sequence[float], last: int) -> float:

@@ -5,8 +5,8 @@ from pathlib import Path
 
 from experiments.cost import cost_of
 from experiments.jobs import Arm
+from experiments.protocol import SeedsConfig
 from experiments.recipes import Changes, Recipe, merged
-from experiments.study import SeedsConfig
 from experiments.texts import Builtin, Text, TextConfig
 from qkvflow.depth import solver_by_name
 from qkvflow.errors import UserError
@@ -79,7 +79,7 @@ def arms(config: GradientFlowConfig, text: Text, run_dir: Path) -> list[Arm]:
     Raises:
         UserError: if the hybrid has no flow on a fixed grid, no ordinary layers around it, or no control.
     """
-    hybrid = Recipe.of(config.hybrid, config.overrides).on(text, run_dir, config.select_batches, config.evaluations)
+    hybrid = config.recipe(config.hybrid, text, run_dir)
     _check_hybrid(config, hybrid)
     model = merged(hybrid.raw["model"], {"depth": {"steps": hybrid.config.model.depth.steps}})
     models = {

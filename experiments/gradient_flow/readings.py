@@ -40,6 +40,7 @@ from qkvflow.named import map_named
 from qkvflow.weights import PerLayer
 
 SHARE = 0.1
+_FLOW = lambda model: model.transformer.flow  # noqa: E731
 
 
 @dataclass(frozen=True)
@@ -106,27 +107,25 @@ class Reader:
     def _trained(self) -> np.ndarray:
         return centred_logits(self.model, self.example.tokens)
 
-    def read(self, other: NeuralOdeLMHeadModel) -> dict[str, float]:
-        """loss, divergence, displacement."""
+    def read(self, other: NeuralOdeLMHeadModel) -> Changed:
         moved = divergence(centred_logits(other, self.example.tokens), self._trained)
-        return {"loss": self.loss(other), "divergence": moved, "displacement": displacement(other, self.example)}
+        return Changed(self.loss(other), moved, displacement(other, self.example))
 
     def by_solvers(self, solvers: Sequence[str], steps: Sequence[int]) -> list[BySolver]:
         """With each solver at each number of steps."""
         found = []
         for solver, n in itertools.product(solvers, steps):
             other = self.model.with_depth(self.model.config.depth.on_grid(n, solver=solver))
-            found.append(
-                BySolver(**self.read(other), solver=solver, steps=n, evaluations=other.config.plan.evaluations)
-            )
+            where = {"solver": solver, "steps": n, "evaluations": other.config.plan.evaluations}
+            found.append(BySolver(**vars(self.read(other)), **where))
         return found
 
     def refined(self, factors: Sequence[int]) -> Refined:
         """The middle in steps of 1/m of the trained length, for each factor m, and without it."""
-        gone, found = Changed(**self.read(left_out(self.model))), []
+        gone, found = self.read(left_out(self.model)), []
         for m in factors:
             read = self.read(refine(self.model, m))
-            found.append(BySteps(**read, factor=m, share=read["divergence"] / (gone.divergence or math.inf)))
+            found.append(BySteps(**vars(read), factor=m, share=read.divergence / (gone.divergence or math.inf)))
         return Refined(displacement(self.model, self.example), gone, found)
 
 
@@ -140,13 +139,14 @@ def refine(model: NeuralOdeLMHeadModel, m: int) -> NeuralOdeLMHeadModel:
     repeated = hax.named(np.repeat(np.arange(flow.plan.steps), m), LAYERS)
     stacked = flow.weights.blocks.stacked
     blocks = map_named(lambda a: hax.take(a.rename({LAYERS: "_from"}), "_from", repeated), stacked)
-    return _with_flow(model, Flow(PerLayer.stack(blocks, plan.times), plan, inference=flow.inference))
+    refined = Flow(PerLayer.stack(blocks, plan.times), plan, inference=flow.inference)
+    return eqx.tree_at(_FLOW, model, refined)
 
 
 def left_out(model: NeuralOdeLMHeadModel) -> NeuralOdeLMHeadModel:
     """The model with x(1) = x(0): steps of length 0."""
     flow = model.transformer.flow
-    return _with_flow(model, dataclasses.replace(flow, plan=dataclasses.replace(flow.plan, step=0.0)))
+    return eqx.tree_at(_FLOW, model, dataclasses.replace(flow, plan=dataclasses.replace(flow.plan, step=0.0)))
 
 
 def control_effect(model: NeuralOdeLMHeadModel, tokens: NamedArray, draws: int, *, key: jax.Array) -> Effect:
@@ -188,7 +188,3 @@ def _loss(logits: np.ndarray, tokens: np.ndarray) -> float:
     """Mean next-token loss, nats per token."""
     told = np.take_along_axis(logits[:, :-1], tokens[:, 1:, None], -1)[..., 0]
     return float((logsumexp(logits[:, :-1], -1) - told).mean())
-
-
-def _with_flow(model: NeuralOdeLMHeadModel, flow: Flow) -> NeuralOdeLMHeadModel:
-    return dataclasses.replace(model, transformer=dataclasses.replace(model.transformer, flow=flow))

@@ -3,17 +3,15 @@
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, field
-from typing import Any
 
 import numpy as np
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from experiments import style
 from experiments.gradient_flow import norms as rule
 from experiments.gradient_flow.norms import Verdict, clipped, counts, final, verdict
 from experiments.gradient_flow.plan import SYSTEMS, GradientFlowConfig, System
-from experiments.gradient_flow.readings import SHARE, BySolver, Effect, Refined
+from experiments.gradient_flow.readings import SHARE, BySolver, BySteps, Changed, Effect, Refined
 from experiments.protocol import Protocol
 from experiments.records import Record, Training, by_seed
 from experiments.statistics import Contrast, Interval, contrasts, interval
@@ -30,6 +28,7 @@ LOOKS = {
     "shallow": style.series(2),
 }
 MIDDLES = {"baseline": "layers", "hybrid": "flow"}
+_LOOKS_OF_MIDDLES = {words: LOOKS[name] for name, words in MIDDLES.items()}
 _SMOOTHED = 25  # a curve is averaged over 1 / _SMOOTHED of its steps
 
 
@@ -73,33 +72,28 @@ class GradientFlow(Record):
     unigram: float
     results: list[Trained]
 
-    def of(self, system: str) -> list[Trained]:
-        """Its trainings, by seed."""
-        return sorted((r for r in self.results if r.system == system), key=lambda r: r.seed)
-
 
 def verdicts(record: GradientFlow, system: str) -> list[Verdict]:
     """The seed's rule for each seed."""
     found = []
-    for own, baseline in zip(record.of(system), record.of("baseline"), strict=True):
+    for own, baseline in zip(record.of(system=system), record.of(system="baseline"), strict=True):
         after = clipped(own.norms["flow"], own.norms["total"], own.clip) if system == "hybrid" else None
         found.append(verdict(own.loss, baseline.loss, after, record.protocol.final_steps))
     return found
 
 
-def page(record: GradientFlow) -> Mapping[str, Any]:
-    p, hybrid, baseline = record.protocol, record.of("hybrid"), record.of("baseline")
+def page(record: GradientFlow) -> Mapping[str, object]:
+    p, hybrid, baseline = record.protocol, record.of(system="hybrid"), record.of(system="baseline")
+    own = {name: record.of(system=name) for name in p.systems}
     pairs = zip(hybrid, baseline, strict=True)
-    passes = {name: sum(r.refined.passes for r in record.of(name)) for name in ("hybrid", "baseline")}
+    passes = {name: sum(r.refined.passes for r in own[name]) for name in ("hybrid", "baseline")}
     return {
-        "p": p,
-        "n": len(p.seeds),
         "rule": rule,
         "systems": "; ".join(f"{name}, {SYSTEMS[name]}" for name in p.systems),
-        "losses": _losses(record),
+        "losses": _losses(p, own),
         "ratio": interval([statistics.median(h.norms["flow"]) / statistics.median(b.norms["flow"]) for h, b in pairs]),
-        "clipped": ", ".join(f"{name} {_mean(record.of(name), _clipped_share)}" for name in p.systems),
-        "norms": _norms(record),
+        "clipped": ", ".join(f"{name} {_mean(trained, _clipped_share)}" for name, trained in own.items()),
+        "norms": _norms(own),
         "verdicts": _verdicts(record),
         "control_gradient": max(r.control_gradient for r in hybrid),
         "alpha": _mean(hybrid, lambda r: r.alpha),
@@ -107,39 +101,33 @@ def page(record: GradientFlow) -> Mapping[str, Any]:
         "trained": _mean(hybrid, lambda r: r.report_loss),
         "solvers": _solvers(hybrid),
         "share": SHARE,
-        "passes": ", ".join(f"{name} {k} of {len(p.seeds)} seeds" for name, k in passes.items()),
+        "passes": ", ".join(f"{name} {k} of {p.n} seeds" for name, k in passes.items()),
         "against": _against(record),
         "refined": _refined({"hybrid": hybrid, "baseline": baseline}),
     }
 
 
-def _losses(record: GradientFlow) -> Table:
-    p = record.protocol
-    against = contrasts({name: by_seed(record.of(name)) for name in p.systems}, lambda name: "baseline")
-    rows = []
-    for name, loss in against.items():
-        own = record.of(name)
-        trained = _mean(own, lambda r: final(r.loss, p.final_steps))
-        rows.append([name, f"{own[0].parameters:,}", trained, loss.mean, *difference_cells(loss)])
+def _losses(p: GradientFlowProtocol, own: Mapping[str, list[Trained]]) -> Table:
+    found, rows = contrasts({name: by_seed(trained) for name, trained in own.items()}, lambda name: "baseline"), []
+    for name, loss in found.items():
+        trained = _mean(own[name], lambda r: final(r.loss, p.final_steps))
+        rows.append([name, f"{own[name][0].parameters:,}", trained, loss.mean, *difference_cells(loss)])
     head = ["model", "trained parameters", "training loss at the end", "reported loss", "minus baseline", "p (Holm)"]
     return Table([*head, "d_z"], rows)
 
 
-def _norms(record: GradientFlow) -> Table:
+def _norms(trained: Mapping[str, list[Trained]]) -> Table:
     """Medians and largest are over the steps of each seed, then over seeds; counts over all steps of all seeds."""
     rows = []
-    for system in record.protocol.systems:
-        own = record.of(system)
+    for system, own in trained.items():
         for name in own[0].norms:
             pairs = [(r.norms[name], r.norms["total"]) for r in own]
             share = [statistics.median(v / t if t else 0.0 for v, t in zip(*pair, strict=True)) for pair in pairs]
             values = ([statistics.median(v) for v, _ in pairs], [max(v) for v, _ in pairs], share)
-            steps = sum(len(v) for v, _ in pairs)
-            each = zip(*(astuple(counts(*pair)) for pair in pairs), strict=True)
+            steps, found = sum(len(v) for v, _ in pairs), zip(*(counts(*pair) for pair in pairs), strict=True)
             cells = [system, _LABELS.get((system, name), name), *map(_small, values)]
-            rows.append([*cells, *(f"{sum(k)} of {steps}" for k in each)])
-    head = ["model", "component", "median", "largest", "share of total", f"< {rule.VANISHING:g}"]
-    return Table([*head, f"< {rule.RELATIVE:g} of total", f"> {rule.EXPLODING:g}", "not finite"], rows)
+            rows.append([*cells, *(f"{sum(k)} of {steps}" for k in found)])
+    return Table(["model", "component", "median", "largest", "share of total", *rule.RULES], rows)
 
 
 def _verdicts(record: GradientFlow) -> Table:
@@ -161,12 +149,18 @@ def _controls(hybrid: list[Trained]) -> Table:
     return Table(["hybrid", "mean difference of logits", "relative", "change of the loss"], rows)
 
 
+def _changed(own: list[Trained], read: Callable[[Trained], list[Changed]]) -> Iterator[tuple[list[Changed], list[str]]]:
+    """For each reading that the trainings have, it of each of them, and cells: change of loss, divergence."""
+    for each in zip(*map(read, own), strict=True):
+        change = [e.loss - r.report_loss for e, r in zip(each, own, strict=True)]
+        yield list(each), [_small(change), _small([e.divergence for e in each])]
+
+
 def _solvers(hybrid: list[Trained]) -> Table:
-    rows = []
-    for each in zip(*(r.readings for r in hybrid), strict=True):
-        change = [e.loss - r.report_loss for e, r in zip(each, hybrid, strict=True)]
-        values = (change, [e.divergence for e in each], [e.displacement for e in each])
-        rows.append([each[0].solver, each[0].steps, each[0].evaluations, *map(_small, values)])
+    rows = [
+        [each[0].solver, each[0].steps, each[0].evaluations, *cells, _small([e.displacement for e in each])]
+        for each, cells in _changed(hybrid, lambda r: r.readings)
+    ]
     head = ["solver", "steps", "evaluations", "loss minus as trained", "divergence of logits", "displacement"]
     return Table(head, rows)
 
@@ -174,12 +168,11 @@ def _solvers(hybrid: list[Trained]) -> Table:
 def _refined(trained: Mapping[str, list[Trained]]) -> Table:
     rows = []
     for name, own in trained.items():
-        moved = _small([r.refined.displacement for r in own])
-        for k, each in enumerate(zip(*([r.refined.left_out, *r.refined.refined] for r in own), strict=True)):
-            words = f"steps of 1/{each[0].factor}" if k else "left out"
-            change = [e.loss - r.report_loss for e, r in zip(each, own, strict=True)]
-            values = (change, [e.divergence for e in each], [e.share if k else 1.0 for e in each])
-            rows.append([name, words, moved, *map(_small, values)])
+        first = [name, _small([r.refined.displacement for r in own])]
+        for each, cells in _changed(own, lambda r: [r.refined.left_out, *r.refined.refined]):
+            is_read = isinstance(each[0], BySteps)
+            words = f"steps of 1/{each[0].factor}" if is_read else "left out"
+            rows.append([first[0], words, first[1], *cells, _small([e.share if is_read else 1.0 for e in each])])
     head = ["model", "its middle", "displacement", "loss minus as trained", "divergence of logits", "share"]
     return Table(head, rows)
 
@@ -187,19 +180,16 @@ def _refined(trained: Mapping[str, list[Trained]]) -> Table:
 def shares(record: GradientFlow) -> dict[tuple[int, str], Contrast]:
     """(factor, model) -> its share in steps of 1 / factor, the hybrid's against the baseline's; all are one family."""
     own = {
-        (factor, name): by_seed(record.of(name), lambda r, k=k: r.refined.refined[k].share)
+        (factor, name): by_seed(record.of(system=name), lambda r, k=k: r.refined.refined[k].share)
         for k, factor in enumerate(record.protocol.refinements)
-        for name in ("hybrid", "baseline")
+        for name in MIDDLES
     }
     return contrasts(own, lambda at: (at[0], "baseline"))
 
 
 def _against(record: GradientFlow) -> Table:
-    rows = [
-        [f"steps of 1/{factor}", *difference_cells(found)]
-        for (factor, name), found in shares(record).items()
-        if name == "hybrid"
-    ]
+    found = {factor: contrast for (factor, name), contrast in shares(record).items() if name == "hybrid"}
+    rows = [[f"steps of 1/{factor}", *difference_cells(contrast)] for factor, contrast in found.items()]
     return Table(["share", "hybrid minus baseline", "p (Holm)", "d_z"], rows)
 
 
@@ -225,35 +215,33 @@ def draw(record: GradientFlow) -> Iterator[style.Named]:
 
 def _gradient_flow(record: GradientFlow) -> Figure:
     """By step: loss; total norm before clipping; norms of the flow and of the layers that it replaces."""
-    p, clip, n = record.protocol, record.of("hybrid")[0].clip, len(record.protocol.seeds)
+    p, clip = record.protocol, record.of(system="hybrid")[0].clip
     figure, (row,) = style.panels(1, 3, (13, 4.2))
-    colours = {name: look["color"] for name, look in LOOKS.items()}
-    curves = {name: style.mean_curve([r.curve for r in record.of(name)]) for name in p.systems}
-    counts = p.counts["select"]
-    for name, (steps, own) in curves.items():
-        style.curve(row[0], steps, own, **LOOKS[name])
-    limits = style.span([at for _, own in curves.values() for at in own], counts.values())
-    style.loss_axis(row[0], "the text to select by", p.unit, n, counts, limits)
-    row[0].set(title="loss while training")
-    style.direct(row[0], {name: (steps[-1], own[-1].mean) for name, (steps, own) in curves.items()}, colours)
-    row[2].set_yscale("log")  # before its bands are drawn, which ask for it
-    totals = {name: _band(row[1], [r.norms["total"] for r in record.of(name)], p, name) for name in p.systems}
-    middle = {name: _band(row[2], [r.norms["flow"] for r in record.of(name)], p, name) for name in MIDDLES}
+    loss, total, middle = row
+    losses = {name: style.mean_curve([r.curve for r in record.of(system=name)]) for name in p.systems}
+    limits = style.span([at for _, own in losses.values() for at in own], p.counts["select"].values())
+    style.losses(loss, p, "select", limits)
+    loss.set(title="loss while training")
+    style.curves(loss, losses, LOOKS)
+    middle.set_yscale("log")  # before its bands are drawn, which ask for it
+    window = max(1, p.num_train_steps // _SMOOTHED)
+    ends = {panel: {} for panel in (total, middle)}
+    for panel, key, names in ((total, "total", p.systems), (middle, "flow", MIDDLES)):
+        for name in names:
+            x, own = _band([r.norms[key] for r in record.of(system=name)], window)
+            style.curve(panel, x, own, **LOOKS[name] | {"marker": ""})
+            ends[panel][name] = (x[-1], own[-1].mean)
     if clip:
-        style.level(row[1], clip, "clipped above")
-    style.level(row[2], rule.GRADIENT, f"published rule: mean > {rule.GRADIENT:g} (after clipping)")
-    style.direct(row[1], totals, colours)
-    style.direct(
-        row[2],
-        {MIDDLES[name]: end for name, end in middle.items()},
-        dict(zip(MIDDLES.values(), ("black", colours["hybrid"]), strict=True)),
-    )
-    for panel, words in ((row[1], "whole"), (row[2], "middle")):
-        panel.set(title="gradient, before clipping", ylabel=f"norm of the {words}, n = {n}")
+        style.level(total, clip, "clipped above")
+    style.level(middle, rule.GRADIENT, f"published rule: mean > {rule.GRADIENT:g} (after clipping)")
+    style.direct(total, ends[total], LOOKS)
+    style.direct(middle, {MIDDLES[name]: end for name, end in ends[middle].items()}, _LOOKS_OF_MIDDLES)
+    for panel, words in ((total, "whole"), (middle, "middle")):
+        panel.set(title="gradient, before clipping", ylabel=f"norm of the {words}, n = {p.n}")
         panel.grid(alpha=0.25)
     for panel in row:
-        panel.set_xlabel("steps" if panel is row[0] else f"steps (mean of {_window(p)})")
-    figure.supxlabel(f"mean and 95 % interval over n = {n} seeds", fontsize=8)
+        panel.set_xlabel("steps" if panel is loss else f"steps (mean of {window})")
+    figure.supxlabel(f"mean and 95 % interval over n = {p.n} seeds", fontsize=8)
     return figure
 
 
@@ -261,40 +249,32 @@ def _invariance(record: GradientFlow) -> Figure:
     """Left: divergence of logits by solver and steps. Right: share against refinement, of the flow and of the negative
     control, and the rule."""
     figure, ((left, right),) = style.panels(1, 2, (11, 4.2))
-    own, p, n = record.of("hybrid"), record.protocol, len(record.protocol.seeds)
-    steps = list(dict.fromkeys(r.steps for r in own[0].readings))
-    solvers = list(dict.fromkeys(r.solver for r in own[0].readings))
+    own, p = record.of(system="hybrid"), record.protocol
     found = {
         (at[0].solver, at[0].steps): interval([1000 * r.divergence for r in at])
         for at in zip(*(r.readings for r in own), strict=True)
     }
+    solvers, steps = (list(dict.fromkeys(names)) for names in zip(*found, strict=True))
     style.heat(left, solvers, [f"{k} steps" for k in steps], [[found[s, k] for k in steps] for s in solvers])
     out = 1000 * _mean(own, lambda r: r.refined.left_out.divergence).mean
-    left.set_title(f"divergence of logits x 1000, n = {n}; {out:.1f} with the flow left out", fontsize=10)
+    left.set_title(f"divergence of logits x 1000, n = {p.n}; {out:.1f} with the flow left out", fontsize=10)
     ends = {}
-    for name in MIDDLES:
-        each = zip(*(r.refined.refined for r in record.of(name)), strict=True)
+    for name, words in MIDDLES.items():
+        each = zip(*(r.refined.refined for r in record.of(system=name)), strict=True)
         at = [interval([r.share for r in one]) for one in each]
         style.points(right, p.refinements, at, markersize=4, **LOOKS[name])
-        ends[MIDDLES[name]] = (p.refinements[-1], at[-1].mean)
+        ends[words] = (p.refinements[-1], at[-1].mean)
     style.level(right, SHARE, f"our rule: passes below {SHARE:g}", "dimgrey")
     right.set_xticks(p.refinements)
-    right.set(
-        xlabel="m: steps of 1/m of the trained length", ylabel=f"share of what the middle does, n = {n}", ylim=(0, None)
-    )
+    words = f"share of what the middle does, n = {p.n}"
+    right.set(xlabel="m: steps of 1/m of the trained length", ylabel=words, ylim=(0, None))
     right.grid(alpha=0.25)
-    style.direct(right, ends, dict(zip(MIDDLES.values(), ("black", LOOKS["hybrid"]["color"]), strict=True)))
+    style.direct(right, ends, _LOOKS_OF_MIDDLES)
     return figure
 
 
-def _window(p: GradientFlowProtocol) -> int:
-    return max(1, p.num_train_steps // _SMOOTHED)
-
-
-def _band(panel: Axes, curves: list[list[float]], p: GradientFlowProtocol, system: str) -> tuple[float, float]:
-    """Mean and interval over seeds of curves, each averaged over windows of steps; returns the end."""
-    window = _window(p)
+def _band(curves: list[list[float]], window: int) -> tuple[Sequence[float], list[Interval]]:
+    """Mean and interval over seeds of curves, each averaged over windows of steps."""
     smooth = [np.convolve(curve, np.ones(window) / window, "valid") for curve in curves]
     own = [interval(values) for values in zip(*smooth, strict=True)]
-    style.curve(panel, np.arange(len(own)) + window, own, **LOOKS[system] | {"marker": ""})
-    return len(own) + window - 1, own[-1].mean
+    return np.arange(len(own)) + window, own

@@ -12,7 +12,6 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import equinox as eqx
 import haliax as hax
@@ -24,8 +23,10 @@ from haliax.nn.attention import causal_mask
 
 from experiments.leak.model import Model
 from experiments.leak.published import Published, claim_table, loss_table, published
+from experiments.measure import moved
+from experiments.protocol import OutputConfig
 from experiments.records import Record
-from experiments.study import OutputConfig, Study
+from experiments.study import Study
 from experiments.tables import Table
 
 Vocab, Batch, Pos = Axis("vocab", 32), Axis("batch", 64), Axis("position", 8)
@@ -92,11 +93,10 @@ def make(config: LeakConfig, run_dir: Path) -> Leak:
     )
 
 
-def page(record: Leak) -> Mapping[str, Any]:
+def page(record: Leak) -> Mapping[str, object]:
     rows = [[name, f"{m.loss:.3f} ± {1.96 * m.error:.3f}", f"{m.moved:.3g}"] for name, m in record.models.items()]
     head = ["axes of queries and keys", "loss", "a token is changed: the most that a logit before it moves"]
     return {
-        "p": record.protocol,
         "kind": "all true" if record.mask.is_all_true else "not all true",
         "bound": math.log(record.protocol.vocab),
         "models": Table(head, rows),
@@ -124,9 +124,8 @@ def demonstrate(leaks: bool, steps: int, seed: int) -> Shown:
     (arrays, _), _ = train((arrays, state), jax.random.split(data_key, steps))
     model = eqx.combine(arrays, static)
     each = eqx.filter_jit(losses)(model, draw(test_key, LeakProtocol.tested))
-    return Shown(
-        moved_before(model, draw(test_key)), float(each.mean()), float(each.std() / math.sqrt(LeakProtocol.tested))
-    )
+    before, _ = moved(model, draw(test_key), Pos.size // 2)
+    return Shown(before, float(each.mean()), float(each.std() / math.sqrt(LeakProtocol.tested)))
 
 
 def draw(key: jax.Array, sequences: int = Batch.size) -> NamedArray:
@@ -138,14 +137,6 @@ def losses(model: Model, tokens: NamedArray) -> jax.Array:
     """Next-token loss of each sequence, {batch}."""
     logits = jax.nn.log_softmax(model(tokens).rearrange(("batch", "position", "vocab")).array[:, :-1])
     return -jnp.take_along_axis(logits, tokens.array[:, 1:, None], -1)[..., 0].mean(1)
-
-
-def moved_before(model: Model, tokens: NamedArray) -> float:
-    """The most that a logit before the middle token moves when that token is changed; 0 in a causal model."""
-    j = Pos.size // 2
-    other = hax.named(tokens.array.at[:, j].set((tokens.array[:, j] + 1) % Vocab.size), tokens.axes)
-    logits_of = eqx.filter_jit(lambda tokens: model(tokens).rearrange(("batch", "position", "vocab")).array)
-    return float(jnp.abs(logits_of(tokens) - logits_of(other))[:, :j].max())
 
 
 STUDY = Study("leak", LeakConfig, Leak, make, page)

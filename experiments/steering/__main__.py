@@ -59,7 +59,7 @@ def make(config: SteeringConfig, run_dir: Path) -> Steering:
     results = Measure(Trained, config, run_dir, steered).all(planned)
     recipe = planned[0].recipe
     about = {"a": texts[0].name, "b": texts[1].name, "learning_rate": recipe.rate, "steps": recipe.steps}
-    each = [reached(config, recipe, text, texts)["report"] for text in texts]
+    each = [reached(config.batches, recipe, text, texts)["report"] for text in texts]
     counts = {n: float(np.mean([own[n] for own in each])) for n in each[0]}
     protocol = SteeringProtocol(**config.rules() | about, counted=recipe.steps * recipe.tokens, counts=counts)
     described = [Source(t.name, s.parts, t.sizes()) for t, s in zip(texts, sources, strict=True)]

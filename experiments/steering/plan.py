@@ -5,9 +5,9 @@ from pathlib import Path
 
 from experiments.cost import cost_of
 from experiments.jobs import Arm
+from experiments.protocol import SeedsConfig
 from experiments.recipes import Recipe
 from experiments.steering.controls import training_records
-from experiments.study import SeedsConfig
 from experiments.texts import Builtin, Text, TextConfig
 from qkvflow.errors import UserError
 

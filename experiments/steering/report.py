@@ -1,8 +1,8 @@
 """What the experiment has found: its record, and from that alone tables and the figure."""
 
-from collections.abc import Callable, Iterator, Mapping
+import itertools
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from experiments import style
 from experiments.counts import Counts, about
@@ -63,7 +63,7 @@ class Trained(Training, Named):
     judged_b: dict[str, float] = field(default_factory=dict)
     examples: dict[str, list[str]] = field(default_factory=dict)
 
-    def numbers(self) -> dict[str, Any]:
+    def numbers(self) -> dict[str, object]:
         """As a line of CSV."""
         losses = {f"loss {kind}": loss for kind, loss in self.losses.items()}
         return vars(self) | losses | {f"judged_b {u}": share for u, share in self.judged_b.items()}
@@ -79,28 +79,29 @@ class Steering(Record):
     judge: Bound
     results: list[Trained]
 
-    def of(self, arm: str, value: Callable[[Trained], float]) -> dict[int, float]:
-        """seed -> a number of an arm."""
-        return by_seed((r for r in self.results if r.arm == arm), value)
+    @property
+    def ways(self) -> list[str]:
+        """The controls that samples are drawn under."""
+        return [*map(str, self.protocol.between), "none"]
 
-    def mean(self, arm: str, value: Callable[[Trained], float]) -> Interval:
-        return interval(list(self.of(arm, value).values()))
+    def judged_b(self, arm: str, u: str) -> Interval:
+        return interval([r.judged_b[u] for r in self.of(arm=arm)])
 
 
 def accuracies(record: Steering) -> dict[str, Contrast]:
     """Of samples, against chance; the arms are one family of tests."""
-    own = {arm: record.of(arm, lambda r: r.accuracy) for arm in record.arms}
+    own = {arm: by_seed(record.of(arm=arm), lambda r: r.accuracy) for arm in record.arms}
     return contrasts({**own, "chance": dict.fromkeys(record.protocol.seeds, 0.5)}, lambda arm: "chance")
 
 
 def losses(record: Steering) -> dict[tuple[str, str], Contrast]:
     """(arm, control) -> loss, against the right control; all are one family of tests."""
-    kinds = [(arm, kind) for arm in record.arms for kind in ("right", "wrong", "none")]
-    own = {(arm, kind): record.of(arm, lambda r, kind=kind: r.losses[kind]) for arm, kind in kinds}
+    kinds = itertools.product(record.arms, ("right", "wrong", "none"))
+    own = {(arm, kind): by_seed(record.of(arm=arm), lambda r, kind=kind: r.losses[kind]) for arm, kind in kinds}
     return contrasts(own, lambda key: (key[0], "right"))
 
 
-def page(record: Steering) -> Mapping[str, Any]:
+def page(record: Steering) -> Mapping[str, object]:
     p, judge, right = record.protocol, record.judge, accuracies(record)
     a, b = (text.name for text in record.texts)
     texts = [
@@ -110,15 +111,11 @@ def page(record: Steering) -> Mapping[str, Any]:
     judged = [[arm, right[arm].mean, *difference_cells(right[arm])[:2]] for arm in record.arms]
     judged.append([f"real text ({judge.pieces} pieces): upper bound", f"{judge.accuracy:.3f}", "", ""])
     judged.append(["chance", "0.500", "", ""])
-    ways = [*map(str, p.between), "none"]
-    shares = [[arm, *(record.mean(arm, lambda r, u=u: r.judged_b[u]) for u in ways)] for arm in record.arms]
+    shares = [[arm, *(record.judged_b(arm, u) for u in record.ways)] for arm in record.arms]
     kinds = [[*key, found.mean, *difference_cells(found)[:2]] for key, found in losses(record).items()]
-    first = next(r for r in record.results if r.arm == "steered")
-    asked = {u: "no control" if u == "none" else f"u = {u}" for u in ways}
+    first = record.of(arm="steered")[0]
+    asked = {u: "no control" if u == "none" else f"u = {u}" for u in record.ways}
     return {
-        "p": p,
-        "n": len(p.seeds),
-        "noted": f" {p.note}" if p.note else "",
         "counts": about(p.counts),
         "seeds": ", ".join(map(str, p.seeds)),
         "texts": "; ".join(texts),
@@ -139,27 +136,27 @@ def files(record: Steering) -> dict[str, Table]:
 
 def draw(record: Steering) -> Iterator[style.Named]:
     """Left: share judged as B against u. Right: loss under right, wrong and no control. Bars: intervals over seeds."""
-    p, heard, n = record.protocol, losses(record), len(record.protocol.seeds)
+    p, heard = record.protocol, losses(record)
     figure, ((left, right),) = style.panels(1, 2, (12, 4.8))
-    b, ends, colours = record.texts[1].name, {}, {}
-    for k, arm in enumerate(record.arms):
-        look, aside = style.series(k), 0.015 * k
-        own = [record.mean(arm, lambda r, u=u: r.judged_b[str(u)]) for u in p.between]
+    b, ends, looks = record.texts[1].name, {}, style.series_of(record.arms)
+    for k, (arm, look) in enumerate(looks.items()):
+        aside = 0.015 * k
+        *own, none = (record.judged_b(arm, u) for u in record.ways)
         style.points(left, [u + aside for u in p.between], own, **look)
-        style.points(left, [1.2 + aside], [record.mean(arm, lambda r: r.judged_b["none"])], **look | {"linestyle": ""})
-        ends[arm], colours[arm] = (1.2 + aside, record.mean(arm, lambda r: r.judged_b["none"]).mean), look["color"]
+        style.points(left, [1.2 + aside], [none], **look | {"linestyle": ""})
+        ends[arm] = (1.2 + aside, none.mean)
         for place, kind in enumerate(("right", "wrong", "none")):
             style.points(right, [place + 0.15 * k], [heard[arm, kind].mean], **look)
     for share, words in zip(record.judge.shares, ("A", "B"), strict=True):
         style.level(left, share, f"real {words}")
     style.level(left, 0.5, "chance")
     left.set_xticks([*p.between, 1.2], [*map(str, p.between), "no control"], fontsize=8)
-    left.set(xlabel="control (1 - u, u)", ylabel=f"share of samples judged as {b}, n = {n}", ylim=(-0.05, 1.05))
+    left.set(xlabel="control (1 - u, u)", ylabel=f"share of samples judged as {b}, n = {p.n}", ylim=(-0.05, 1.05))
     left.grid(alpha=0.25)
-    style.direct(left, ends, colours)
+    style.direct(left, ends, looks)
     right.set_xticks([0.07, 1.07, 2.07], ["right", "wrong", "none"])
-    limits = style.span([found.mean for found in heard.values()], [loss for k, loss in p.counts.items() if k != "1"])
-    style.loss_axis(right, "unseen text of both", "byte", n, p.counts, limits)
+    limits = style.span([found.mean for found in heard.values()], counts=[p.counts])
+    style.loss_axis(right, "unseen text of both", "byte", p.n, p.counts, limits)
     right.set_xlabel("control")
-    figure.suptitle(f"n = {n} seeds, {p.samples} samples each, 95 % intervals", fontsize=10)
+    figure.suptitle(f"n = {p.n} seeds, {p.samples} samples each, 95 % intervals", fontsize=10)
     yield "figure", figure

@@ -153,7 +153,7 @@ usage: python -m {_module_name(main)} --config_path FILE.yaml [--key.subkey VALU
 
 Every key of the YAML file can also be given as a flag, e.g. `--trainer.num_train_steps 100`; the flag wins.
 Values are text as typed where text belongs, otherwise YAML: 3, 1e-3, true, null, [a, b], {{a: 1}}, or @FILE.yaml for
-what a file holds.
+what a file holds. A list may be written a,b.
 
 Top-level keys:
 {keys}

@@ -178,6 +178,9 @@ def _decode_typed(cls: Any, raw: Typed, path: str) -> Any:
     options = typing.get_args(cls) if is_union else (cls,)
     texts = [option for option in options if option in TEXTS]
     if not texts:
+        origins = {typing.get_origin(option) or option for option in options} - {type(None)}
+        if origins <= set(LISTS) and not isinstance(raw.value, list | dict | None):
+            raw = Typed(f"[{raw.text}]", raw.where)  # `1,2,3` is `[1,2,3]` where only a list may stand
         return decode(cls, raw.value, path)
     try:
         value = raw.value

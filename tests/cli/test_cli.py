@@ -91,7 +91,7 @@ def test_flags_override_the_file_at_any_depth(tmp_path):
     assert raw["inner"] == {"size": 5, "names": ["a"], "rate": 1e-3}
 
 
-@pytest.mark.parametrize("value", ["[a, b]", "['a', 'b']"])
+@pytest.mark.parametrize("value", ["[a, b]", "['a', 'b']", "a,b", "a, b"])
 def test_flags_take_lists(value):
     assert parse(Outer, ["--needed", "1", "--inner.names", value])[0].inner.names == ["a", "b"]
 

@@ -8,7 +8,8 @@ from support.studies import ABOUT, ORIGIN, refuse_work, smoke
 
 from experiments.ablations.__main__ import STUDY
 from experiments.ablations.plan import AblationsConfig, Read, plan, settings
-from experiments.ablations.report import Ablations, files, losses, readings
+from experiments.ablations.report import Ablations, files, readings
+from experiments.jobs import Places
 from experiments.records import read
 from experiments.statistics import holm, paired
 from experiments.study import FOLDER
@@ -46,7 +47,7 @@ def made_up() -> Ablations:
 
 def test_numbers_come_from_the_record_alone():
     record = made_up()
-    found = losses(record, "second")
+    found = {arm: line.loss for arm, line in record.group("second").items()}
     assert found["one"].difference is None
     by_hand = paired({0: 2.3, 1: 2.3, 2: 2.45}, {0: 2.0, 1: 2.1, 2: 2.2})
     assert (found["two"].difference.mean, found["two"].difference.p) == pytest.approx((by_hand.mean, by_hand.p))
@@ -92,10 +93,8 @@ def test_the_same_arm_is_the_same_run_whatever_is_chosen(tmp_path):
     assert len({arm.label for arm in every.values()}) == 2
     assert {name: every["first", name].cost.evaluations for name in arms} == {"plain": 6, "explicit": 6, "deep": 12}
     assert {arm.label for arm in some.values()} == {arm.label for arm in every.values()}
-    assert [arm.asks.get("places") for arm in (every["first", "plain"], some["second", "plain"])] == [
-        [("euler", 3)],
-        None,
-    ]
+    assert every["first", "plain"].flow == Places([("euler", 3)], 2)
+    assert some["second", "plain"].flow is None
     assert not any("report.txt" in json.dumps(arm.recipe.raw) for arm in every.values())
 
 

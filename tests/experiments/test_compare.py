@@ -13,8 +13,8 @@ import yaml
 from support.studies import ABOUT, ORIGIN, ROOT, smoke
 
 from experiments.compare.__main__ import STUDY
-from experiments.compare.plan import CompareConfig, arms, system
-from experiments.compare.report import Comparison, by_row, files, losses
+from experiments.compare.plan import CompareConfig, arms
+from experiments.compare.report import Comparison, by_row, files, losses, reached
 from experiments.jobs import Job, reported, selection
 from experiments.records import read
 from experiments.statistics import holm, paired
@@ -48,14 +48,14 @@ def made_up(seeds=(1, 2, 3)) -> Comparison:
 
 def test_tables_come_from_the_record_alone():
     record = made_up()
-    reference, other = by_row(record)["iso_step"]
+    reference, other = by_row(record)["iso_step"].values()
     assert reference.loss.difference is None
     assert reference.loss.mean.mean == pytest.approx(2.2)
     own = [{r.seed: r.report_loss for r in record.results if r.system == name} for name in ("b_c", "a")]
     assert other.loss.difference == paired(*own)
     assert other.loss.p_holm == holm([other.loss.difference.p])[0]
-    reached, never = map(other.reached, record.protocol.targets)
-    assert reached == {"n": 1, "steps": 10, "seconds": pytest.approx(1.0), "flops": 1e10}  # the first of three seeds
+    there, never = (reached(other, target) for target in record.protocol.targets)
+    assert there == {"n": 1, "steps": 10, "seconds": pytest.approx(1.0), "flops": 1e10}  # the first of three seeds
     assert never["n"] == 0
     text = STUDY.filled_page(record)
     assert "not reached" in text
@@ -121,8 +121,8 @@ def test_every_comparison_can_be(path, tmp_path):
     config.check()
     assert len(set(config.text.parts.values())) == 3
     text = Builtin().prepare(tmp_path / "texts")
-    for name in config.systems:
-        assert system(config, name, text, tmp_path).config.model.hidden_dim > 0
+    for file in config.systems.values():
+        assert config.recipe(file, text, tmp_path).config.model.hidden_dim > 0
 
 
 @pytest.mark.slow

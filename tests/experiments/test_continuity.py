@@ -7,7 +7,7 @@ from support.studies import ABOUT, COUNTS, ORIGIN, refuse_work, smoke
 
 from experiments.continuity.__main__ import STUDY
 from experiments.continuity.plan import ContinuityConfig, arms
-from experiments.continuity.report import Continuity, at_edge, losses, share_of_flops, worst
+from experiments.continuity.report import Continuity, at_edge, share_of_flops, worst
 from experiments.records import read
 from experiments.statistics import holm, paired
 from qkvflow.errors import UserError
@@ -27,8 +27,8 @@ def test_rates_are_searched_in_a_smaller_width_and_transferred(planned):
     assert {arm.recipe.config.model.hidden_dim for arm in search.values()} == {16}
     assert {arm.recipe.rate for arm in own.values()} == {float(f"{2e-3 * math.sqrt(16 / 32):.3g}")}
     assert own["generated_range"].recipe.config.optimizer.generated_scale == "sum_e"
-    assert own["per_layer"].asks == {}
-    assert own["basis_2"].asks["places"] == [("euler", 2), ("euler", 4), ("euler", 8), ("rk4", 4)]
+    assert own["per_layer"].flow is None
+    assert own["basis_2"].flow.places == [("euler", 2), ("euler", 4), ("euler", 8), ("rk4", 4)]
 
 
 def test_steps_cost_what_their_stage_costs(planned):
@@ -97,8 +97,8 @@ def made_up() -> Continuity:
 
 def test_tables_and_figures_come_from_the_record_alone():
     record = made_up()
-    found = losses(record)
-    by_seed = {arm: {r.seed: r.report_loss for r in record.of(arm)} for arm in record.costs}
+    found = {arm: line.loss for arm, line in record.lines.items()}
+    by_seed = {arm: {r.seed: r.report_loss for r in record.of(arm=arm)} for arm in record.costs}
     tests = [paired(by_seed[arm], by_seed["per_layer"]).p for arm in ("smooth", "lost")]
     assert [found[arm].p_holm for arm in ("smooth", "lost")] == holm(tests)  # one family
     assert at_edge(record) == ["lost"]

@@ -81,7 +81,7 @@ def test_components_are_roots_of_sums_of_squares():
 
 def test_steps_are_counted_by_both_rules():
     found = counts([0.0, 1e-7, 1e-5, 1.0, 101.0, math.nan, math.inf], [1e-5, 1e-4, 1.0, 1.0, 102.0, math.nan, math.inf])
-    assert dataclasses.astuple(found) == (2, 2 + 1, 2, 2)  # 0 and 1e-7; also 1e-5 of 1; 101 and inf; nan and inf
+    assert found == [2, 2 + 1, 2, 2]  # 0 and 1e-7; also 1e-5 of 1; 101 and inf; nan and inf
     assert clipped([0.5, 3.0], [0.8, 6.0], 1.0) == [0.5, 0.5]
     assert clipped([3.0], [6.0], None) == [3.0]
 
@@ -299,11 +299,11 @@ def test_smoke_goes_on_where_it_stopped(tmp_path, monkeypatch):
     class Stopped(Exception):
         pass
 
-    def stopping(job: Job, *args):
+    def stopping(config, job: Job, *args):
         if len(asked) == 2:
             raise Stopped
         asked.append(job.name)
-        return with_readings(job, *args)
+        return with_readings(config, job, *args)
 
     config = smoke(STUDY, run_dir=str(tmp_path), systems=["hybrid", "baseline"])
     with monkeypatch.context() as patch:

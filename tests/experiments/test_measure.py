@@ -16,9 +16,9 @@ from experiments.jobs import Arm, Job
 from experiments.leak.__main__ import Vocab, draw
 from experiments.leak.model import Model
 from experiments.measure import Measure, check_causality
+from experiments.protocol import SeedsConfig, StudyConfig
 from experiments.recipes import Recipe
 from experiments.records import Training
-from experiments.study import SeedsConfig, StudyConfig
 from qkvflow.errors import UserError
 
 

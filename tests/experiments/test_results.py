@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 from support.studies import ROOT
 
+from experiments.protocol import OutputConfig, SeedsConfig
 from experiments.records import Record, Training, kept, read, written
-from experiments.study import OutputConfig, SeedsConfig, Study
+from experiments.study import Study
 from experiments.tables import Table
 from qkvflow.cli import parse
 from qkvflow.errors import UserError
@@ -85,14 +86,12 @@ def test_lists_are_given_as_people_write_them():
     assert study.arguments([])[1].endswith("experiments/gradient_flow/wikitext2.yaml")
     assert study.arguments(["--config", "mine.yaml"]) == ["--config", "mine.yaml"]
     assert STUDIES["compare"].arguments(["--redraw"]) == ["--redraw"]
-    assert STUDIES["ablations"].arguments(["--only", "a,b", "--run_dir", "c,d"]) == [
-        "--only",
-        "[a,b]",
-        "--run_dir",
-        "c,d",
-    ]
-    panels = ["--panels", '{"one": ["basis_2"]}']  # a mapping that holds lists is none
-    assert STUDIES["continuity"].arguments(["--config", "a.yaml", *panels])[2:] == panels
+    ablations = parse(STUDIES["ablations"].config, ["--only", "a,b", "--run_dir", "c,d"])[0]
+    assert (ablations.only, ablations.run_dir) == (["a", "b"], "c,d")
+    assert parse(STUDIES["ablations"].config, ["--only", "null"])[0].only is None
+    panels = ["--panels", '{"one": ["basis_2"]}', "--panels.two", "basis_4,basis_8"]
+    continuity = parse(STUDIES["continuity"].config, panels)[0]
+    assert continuity.panels == {"one": ["basis_2"], "two": ["basis_4", "basis_8"]}
     with pytest.raises(UserError, match=r"seeds\[0\].* must be an integer, but is 'x'"):
         parse(study.config, study.arguments(["--seeds", "x"]))
 

@@ -25,7 +25,7 @@ def test_series_differ_in_more_than_their_colour():
 def test_names_stand_in_the_order_of_their_ends_and_apart(panel):
     ends = {"low": (10, 1.0), "middle": (10, 1.001), "high": (10, 1.002), "far": (10, 2.0)}
     panel.set(xlim=(0, 10), ylim=(0, 3))
-    style.direct(panel, ends, dict.fromkeys(ends, "black"))
+    style.direct(panel, ends, {name: {"color": "black"} for name in ends})
     words = sorted(panel.texts, key=lambda text: text.xyann[1])
     assert [text.get_text() for text in words] == list(ends)
     heights = [panel.transData.transform(text.xyann)[1] for text in words]

@@ -4,11 +4,19 @@ import csv
 import math
 import re
 
-from experiments.statistics import contrasts
-from experiments.tables import Table, contrast_cells, contrast_head, contrast_numbers, in_latex, latex, number
+from experiments.cost import Cost
+from experiments.lines import against, known, lines, table
+from experiments.records import Training
+from experiments.tables import Table, contrast_numbers, in_latex, latex, number
 
-LOSSES = contrasts({"a": {1: 2.0, 2: 2.2, 3: 2.4}, "b_c": {1: 2.1, 2: 2.3, 3: 2.51}}, lambda key: "a")
-TABLE = Table(["arm", *contrast_head("a")], [[name, *contrast_cells(loss)] for name, loss in LOSSES.items()])
+LOSSES = {"a": (2.0, 2.2, 2.4), "b_c": (2.1, 2.3, 2.51)}
+TRAINED = {
+    name: [Training(seed, 0.5, [(5, 3.0), (10, own)], report_loss=own) for seed, own in enumerate(each)]
+    for name, each in LOSSES.items()
+}
+LINES = lines(TRAINED, "a", {name: Cost(2_000_000, 1, 1, 1.5, 1) for name in LOSSES}, dict.fromkeys(LOSSES, 10))
+LOSSES = {name: line.loss for name, line in LINES.items()}
+TABLE = table("arm", LINES, against("a"))
 
 
 def test_markdown_has_a_row_for_each_line():
@@ -18,6 +26,14 @@ def test_markdown_has_a_row_for_each_line():
     assert rows[0] == "| a | 2.200 ± 0.497 | 0.200 |  |  |  |"
     assert rows[1].startswith("| b_c | 2.303 ± 0.509 | 0.205 | 0.103 ± 0.014 | 0.001 |")
     assert str(Table(["x", "y"], [[None, 1]], rule="---")) == "| x | y |\n|---|---|\n| | 1 |"
+
+
+def test_columns_are_named_and_a_line_knows_where_it_is():
+    shown = table("arm", LINES, known("trained", "FLOPs", "rate"), against("a"), {"own": lambda line: line.steps + 1})
+    assert shown.head[:4] == ["arm", "trained", "FLOPs", "rate"]
+    assert shown.rows[0][:4] == ["a", "2.00M", "15", "0.5"]
+    assert [row[-1] for row in shown.rows] == [11, 11]
+    assert [(step, r.seed) for step, r in LINES["b_c"].reaches(2.3)] == [(10, 0), (10, 1)]
 
 
 def test_latex_takes_no_mark_for_a_command():

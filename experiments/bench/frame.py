@@ -1,0 +1,70 @@
+"""What a benchmark is, and how times are compared: interleaved runs, medians of ratios, because machines are noisy."""
+
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+
+import jax
+
+from experiments.records import device_name
+from experiments.tables import Table
+
+Call = Callable[[], object]
+Rows = Mapping[str, Mapping[str, float]]
+RESULTS = Path(__file__).parent / "results"
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """name: of its JSON. settings: that are shown. measure: name of a row -> its numbers."""
+
+    name: str
+    settings: Mapping[str, object]
+    measure: Callable[[], Rows]
+
+    def run(self) -> None:
+        """Prints a table and writes results/<name>.json."""
+        rows = self.measure()
+        table = Table.of({"": row} | {key: f"{x:.4g}" for key, x in own.items()} for row, own in rows.items())
+        print(f"\n{self.name}: {', '.join(f'{k} {v}' for k, v in self.settings.items())}\n\n{table}", flush=True)
+        where = {"device": device_name(), "devices": jax.device_count(), "jax": jax.__version__}
+        record = {"benchmark": self.name, "date": date.today().isoformat(), **where}
+        RESULTS.mkdir(exist_ok=True)
+        text = json.dumps(record | {"settings": self.settings, "rows": rows}, indent=2)
+        (RESULTS / f"{self.name}.json").write_text(text + "\n")
+
+
+def run(benchmarks: Iterable[Benchmark]) -> None:
+    for benchmark in benchmarks:
+        benchmark.run()
+
+
+def seconds(call: Call) -> float:
+    """Of one run, until the arrays that it returns are there."""
+    start = time.perf_counter()
+    jax.block_until_ready(call())
+    return time.perf_counter() - start
+
+
+def interleaved(calls: Mapping[str, Call], rounds: int = 15) -> Rows:
+    """Times each call once per round, in turn. Each returns arrays to wait for.
+
+    Returns:
+        name -> {seconds: median, ratio: median over rounds of time / time of the first call in the same round,
+        ratio_low, ratio_high: quartiles of that ratio}.
+    """
+    for call in calls.values():  # compile and warm up
+        seconds(call)
+        seconds(call)
+    times = [[seconds(call) for call in calls.values()] for _ in range(rounds)]
+    rows = {}
+    for k, name in enumerate(calls):
+        ratios = [own[k] / own[0] for own in times]
+        low, _, high = statistics.quantiles(ratios, n=4)
+        middle = {"seconds": statistics.median(own[k] for own in times), "ratio": statistics.median(ratios)}
+        rows[name] = middle | {"ratio_low": low, "ratio_high": high}
+    return rows

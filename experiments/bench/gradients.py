@@ -1,0 +1,234 @@
+"""Losses and gradients: beside Levanter's GPT-2, of time-indexed SSMs, by each adjoint, and by diffrax called by hand.
+
+- `training_step`: weights per layer (the ordinary transformer in our code) stand between Levanter's GPT-2 of the same
+  shape and the neural ODE transformer: what is lost there is overhead of ours, what is lost beyond it is the price of
+  generating the weights.
+- `ssm`: at two lengths; for growth the mixer alone, for attention, which every block has, is quadratic by itself.
+- `adjoints`: constant weights show the states alone; generated weights, `batched` and `in_scan`, what W(t) adds. Memory
+  is XLA's own count of temporary memory.
+- `general_path`: adaptive steps.
+"""
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import diffrax
+import equinox as eqx
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import optax
+from levanter.layers.attention import AttentionMask
+from levanter.models.gpt2 import Gpt2Config
+from levanter.models.lm_model import LmConfig, LmExample
+
+from experiments.bench.frame import Benchmark, Call, Rows, interleaved, run
+from qkvflow.blocks import Gpt2BlockConfig, Inputs, SsmBlockConfig, SsmMixer
+from qkvflow.depth import DepthConfig
+from qkvflow.models import NeuralOdeConfig
+from qkvflow.weights import ConstantConfig, GeneratedConfig, ModulatedConfig, PerLayerConfig, at
+
+HEADS = 4
+Vocab = hax.Axis("vocab", 257)
+GENERATED = GeneratedConfig(time_embed_dim=64, sinusoidal_dim=32)
+SMALL = GeneratedConfig(time_embed_dim=16, sinusoidal_dim=32)
+
+
+def flow(width: int, sequence: int, weights=GENERATED, block=None, **depth) -> NeuralOdeConfig:
+    """depth: keys of `DepthConfig`."""
+    block, depth = block or Gpt2BlockConfig(num_heads=HEADS), DepthConfig(**{"solver": "euler", **depth})
+    return NeuralOdeConfig(max_seq_len=sequence, hidden_dim=width, block=block, weights=weights, depth=depth)
+
+
+def build(config: LmConfig, vocab: hax.Axis = Vocab):
+    return config.build(vocab, key=jax.random.PRNGKey(0))
+
+
+def example(sequence: int, batch: int) -> LmExample:
+    Batch, Pos = hax.Axis("batch", batch), hax.Axis("position", sequence)
+    tokens = hax.random.randint(jax.random.PRNGKey(0), (Batch, Pos), 0, Vocab.size)
+    weight = LmExample.causal_loss_mask(Pos).astype(jnp.float32).broadcast_axis(Batch)
+    return LmExample(tokens=tokens, loss_weight=weight, attn_mask=AttentionMask.causal())
+
+
+def loss(config: LmConfig, batch: int) -> tuple[Callable[[Any], tuple[jax.Array, Any]], Any]:
+    """Loss and gradients of the parameters, at the model's full length; and the parameters at first."""
+    params, static = eqx.partition(build(config), eqx.is_inexact_array)
+    data = example(config.max_seq_len, batch)
+    return jax.value_and_grad(lambda p: eqx.combine(p, static).compute_next_token_loss(data).scalar()), params
+
+
+def gradient(config: LmConfig, batch: int) -> Call:
+    """A call that computes loss and gradients once."""
+    compute, params = loss(config, batch)
+    compiled = jax.jit(compute)
+    return lambda: compiled(params)
+
+
+def step(config: LmConfig, batch: int) -> Call:
+    """A call that takes one whole Adam step, buffers donated."""
+    (compute, params), optimizer = loss(config, batch), optax.adamw(1e-4)
+
+    def update(carry):
+        params, state = carry
+        value, grads = compute(params)
+        updates, state = optimizer.update(grads, state, params)
+        return (optax.apply_updates(params, updates), state), value
+
+    compiled, carry = jax.jit(update, donate_argnums=0), [(params, optimizer.init(params))]
+
+    def run():
+        carry[0], value = compiled(carry[0])
+        return carry[0], value
+
+    return run
+
+
+def training(name: str, make: Callable[[LmConfig, int], Call]) -> Benchmark:
+    """The same optimizer and data for all."""
+    width, layers, sequence, batch = 256, 6, 128, 8
+    shape = {"max_seq_len": sequence, "hidden_dim": width, "num_heads": HEADS, "num_layers": layers}
+    models = {
+        "levanter gpt2": Gpt2Config(**shape),
+        "per layer": flow(width, sequence, PerLayerConfig(), steps=layers),
+        "generated, in scan": flow(width, sequence, steps=layers, evaluate="in_scan"),
+        "generated, batched": flow(width, sequence, steps=layers, evaluate="batched"),
+        "generated, rk4": flow(width, sequence, steps=layers, solver="rk4"),
+    }
+    settings = {"width": width, "heads": HEADS, "layers": layers, "sequence": sequence, "batch": batch}
+    settings |= {"T": GENERATED.time_embed_dim, "S": GENERATED.sinusoidal_dim}
+    return Benchmark(name, settings, lambda: interleaved({name: make(c, batch) for name, c in models.items()}))
+
+
+SSM = {"width": 256, "heads": HEADS, "layers": 6, "tokens": 1024}
+BLOCKS = {
+    "time-indexed MLP": Gpt2BlockConfig(num_heads=HEADS, form="sequential"),
+    "SSM, 16 states": SsmBlockConfig(num_heads=HEADS, form="sequential", state_size=16),
+    "SSM, 64 states": SsmBlockConfig(num_heads=HEADS, form="sequential", state_size=64),
+    "selective, 16 states": SsmBlockConfig(num_heads=HEADS, form="sequential", state_size=16, selective=True),
+}
+
+
+def ssm(sequence: int) -> Benchmark:
+    """Blocks of time-indexed SSMs, and of the time-indexed MLP."""
+    batch, weights = SSM["tokens"] // sequence, ModulatedConfig(hidden_dim=64, sinusoidal_dim=32)
+
+    def of(block) -> Call:
+        depth = {"steps": SSM["layers"], "step_size": "residual"}
+        return gradient(flow(SSM["width"], sequence, weights, block, **depth), batch)
+
+    settings = SSM | {"sequence": sequence, "batch": batch}
+    return Benchmark(f"ssm_{sequence}", settings, lambda: interleaved({n: of(b) for n, b in BLOCKS.items()}))
+
+
+def growth(kind: str, selective: bool) -> Benchmark:
+    """How the time of one mixer grows with the length of its one sequence."""
+
+    def mixer(sequence: int) -> Call:
+        key, Embed = jax.random.PRNGKey(0), hax.Axis("embed", SSM["width"])
+        mixer = SsmMixer.init(Embed, hax.Axis("state", 16), selective=selective, key=key)
+        x = hax.random.normal(key, (hax.Axis("batch", 1), hax.Axis("position", sequence), Embed))
+        compute = eqx.filter_jit(eqx.filter_grad(lambda both: hax.mean(hax.square(both[0](both[1], None))).array))
+        return lambda: compute((mixer, x))
+
+    settings, lengths = {"width": SSM["width"], "states": 16, "batch": 1}, (512, 1024, 2048, 4096)
+    return Benchmark(f"ssm_growth_{kind}", settings, lambda: interleaved({str(n): mixer(n) for n in lengths}))
+
+
+ADJOINTS = {"width": 128, "heads": HEADS, "sequence": 128, "batch": 8}
+STEPS = (8, 16, 32, 64)
+CASES = {
+    "checkpoint": (ConstantConfig(), {}),
+    "direct": (ConstantConfig(), {"adjoint": "direct"}),
+    "reversible": (ConstantConfig(), {"adjoint": "reversible"}),
+    "backsolve": (ConstantConfig(), {"adjoint": "backsolve", "endpoint": "left"}),
+    "checkpoint, generated, batched": (SMALL, {"evaluate": "batched"}),
+    "reversible, generated, batched": (SMALL, {"adjoint": "reversible", "evaluate": "batched"}),
+    "reversible, generated, in scan": (SMALL, {"adjoint": "reversible", "evaluate": "in_scan"}),
+}
+
+
+def compiled(weights, steps: int, **depth) -> tuple[Call, int, float]:
+    """(a call that computes loss and gradients once, bytes of temporary memory, seconds of compilation)."""
+    config = flow(ADJOINTS["width"], ADJOINTS["sequence"], weights, steps=steps, **depth)
+    compute, params = loss(config, ADJOINTS["batch"])
+    start = time.perf_counter()
+    program = jax.jit(compute).lower(params).compile()
+    taken = time.perf_counter() - start
+    return (lambda: program(params)), program.memory_analysis().temp_size_in_bytes, taken
+
+
+def memory() -> Rows:
+    """By the number of steps, and the time with STEPS[1] of them."""
+    programs = {name: [compiled(weights, n, **depth) for n in STEPS] for name, (weights, depth) in CASES.items()}
+    times = interleaved({name: own[1][0] for name, own in programs.items()}, 7)
+    return {
+        name: {f"MiB_{n}": size / 2**20 for n, (_, size, _) in zip(STEPS, own, strict=True)}
+        | {f"ratio_at_{STEPS[1]}": times[name]["ratio"]}
+        for name, own in programs.items()
+    }
+
+
+def compile_time() -> Rows:
+    """Seconds from tracing to the compiled gradient, at 6 and at 48 steps, in turn."""
+    rows = {}
+    for name, (weights, depth) in CASES.items():
+        pairs = [[compiled(weights, steps, **depth)[2] for steps in (6, 48)] for _ in range(5)]
+        short, long = (statistics.median(times) for times in zip(*pairs, strict=True))
+        ratio = statistics.median(long / short for short, long in pairs)
+        rows[name] = {"seconds_6": short, "seconds_48": long, "ratio": ratio}
+    return rows
+
+
+GENERAL = {"width": 128, "sequence": 128, "batch": 4, "solver": "tsit5", "rtol": 1e-3}
+INPUTS = Inputs.of()
+
+
+def by_hand(flow, x):
+    def field(t, y, weights):
+        return at(weights, t)(hax.named(y, x.axes), INPUTS).rearrange(x.axes).array
+
+    solution = diffrax.diffeqsolve(
+        diffrax.ODETerm(field),
+        diffrax.Tsit5(),
+        t0=0.0,
+        t1=1.0,
+        dt0=1 / 12,
+        y0=x.array,
+        args=flow.weights,
+        stepsize_controller=diffrax.PIDController(rtol=GENERAL["rtol"], atol=GENERAL["rtol"]),
+        max_steps=256,
+    )
+    assert solution.ys is not None
+    return hax.named(solution.ys[0], x.axes)
+
+
+def solving(solve) -> Call:
+    """A call that computes a loss of x(1), and its gradient by the weights and by x(0)."""
+    depth = {"solver": GENERAL["solver"], "steps": 12, "rtol": GENERAL["rtol"]}
+    whole = build(flow(GENERAL["width"], GENERAL["sequence"], SMALL, **depth))
+    x = whole.embeddings(example(GENERAL["sequence"], GENERAL["batch"]).tokens)
+    compute = eqx.filter_jit(eqx.filter_value_and_grad(lambda both: hax.mean(hax.square(solve(*both))).scalar()))
+    return lambda: compute((whole.transformer.flow, x))
+
+
+def general_path() -> Rows:
+    return interleaved({"diffrax": solving(by_hand), "general path": solving(lambda flow, x: flow(x, INPUTS))}, 9)
+
+
+BENCHMARKS = (
+    training("forward_backward", gradient),
+    training("training_step", step),
+    Benchmark("adjoints", ADJOINTS | {"solver": "euler"}, memory),
+    Benchmark("compile_time", {key: ADJOINTS[key] for key in ("width", "sequence", "batch")}, compile_time),
+    Benchmark("general_path", GENERAL, general_path),
+    ssm(128),
+    ssm(1024),
+    growth("time_invariant", selective=False),
+    growth("selective", selective=True),
+)
+
+if __name__ == "__main__":
+    run(BENCHMARKS)
