@@ -26,6 +26,7 @@ jax.config.update("jax_numpy_rank_promotion", "raise")  # arrays of different ra
 jax.config.update("jax_default_prng_impl", "rbg")  # compiles in no time; programs use JAX's default
 
 
+_MANY_MAPS = 40_000
 _HEAVY = {
     line for line in (Path(__file__).parent / "support" / "heavy.txt").read_text().splitlines() if line[:1] != "#"
 }
@@ -41,6 +42,13 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         if item.nodeid in _HEAVY:
             item.add_marker(pytest.mark.slow)
+
+
+def pytest_runtest_teardown(item, nextitem):
+    """Every compiled function holds pieces of memory; at Linux's limit (65,530 of a process) the compiler crashes."""
+    maps = Path("/proc/self/maps")
+    if maps.exists() and maps.read_bytes().count(b"\n") > _MANY_MAPS:
+        jax.clear_caches()
 
 
 def pytest_sessionfinish():

@@ -13,7 +13,7 @@ from levanter.adaptor.lora import LoraConfig, loraize, merge_lora_modules
 from levanter.models.gpt2 import Gpt2Config
 from levanter.models.llama import LlamaConfig
 from levanter.utils.tree_utils import inference_mode
-from support.models import VOCAB, build, heavy, llama, random_tokens, small_config
+from support.models import VOCAB, WEIGHTS, build, heavy, llama, random_tokens, small_config
 
 import qkvflow
 from qkvflow.blocks import Inputs, SsmBlockConfig, Window
@@ -36,6 +36,7 @@ def depth(solver="euler", **kwargs):
 CASES = {
     "gpt2 rk4 around": {"form": "sequential", "depth": depth("rk4", steps=1), **AROUND},
     "llama heun": {"block": llama(), "depth": depth("heun")},
+    "gpt2 basis": {"weights": "basis", "depth": depth()},
     "selective per layer": {"weights": "per_layer", "block": SELECTIVE, "depth": depth()},
     "control reversible": {
         "weights": "modulated",
@@ -51,12 +52,7 @@ BLOCKS = {
     "selective": {"block": SELECTIVE},
     **{f"llama {form}": {"block": llama(form)} for form in ("parallel", "sequential", "official")},
 }
-PRODUCT = [
-    (block, weights, solver)
-    for block in BLOCKS
-    for weights in ("generated", "modulated", "constant", "per_layer")
-    for solver in ("euler", "heun", "rk4")
-]
+PRODUCT = [(block, weights, solver) for block in BLOCKS for weights in WEIGHTS for solver in ("euler", "heun", "rk4")]
 
 
 def model_of(**case):

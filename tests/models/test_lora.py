@@ -12,7 +12,7 @@ import pytest
 from levanter.models.gpt2 import Gpt2Config
 from levanter.trainer_state import init_optimizer_for_trainables, trainables_only
 from levanter.utils.tree_utils import inference_mode
-from support.models import VOCAB, build, llama, random_tokens, small_config
+from support.models import VOCAB, build, heavy, llama, random_tokens, small_config
 
 from qkvflow.blocks import SsmBlockConfig
 from qkvflow.depth import DepthConfig
@@ -24,6 +24,7 @@ SLOW = pytest.mark.slow
 CONFIGS = {
     "parallel": small_config(),
     "llama": small_config(block=llama("official")),
+    "basis": small_config("basis"),
     "surrounded": small_config(form="sequential", prelude_layers=2, depth=DepthConfig(solver="heun", steps=2)),
     "reversible": small_config("modulated", depth=DepthConfig(steps=3, adjoint="reversible")),
     "ssm": small_config(block=SsmBlockConfig(num_heads=2, state_size=4, selective=True)),
@@ -60,7 +61,9 @@ def stir(model):
     return lora._map_lora(change, model)
 
 
-@pytest.mark.parametrize("name", ["parallel", *(pytest.param(n, marks=SLOW) for n in ("llama", "surrounded", "ssm"))])
+@pytest.mark.parametrize(
+    "name", ["parallel", *(pytest.param(n, marks=SLOW) for n in ("basis", "llama", "surrounded", "ssm"))]
+)
 def test_it_starts_at_the_base_and_merges_exactly(name):
     base, model = adapted(name)
     tokens = random_tokens()

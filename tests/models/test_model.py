@@ -10,7 +10,7 @@ from haliax.nn.scan import Stacked
 from levanter.layers.attention import AttentionMask
 from levanter.models.lm_model import LmConfig, LmExample, LmHeadModel
 from levanter.utils.tree_utils import inference_mode
-from support.models import VOCAB, build, random_tokens, small_config
+from support.models import VOCAB, WEIGHTS, build, change, random_tokens, small_config
 
 from qkvflow.blocks import Gpt2BlockConfig, Inputs
 from qkvflow.depth import DepthConfig
@@ -28,6 +28,18 @@ def test_registered_with_levanter():
 def test_no_mask_means_causal(tokens):
     model = build(small_config())
     np.testing.assert_array_equal(model(tokens).array, model(tokens, AttentionMask.causal()).array)
+
+
+@pytest.mark.parametrize("form", ["parallel", "sequential"])
+@pytest.mark.parametrize("weights", WEIGHTS)
+def test_a_changed_token_moves_no_logit_before_it(weights, form, tokens):
+    """Bit for bit, in the flow and in the ordinary model that it becomes; and it moves those from it on."""
+    flow = build(small_config(weights, form))
+    logits = eqx.filter_jit(lambda model, tokens: model(tokens).array)
+    for model in (flow, flow.discretise()):
+        before, after = logits(model, tokens), logits(model, change(tokens, 7))
+        np.testing.assert_array_equal(before[:, :7], after[:, :7])
+        assert (before[:, 7:] != after[:, 7:]).any(axis=-1).all()
 
 
 def test_discretised_is_an_ordinary_language_model(tokens):

@@ -19,6 +19,7 @@ LLAMA = {"type": "llama", "num_heads": 8, "num_kv_heads": 8, "intermediate_dim":
 
 def config(block, weights="generated", mesh=None, width=128, **depth):
     sizes = {"generated": {"time_embed_dim": 22, "sinusoidal_dim": 8}, "modulated": {"hidden_dim": 22}}
+    sizes["basis"] = {"basis": "spline", "dim": 22}
     model = {"type": "neuralode", "max_seq_len": 48, "hidden_dim": width, "block": block}
     model |= {"weights": {"type": weights} | sizes.get(weights, {}), "depth": {"steps": 5} | depth}
     trainer = {"train_batch_size": 8, "num_train_steps": 10} | ({} if mesh is None else {"mesh": mesh})
@@ -37,6 +38,7 @@ for name, given in {
     "ssm": config(SSM),
     # So wide that the networks of gates are small beside the weights.
     "modulated": config(GPT2, "modulated", width=512),
+    "basis": config(GPT2, "basis"),
     "fsdp x tensor": config(LLAMA, mesh={"axes": {"data": 4, "model": 2}}),
 }.items():
     report = compile_ahead(given, 256, large=8 << 10)
@@ -131,11 +133,12 @@ def loss(model, example):
     return model.compute_next_token_loss(example).scalar()
 
 
-for block in ({"type": "gpt2", "num_heads": 8}, LLAMA):
-    model = config(block, steps=2).model.build(Vocab, key=jax.random.PRNGKey(0))
+GPT2 = {"type": "gpt2", "num_heads": 8}
+for block, weights in ((GPT2, "generated"), (LLAMA, "generated"), (GPT2, "basis")):
+    model = config(block, weights, steps=2).model.build(Vocab, key=jax.random.PRNGKey(0))
     reference = jax.tree.leaves(eqx.filter_jit(eqx.filter_value_and_grad(loss))(model, example))
     for path in sorted(Path("configs/mesh").glob("*.yaml")):
-        trainer = config(block, mesh=yaml.safe_load(path.read_text())).trainer
+        trainer = config(block, weights, mesh=yaml.safe_load(path.read_text())).trainer
         trainer = complete_mesh(trainer, model)
         check_mesh(trainer, model, Pos)
 
@@ -151,7 +154,7 @@ for block in ({"type": "gpt2", "num_heads": 8}, LLAMA):
             # fp32 sums in another order; the largest entry sets the scale
             error = np.abs(np.asarray(ours) - expected).max() / max(np.abs(expected).max(), 1e-6)
             assert error <= 2e-5, (path.name, block["type"], expected.shape, error)
-        print(path.name, block["type"], flush=True)
+        print(path.name, block["type"], weights, flush=True)
 print("equal")
 """
 
