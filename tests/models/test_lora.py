@@ -12,7 +12,7 @@ import pytest
 from levanter.models.gpt2 import Gpt2Config
 from levanter.trainer_state import init_optimizer_for_trainables, trainables_only
 from levanter.utils.tree_utils import inference_mode
-from support.models import VOCAB, build, heavy, llama, random_tokens, small_config
+from support.models import VOCAB, build, llama, random_tokens, small_config
 
 from qkvflow.blocks import SsmBlockConfig
 from qkvflow.depth import DepthConfig
