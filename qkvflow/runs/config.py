@@ -150,7 +150,8 @@ class FinetuneConfig(TrainConfig):
         checkpoint_step: N of its checkpoint step-N; the last of a finished run if not given.
         official: a checkpoint of the official implementation to begin from instead.
         steps: M, the depth to fine-tune at; that of the base if not given.
-        mode: `{type: flow}`, `{type: full}` or `{type: lora, r, alpha, dropout, target_modules, train_embeddings}`.
+        mode: `{type: flow}`, `{type: full}`, `{type: stack}` or `{type: lora, r, alpha, dropout, target_modules,
+            train_embeddings}`.
         merge: of a LoRA run: write, when it is finished, an ordinary run with LoRA in its weights, `<run>-merged`.
         model: is not given: it follows from the base, `steps` and `mode`, and stands in the run's `config.yaml`.
     """

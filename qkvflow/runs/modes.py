@@ -128,6 +128,52 @@ class FullMode(FinetuneMode):
         return base.discretise(config.depth.steps)
 
 
+@FinetuneMode.register_subclass("stack")
+@dataclass(frozen=True)
+class StackMode(FinetuneMode):
+    """A deeper ordinary model of copies of an ordinary one's layers, all of whose weights are trained.
+
+    L layers become M = n L: layer k is a copy of the base's layer k mod L (`stack`: the whole stack on top of itself;
+    Gong et al. 2019, "Efficient Training of BERT by Progressively Stacking"; Du et al. 2024, G_stack) or k div n
+    (`repeat`: each layer n times in a row). For weights that are no functions of time it is the counterpart of depth
+    that grows. The model's function changes.
+
+    Attributes:
+        order: `stack` or `repeat`.
+    """
+
+    order: Literal["stack", "repeat"] = "stack"
+
+    def model_config(self, base: LmConfig, steps: int | None) -> Any:
+        if not isinstance(base, NeuralOdeConfig) or not isinstance(base.weights, PerLayerConfig):
+            raise UserError(
+                "mode: stack copies the layers of an ordinary model (type: neuralode, weights: {type: per_layer}), and"
+                " this base has none. A flow is read at another depth as it is: mode: {type: flow}."
+            )
+        layers = base.depth.reading_steps
+        if len(base.plan.times) != layers:
+            raise UserError(
+                f"mode: stack needs one layer for each step, and the solver {base.depth.solver} has"
+                f" {len(base.plan.times)} for {layers} steps. Use a base with the solver euler."
+            )
+        if steps is None or steps <= layers or steps % layers:
+            raise UserError(
+                f"mode: stack makes 2, 3, ... times as many layers as the {layers} of the base: `steps` must be a"
+                f" multiple of {layers} above it, got {steps}."
+            )
+        return base.at_depth(steps)
+
+    def adapt(self, base: LmHeadModel, config: Any, *, key: jax.Array) -> LmHeadModel:
+        del key
+        flow, times = base.transformer.flow, config.plan.times
+        layers = len(flow.weights.times)
+        copies = len(times) // layers
+        rows = [k % layers if self.order == "stack" else k // copies for k in range(len(times))]
+        deeper = dataclasses.replace(flow, weights=flow.weights.copied(rows, times), **config.travel)
+        transformer = dataclasses.replace(base.transformer, flow=deeper)
+        return dataclasses.replace(base, transformer=transformer, _config=config)
+
+
 @FinetuneMode.register_subclass("lora")
 @dataclass(frozen=True)
 class LoraMode(FullMode):

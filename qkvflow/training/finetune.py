@@ -26,7 +26,9 @@ def settle(config: FinetuneConfig) -> tuple[FinetuneConfig, Base, FinetuneMode]:
     """
     mode = config.mode
     if mode is None:
-        raise UserError("the key `mode` is missing: {type: flow}, {type: full} or {type: lora, r: 8, alpha: 8}")
+        raise UserError(
+            "the key `mode` is missing: {type: flow}, {type: full}, {type: stack} or {type: lora, r: 8, alpha: 8}"
+        )
     if (config.run is None) == (config.official is None):
         raise UserError("say what to begin from: either `run: runs/<id>`, or `official: {path, num_heads, steps}`")
     check_ranges(config, LEVANTER)

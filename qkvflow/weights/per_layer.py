@@ -4,6 +4,8 @@ W(t_k) = W_k for the times t_k of the grid, and nothing is known between them. D
 generated weights on a grid, frozen.
 """
 
+from collections.abc import Sequence
+
 import equinox as eqx
 import haliax as hax
 import jax
@@ -33,6 +35,12 @@ class PerLayer(TimeDependent):
         return PerLayer(
             Stacked(stacked, Axis(LAYERS, len(times)), hax.ScanCheckpointPolicy.from_bool_or_str(True)), times
         )
+
+    def copied(self, rows: Sequence[int], times: tuple[float, ...]) -> "PerLayer":
+        """These layers at other times, some of them more than once: at `times[k]` stands a copy of layer `rows[k]`."""
+        taken = hax.named(jnp.asarray(rows), "_copy")
+        stacked = map_named(lambda a: hax.take(a, LAYERS, taken).rename({"_copy": LAYERS}), self.blocks.stacked)
+        return PerLayer.stack(stacked, times)
 
     @staticmethod
     def init(init_block, times: tuple[float, ...], *, key) -> "PerLayer":

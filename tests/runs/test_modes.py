@@ -5,9 +5,11 @@ import numpy as np
 import pytest
 from support.models import build, random_tokens, small_config
 
+from qkvflow.blocks import Inputs
+from qkvflow.depth import DepthConfig
 from qkvflow.errors import UserError
-from qkvflow.runs.modes import FlowMode
-from qkvflow.weights import BasisConfig
+from qkvflow.runs.modes import FlowMode, StackMode
+from qkvflow.weights import BasisConfig, at
 
 
 def refined(base, dim: int, steps: int | None = None):
@@ -36,3 +38,37 @@ def test_refusals():
         refined(build(small_config("basis")), 2)
     with pytest.raises(UserError, match=r"weights: {type: basis}.*are generated"):
         refined(build(small_config()), 8)
+
+
+def stacked(base, steps, **options):
+    mode = StackMode(**options)
+    return mode.adapt(base, mode.model_config(base.config, steps), key=jax.random.PRNGKey(0))
+
+
+@pytest.mark.parametrize(("order", "rows"), [("stack", [0, 1, 0, 1]), ("repeat", [0, 0, 1, 1])])
+def test_stacked_layers_are_copies(order, rows):
+    """With residual steps the deeper model is the base applied again: by hand, block after block."""
+    base = build(small_config("per_layer", depth=DepthConfig(steps=2, step_size="residual")))
+    deeper = stacked(base, 4, order=order)
+    assert deeper.config.depth.steps == 4
+    assert (
+        deeper.config.build(base.Vocab, key=jax.random.PRNGKey(0)).transformer.flow.plan == deeper.transformer.flow.plan
+    )
+    tokens = random_tokens()
+    states = deeper.trajectory(tokens)
+    x = deeper.embeddings(tokens)
+    for k, row in enumerate(rows):
+        x = x + at(base.transformer.flow.weights, base.config.plan.times[row])(x, Inputs.of())
+        np.testing.assert_allclose(states["layers", k].array, x.array, atol=1e-5)
+
+
+def test_what_cannot_be_stacked_is_refused():
+    with pytest.raises(UserError, match=r"copies the layers of an ordinary model"):
+        stacked(build(small_config()), 6)
+    base = build(small_config("per_layer"))
+    for steps in (None, 3, 4):
+        with pytest.raises(UserError, match=r"a multiple of 3 above it, got"):
+            stacked(base, steps)
+    heun = build(small_config("per_layer", depth=DepthConfig(solver="heun", steps=2)))
+    with pytest.raises(UserError, match=r"one layer for each step"):
+        stacked(heun, 4)

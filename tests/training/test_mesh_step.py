@@ -46,6 +46,9 @@ for name, given in {
     assert share <= 1.1 / 8, (name, share)
     # Time networks have a matrix {sinusoid or hidden, hidden} each, below 11 kB; all else is divided.
     large = [w for w in report.whole_arguments if w.bytes > 11 << 10]
+    if name == "basis":  # biases, whole in ordinary models too; the largest is below 1 % of the parameters
+        assert all(w.name.endswith(".bias") for w in large), large
+        large = [w for w in large if w.bytes > 0.01 * report.all_parameters]
     assert not large, (name, large)
     assert report.donated >= report.parameters + report.optimizer, name
     # Whole are the weights of one step while it is made, never those of all steps (5) nor what makes them (22).
