@@ -1,11 +1,12 @@
-"""What the report shows of a run, as plain data: curves, parameters, spectra, texts, depth sweep. See `report.html`."""
+"""What the report shows of a run, as plain data: curves, parameters, spectra, texts, readings at other depths. See
+`report.html`."""
 
 import json
 import math
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -25,6 +26,7 @@ _SHOWN = ("radius", "positive", "symmetric")
 
 Data = dict[str, Any]
 Step = Callable[[], None]
+T = TypeVar("T")
 
 
 def describe_run(run: Run, name: str) -> Data:
@@ -113,14 +115,31 @@ def text_data(reading: Reading, text: EncodedText, decode: Callable[[int], str],
 
 def depth_sweep(run: Run) -> list[Data]:
     """What `eval_lm` found at other depths, or nothing if it was not asked."""
-    path = run.path / "evaluation" / "depth.json"
+    return _evaluation(run, "depth.json", lambda found: [_plain(r) for r in found["readings"]], [])
+
+
+def continuity(run: Run) -> Data | None:
+    """What `eval_lm --continuity` found: readings and verdict, or nothing if it was not asked."""
+    return _evaluation(
+        run,
+        "continuity.json",
+        lambda found: {"verdict": str(found["verdict"]), "readings": [_plain(r) for r in found["readings"]]},
+        None,
+    )
+
+
+def _evaluation(run: Run, name: str, read: Callable[[Data], T], missing: T) -> T:
+    path = run.path / "evaluation" / name
     if not path.is_file():
-        return []
+        return missing
     try:
-        readings = json.loads(path.read_text(encoding="utf-8"))["readings"]
-        return [{k: v if not isinstance(v, float) or _finite(v) else None for k, v in r.items()} for r in readings]
+        return read(json.loads(path.read_text(encoding="utf-8")))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{path} cannot be read ({error}): delete it, or run eval_lm again") from None
+
+
+def _plain(reading: Data) -> Data:
+    return {k: v if not isinstance(v, float) or _finite(v) else None for k, v in reading.items()}
 
 
 def render(data: Data) -> str:

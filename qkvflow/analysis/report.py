@@ -3,7 +3,7 @@
     python -m qkvflow.analysis.report --run runs/quickstart [--compare runs/other ...] [--text "..." ...]
 
 Training curves, parameters, eigenvalues over t, sensitivity to the tokens of texts, logit lens, motion of the states,
-and the depth sweep of `eval_lm` where there is one. Written to `<run>/analysis/report.html`.
+and the depth sweep and the continuity of `eval_lm` where there are some. Written to `<run>/analysis/report.html`.
 """
 
 from dataclasses import dataclass
@@ -95,6 +95,7 @@ def _run_data(run: Run, name: str, reading, texts, config: ReportConfig, step) -
         "spectra": page.spectra(run, config.draws, step),
         "texts": [page.text_data(reading, text, decode, config.k, step) for text in texts],
         "sweep": page.depth_sweep(run),
+        "continuity": page.continuity(run),
     }
 
 

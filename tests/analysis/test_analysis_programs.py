@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from qkvflow.analysis import lyapunov, report, spectral
+from qkvflow.analysis.continuity import Continuity, Reading
 from qkvflow.analysis.figures import save, token_map
 from qkvflow.analysis.page import render
 from qkvflow.cli import parse
@@ -116,6 +117,10 @@ def test_refusals(runs, tmp_path):
     with pytest.raises(UserError, match=r"depth\.json cannot be read"):
         report.main(given(report.ReportConfig, "--run", flow, "--draws", 0))
     (flow / "evaluation" / "depth.json").unlink()
+    (flow / "evaluation" / "continuity.json").write_text('{"readings": []}')
+    with pytest.raises(UserError, match=r"continuity\.json cannot be read"):
+        report.main(given(report.ReportConfig, "--run", flow, "--draws", 0))
+    (flow / "evaluation" / "continuity.json").unlink()
 
 
 def sweep():
@@ -125,6 +130,13 @@ def sweep():
         for n in (2, 4)
     ]
     return json.dumps({"checkpoint_step": 1, "readings": readings})
+
+
+READINGS = tuple(
+    Reading(solver, steps, steps, loss, state, state / 10)
+    for solver, steps, loss, state in (("euler", 2, 5.0, 0.2), ("euler", 4, 4.9, 0.1), ("rk4", 2, 4.8, 0.0))
+)
+FOUND = Continuity(READINGS[0], READINGS, 1.0, 1)
 
 
 @pytest.fixture
@@ -178,6 +190,7 @@ def test_report_in_a_browser(runs, browser, tmp_path):
     flow, ordinary = runs
     (flow / "evaluation").mkdir(exist_ok=True)
     (flow / "evaluation" / "depth.json").write_text(sweep())
+    (flow / "evaluation" / "continuity.json").write_text(json.dumps(FOUND.as_json()))
     texts = ("--text", "for x: </script>", "né\tto")
     target = report.main(
         given(report.ReportConfig, "--run", flow, "--compare", ordinary, *texts, "--out", tmp_path / "page.html")
@@ -208,6 +221,9 @@ def test_report_in_a_browser(runs, browser, tmp_path):
         assert run("return document.documentElement.scrollWidth") <= width  # nothing sticks out
         assert run("return document.documentElement.dataset.theme") == scheme
         assert not run("return [...document.querySelectorAll('main section')].filter(s => s.hidden).length")
+
+        assert FOUND.verdict in run("return document.getElementById('continuity').textContent")
+        assert len(run("return [...document.querySelectorAll('#continuity-charts svg')]")) == 3
 
         # The slider of t moves the eigenvalues.
         before = eigenvalues()
