@@ -20,9 +20,9 @@ from qkvflow import official
 from qkvflow.config import decode, encode
 from qkvflow.errors import UserError
 from qkvflow.files import local_path, write_text
+from qkvflow.places import Place, is_remote
 from qkvflow.ranges import Count
 from qkvflow.runs.directory import RunDirectory
-from qkvflow.runs.places import Place, is_remote
 
 _LLAMA = "transformer.block.self_attn."
 
