@@ -57,7 +57,7 @@ class Job:
         return int(self.cluster.job(self.number)["Restarts"])
 
     def until(self, condition) -> None:
-        wait_until(condition, seconds=PATIENCE, told=lambda: f"{self.cluster.job(self.number)}\n{self.said}")
+        wait_until(condition, seconds=PATIENCE, every=0.2, told=lambda: f"{self.cluster.job(self.number)}\n{self.said}")
 
     def wait(self, state: str) -> None:
         ends = ("COMPLETED", "FAILED", "TIMEOUT", "CANCELLED", "NODE_FAIL")

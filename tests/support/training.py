@@ -118,12 +118,14 @@ def assert_same(run: Path, expected: Path) -> None:
         np.testing.assert_array_equal(got, want)
 
 
-def wait_until(condition, process=None, seconds: float = 240.0, told: Callable[[], str] = str) -> None:
-    """Waits for a condition; fails if the process ends, or, with what `told` says, after so many seconds."""
+def wait_until(
+    condition, process=None, seconds: float = 240.0, told: Callable[[], str] = str, every: float = 0.002
+) -> None:
+    """Waits for a condition; fails if the process ends, or, with what `told` says, after so many seconds. every: seconds."""
     deadline = time.monotonic() + seconds
     while not condition():
         if process is not None and process.exitcode is not None:
             pytest.fail(f"the process ended with {process.exitcode}")
         if time.monotonic() > deadline:
             pytest.fail(f"waited in vain: {told()}")
-        time.sleep(0.002 if process is not None else 0.2)
+        time.sleep(every)
