@@ -121,7 +121,7 @@ def assert_same(run: Path, expected: Path) -> None:
 def wait_until(
     condition, process=None, seconds: float = 240.0, told: Callable[[], str] = str, every: float = 0.002
 ) -> None:
-    """Waits for a condition; fails if the process ends, or, with what `told` says, after so many seconds. every: seconds."""
+    """Waits for a condition; fails if the process ends, or, with what `told` says, after so many seconds."""
     deadline = time.monotonic() + seconds
     while not condition():
         if process is not None and process.exitcode is not None:
