@@ -75,7 +75,8 @@ class Job:
 def test_two_tasks_train_one_run_and_each_gets_its_cpus(cluster, base):
     job = Job(cluster, base, "cpus", "--trainer.num_train_steps", "20", cpus_per_task=2)
     job.until(lambda: "Preparing data" in job.said)
-    step = cluster.control("scontrol", "--oneliner", "show", "step", f"{job.number}.0")
+    # The first step has asked whether the nodes are there.
+    step = cluster.control("scontrol", "--oneliner", "show", "step", f"{job.number}.1")
     assert "CPUs=4 " in step, step
     job.wait("COMPLETED")
     assert "20 steps on 2 x cpu" in job.said
