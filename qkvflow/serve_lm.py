@@ -110,6 +110,9 @@ def main(config: ServeConfig) -> None:
 
 
 def _access(config: ServeConfig) -> Access:
+    for name in ("allowed_hosts", "allowed_origins"):
+        if not all(part.strip() for part in getattr(config, name) or ()):
+            raise UserError(f"{name} has an empty name: is a variable of the shell not set? Leave it out for none")
     key, source = config.api_key, "api_key"
     if key is None and API_KEY in os.environ:
         key, source = os.environ[API_KEY], f"the environment variable {API_KEY}"

@@ -65,6 +65,7 @@ def trained(tmp_path_factory):
         (SampleConfig, ["--batch_size", "-1"], "`batch_size` must be at least 1"),
         (ServeConfig, ["--steps", "100000000"], "`steps` must be at least 1 and at most 65536"),
         (ServeConfig, ["--max_concurrent", "100000000"], "`max_concurrent` must be .* at most 1024"),
+        (ServeConfig, ["--allowed_hosts", ""], "allowed_hosts has an empty name"),
         (ServeConfig, ["--header_timeout", "0"], "`header_timeout` must be above 0"),
     ],
 )

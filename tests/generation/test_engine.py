@@ -22,7 +22,7 @@ from qkvflow.models import ControlConfig
 pytestmark = pytest.mark.slow  # compiles steps of many sizes; tests/serving has the same law for a server
 LENGTH = 48
 HYBRID = {"block": SsmBlockConfig(num_heads=2, state_size=16), "control": ControlConfig(dim=2)}
-# Kernels of few rows may differ in their last bits where columns, here 257, are no multiple of 64: the head is filled up.
+# Where columns (here 257) are no multiple of 64, kernels of few rows may differ in last bits: the head is filled up.
 MODELS = {
     "byte vocabulary": ({}, 256, 257),
     "llama": ({"block": llama()}, 256, 64),
