@@ -12,7 +12,7 @@ PYTEST := $(PY) -m pytest tests -n 2 --dist loadfile
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make setup   create .venv and install qkvflow with exactly pinned dependencies (EXTRA=dev,cuda12 for a GPU, dev,torch for the tests of hub)"
+	@echo "make setup   create .venv and install qkvflow with exactly pinned dependencies (EXTRA=dev,cuda12 for a GPU; dev,torch and dev,eval for the tests of hub and of lm-eval)"
 	@echo "make train   train the quickstart: a small continuous-depth language model, on this machine, in minutes"
 	@echo "make sample  let the quickstart write (ARGS='--prompt \"Once\" --temperature 0.5' for another beginning)"
 	@echo "make test    all tests but the slow ones (make test-slow: those)"

@@ -1,76 +1,130 @@
 """Checksums of a folder of files that are written once: made when it is complete, compared before it is read."""
 
-import hashlib
 import json
 import os
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from hashlib import file_digest
 from pathlib import Path
 
-from qkvflow.files import write_text
+from qkvflow.places import Place
 
 CHECKSUMS = "checksums.json"
-THREADS = min(8, os.cpu_count() or 1)
-_SMALL_BYTES = 1 << 20
+_THREADS = min(8, os.cpu_count() or 1)
 
 
-def write_checksums(folder: Path, later: Collection[str] = ()) -> None:
-    """Writes `checksums.json` into a folder: size and sha256 of every file that is there.
+@dataclass(frozen=True)
+class Checksum:
+    """What is known of a file.
+
+    Attributes:
+        bytes: its size.
+        sha256: of its content; None in a bucket.
+        tag: what the bucket says of its content; None on a disk.
+    """
+
+    bytes: int
+    sha256: str | None = None
+    tag: str | None = None
+
+
+def write_checksums(
+    folder: str | os.PathLike | Place, known: dict[str, Checksum] | None = None, later: Collection[str] = ()
+) -> None:
+    """Writes `checksums.json` into a folder: of every file that is there.
 
     Args:
+        known: of files that need not be read again.
         later: names of files that are written after this one.
     """
-    files = [p for p in sorted(folder.rglob("*")) if p.is_file() and p.name not in (CHECKSUMS, *later)]
-    with ThreadPoolExecutor(THREADS) as pool:
-        hashes = list(pool.map(sha256_of, files))
-    record = {
-        str(path.relative_to(folder)): {"bytes": path.stat().st_size, "sha256": digest}
-        for path, digest in zip(files, hashes, strict=True)
-    }
-    write_text(folder / CHECKSUMS, json.dumps(record, indent=1) + "\n")
+    place, known = Place.of(folder), known or {}
+    others = {n: info for n, info in place.files().items() if n not in known and n not in (CHECKSUMS, *later)}
+    if place.is_remote:
+        found = {name: Checksum(info.bytes, tag=info.tag) for name, info in others.items()}
+    else:
+        found = hashed(place, others)
+    place.write(CHECKSUMS, (as_json(known | found) + "\n").encode())
 
 
-def damage_of(folder: Path, longest: int | None = None) -> str | None:
-    """What is wrong with the files of a folder, for people; None if nothing is.
+def damage_of(
+    folder: str | os.PathLike | Place, compare: Callable[[Place, dict[str, Checksum]], str | None] | None = None
+) -> str | None:
+    """What is wrong with the files of a complete folder, for people; None if nothing is.
 
     A folder without `checksums.json`, of an older version of this package, is taken as it is.
 
     Args:
-        longest: bytes of all files together up to which the content of all is compared; beyond, that of files below
-            1 MiB, and the sizes of all. None: the content of all, however long.
+        compare: does what `first_changed` does, by default; for those who compare only some files.
     """
+    place = Place.of(folder)
     try:
-        record = json.loads((folder / CHECKSUMS).read_text(encoding="utf-8"))
-        expected = {str(name): (int(entry["bytes"]), str(entry["sha256"])) for name, entry in record.items()}
+        expected = from_json(place.read(CHECKSUMS).decode())
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         return f"its {CHECKSUMS} cannot be read ({error})"
-    for name, (size, _) in expected.items():  # cheap, so first
-        path = folder / name
-        if not path.resolve().is_relative_to(folder.resolve()):
+    there = place.files()
+    for name, checksum in expected.items():  # cheap, so first
+        if not _is_inside(place, name):
             return f"its {CHECKSUMS} names the file {name}, which is outside"
-        if not path.is_file():
+        if name not in there:
             return f"its file {name} is gone"
-        if path.stat().st_size != size:
-            return f"its file {name} has {path.stat().st_size} bytes instead of {size}"
-    is_long = longest is not None and sum(size for size, _ in expected.values()) > longest
-    compared = {name: sha256 for name, (size, sha256) in expected.items() if size < _SMALL_BYTES or not is_long}
-    with ThreadPoolExecutor(THREADS) as pool:
-        for name, wrong in pool.map(lambda item: (item[0], _mismatch(folder / item[0], item[1])), compared.items()):
-            if wrong is not None:
-                return f"its file {name} {wrong}"
-    return None
+        if there[name].bytes != checksum.bytes:
+            return f"its file {name} has {there[name].bytes} bytes instead of {checksum.bytes}"
+        if None not in (checksum.tag, there[name].tag) and there[name].tag != checksum.tag:
+            return f"its file {name} is not as it was written ({there[name].tag} instead of {checksum.tag})"
+    name = None if place.is_remote else (compare or first_changed)(place, expected)
+    return None if name is None else f"its file {name} {_change(place, name, expected[name])}"
 
 
-def _mismatch(path: Path, sha256: str) -> str | None:
-    try:
-        return None if sha256_of(path) == sha256 else "is not as it was written (sha256 differs)"
-    except OSError as error:
-        return f"cannot be read ({error.strerror})"
+def first_changed(place: Place, expected: dict[str, Checksum]) -> str | None:
+    """The first file of a folder on a disk whose content is not the expected one."""
+    with ThreadPoolExecutor(_THREADS) as pool:
+        changes = pool.map(lambda item: _change(place, *item), expected.items())
+        return next((name for name, change in zip(expected, changes, strict=True) if change is not None), None)
+
+
+def hashed(place: Place, names: Iterable[str]) -> dict[str, Checksum]:
+    """Of files on a disk, which are read."""
+
+    def checksum(name: str) -> tuple[str, Checksum]:
+        return name, Checksum((place.local / name).stat().st_size, sha256_of(place.local / name))
+
+    with ThreadPoolExecutor(_THREADS) as pool:
+        return dict(pool.map(checksum, names))
 
 
 def sha256_of(path: Path) -> str:
     """Of a file's content, hexadecimal."""
     with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        return file_digest(file, "sha256").hexdigest()
+
+
+def as_json(record: dict[str, Checksum]) -> str:
+    """As `checksums.json` has them, by file."""
+    plain = {name: {k: v for k, v in vars(record[name]).items() if v is not None} for name in sorted(record)}
+    return json.dumps(plain, indent=1)
+
+
+def from_json(text: str) -> dict[str, Checksum]:
+    """The inverse of `as_json`."""
+
+    def read(entry: dict) -> Checksum:
+        return Checksum(int(entry["bytes"]), entry.get("sha256"), entry.get("tag"))
+
+    return {str(name): read(entry) for name, entry in json.loads(text).items()}
+
+
+def _change(place: Place, name: str, expected: Checksum) -> str | None:
+    try:
+        is_same = expected.sha256 is None or sha256_of(place.local / name) == expected.sha256
+    except OSError as error:
+        return f"cannot be read ({error.strerror})"
+    return None if is_same else "is not as it was written (sha256 differs)"
+
+
+def _is_inside(place: Place, name: str) -> bool:
+    if place.is_remote:
+        return not name.startswith("/") and ".." not in name.split("/")
+    return (place.local / name).resolve().is_relative_to(place.local.resolve())

@@ -30,13 +30,14 @@ from qkvflow.hub.folder import CONFIG, HubFolder, read_json
 from qkvflow.hub.tokenizer import OLD_FILES
 from qkvflow.hub.write import write_folder
 from qkvflow.models.levanter_twin import enter
+from qkvflow.places import Place
 from qkvflow.progress import Progress
+from qkvflow.ranges import Steps
 from qkvflow.runs import Run, load_run
 from qkvflow.runs.config import FinetuneDataConfig
 from qkvflow.runs.directory import location_of
 from qkvflow.runs.hub import import_run
 from qkvflow.runs.made import new_folder, refuse_existing
-from qkvflow.runs.places import Place
 from qkvflow.tracking import read_metrics
 from qkvflow.weights import PerLayerConfig
 
@@ -59,7 +60,7 @@ class ConvertConfig:
     from_hf: str | None = None
     to_hf: str | None = None
     data: FinetuneDataConfig = field(default_factory=FinetuneDataConfig)
-    steps: int | None = None
+    steps: Steps | None = None
     checkpoint_step: int | None = None
 
 

@@ -35,7 +35,7 @@ from qkvflow.files import write_text
 from qkvflow.models import NeuralOdeLMHeadModel
 from qkvflow.models.continuity import Continuity, continuity, table, ways
 from qkvflow.progress import Progress, perplexity
-from qkvflow.ranges import Count
+from qkvflow.ranges import Count, Steps, check_range
 from qkvflow.runs import Run, load_run
 from qkvflow.runs.evaluate import RunEvaluator, on_other_text, relative_displacement
 from qkvflow.runs.known_loss import warn_of_lost
@@ -239,8 +239,8 @@ def _integers(name: str, value: int | str | list[int] | None) -> list[int]:
         raise UserError(
             f"{name} must be a whole number or several of them, such as 4,6,12; got {show(value)}"
         ) from None
-    if min(numbers) < 1:
-        raise UserError(f"{name} must be at least 1, got {min(numbers)}")
+    for number in numbers:
+        check_range(name, number, Steps)
     return numbers
 
 

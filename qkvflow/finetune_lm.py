@@ -14,13 +14,13 @@ from qkvflow.cli.program import conclude
 from qkvflow.cli.quiet import quiet_libraries
 from qkvflow.data import copy_tokenizer
 from qkvflow.errors import UserError
+from qkvflow.places import Place
 from qkvflow.progress import Progress
 from qkvflow.runs.checkpoints import newest_good
 from qkvflow.runs.config import FinetuneConfig
 from qkvflow.runs.directory import RunDirectory, location_of, run_id
 from qkvflow.runs.load import find_run
 from qkvflow.runs.merge import merge_run
-from qkvflow.runs.places import Place
 from qkvflow.runs.prepare import PreparedRun
 from qkvflow.training.finetune import finetune_directory, settle
 from qkvflow.training.session import train_run

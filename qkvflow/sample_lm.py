@@ -36,8 +36,10 @@ from qkvflow.generation.sampling import SamplingOptions
 from qkvflow.generation.text import Continuation, encode_prompt
 from qkvflow.generation.writer import Writer, open_writer
 from qkvflow.progress import Progress
+from qkvflow.ranges import Count, Steps
 
 MAX_NEW_TOKENS = 256
+MOST_TEXTS = 100_000
 
 
 @dataclass
@@ -53,14 +55,14 @@ class SampleConfig:
     top_p: float | None = None
     seed: int = 0
     stop: list[Text] | None = None
-    num_samples: int = 1
-    steps: int | None = None
+    num_samples: Count = 1
+    steps: Steps | None = None
     solver: str | None = None
     dtype: str | None = None
     control: list[float] | None = None
     checkpoint_step: int | None = None
     use_cache: bool = True
-    batch_size: int = 16
+    batch_size: Count = 16
 
 
 @dataclass(frozen=True)
@@ -79,12 +81,14 @@ def main(config: SampleConfig) -> list[str]:
     """Prints the texts; returns them, prompts included."""
     SamplingOptions(config.temperature, config.top_k, config.top_p, config.seed)
     stops = [stop for given in config.stop or [] for stop in stop_strings(given)]
-    for name in ("num_samples", "batch_size"):
-        if getattr(config, name) < 1:
-            raise UserError(f"{name} must be at least 1, got {getattr(config, name)}")
     if config.num_samples > 1 and config.temperature == 0:
         raise UserError("num_samples: at temperature 0 all samples of a prompt are the same. Set --temperature 0.8")
     prompts = read_prompts(config.prompt, config.prompt_file)
+    if len(prompts) * config.num_samples > MOST_TEXTS:
+        raise UserError(
+            f"{len(prompts) * config.num_samples:,} texts are asked for; at most {MOST_TEXTS:,} are made at one start."
+            " Take fewer num_samples, and another --seed for the next ones"
+        )
     with quiet_libraries() as quiet:
         progress = Progress(quiet.terminal)
         with progress.phase(f"Loading {config.run}"):

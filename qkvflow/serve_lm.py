@@ -24,13 +24,13 @@
 import asyncio
 import contextlib
 import ipaddress
-import math
 import os
 import signal
 import socket
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Annotated
 
 import uvicorn
 
@@ -42,19 +42,10 @@ from qkvflow.errors import UserError
 from qkvflow.files import local_path
 from qkvflow.generation.writer import open_writer
 from qkvflow.progress import Progress
+from qkvflow.ranges import Count, Positive, Range, Steps
 from qkvflow.serving import Access, Limits, Scheduler, build_app, guarded
 
 API_KEY = "QKVFLOW_API_KEY"
-_POSITIVE = (
-    "max_concurrent",
-    "max_waiting",
-    "max_connections",
-    "max_body_bytes",
-    "header_timeout",
-    "stall_timeout",
-    "request_timeout",
-    "shutdown_timeout",
-)
 
 
 @dataclass
@@ -67,16 +58,16 @@ class ServeConfig:
     api_key: Text | None = None
     allowed_hosts: list[Text] | None = None
     allowed_origins: list[Text] | None = None
-    max_concurrent: int = 8
-    max_waiting: int = 256
-    max_connections: int = 512
-    max_length: int | None = None
-    max_body_bytes: int = 2 * 2**20
-    header_timeout: float = 10.0
-    stall_timeout: float = 60.0
-    request_timeout: float = 600.0
-    shutdown_timeout: int = 60
-    steps: int | None = None
+    max_concurrent: Annotated[int, Range(at_least=1, at_most=1024)] = 8
+    max_waiting: Count = 256
+    max_connections: Count = 512
+    max_length: Count | None = None
+    max_body_bytes: Count = 2 * 2**20
+    header_timeout: Positive = 10.0
+    stall_timeout: Positive = 60.0
+    request_timeout: Positive = 600.0
+    shutdown_timeout: Count = 60
+    steps: Steps | None = None
     solver: str | None = None
     dtype: str | None = None
     checkpoint_step: int | None = None
@@ -84,9 +75,6 @@ class ServeConfig:
 
 def main(config: ServeConfig) -> None:
     """Serves until SIGTERM or Ctrl-C, then lets running requests finish; a second signal stops at once."""
-    for name in _POSITIVE:
-        if not 0 < getattr(config, name) < math.inf:
-            raise UserError(f"{name} must be positive, got {getattr(config, name)}")
     access = _access(config)
     with _listening(config.host, config.port) as sock, quiet_libraries() as quiet:
         progress = Progress(quiet.terminal)
@@ -122,6 +110,9 @@ def main(config: ServeConfig) -> None:
 
 
 def _access(config: ServeConfig) -> Access:
+    for name in ("allowed_hosts", "allowed_origins"):
+        if not all(part.strip() for part in getattr(config, name) or ()):
+            raise UserError(f"{name} has an empty name: is a variable of the shell not set? Leave it out for none")
     key, source = config.api_key, "api_key"
     if key is None and API_KEY in os.environ:
         key, source = os.environ[API_KEY], f"the environment variable {API_KEY}"

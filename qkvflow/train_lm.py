@@ -6,8 +6,8 @@ import qkvflow as qkvflow  # registers the models
 from qkvflow.cli import run_program
 from qkvflow.cli.program import conclude
 from qkvflow.cli.quiet import quiet_libraries
+from qkvflow.places import Place
 from qkvflow.runs.config import TrainConfig
-from qkvflow.runs.places import Place
 from qkvflow.runs.prepare import PreparedRun
 from qkvflow.training.session import train_run
 from qkvflow.training.start import FromScratch

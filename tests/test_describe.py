@@ -91,6 +91,10 @@ def test_command_line():
     [
         (["--vocab_size", "-3"], "`vocab_size` must be at least 1, but is -3"),
         (["--vocab_size", "0"], "`vocab_size` must be at least 1, but is 0"),
+        (["--model.depth.steps", "100000000"], "`model.depth.steps` must be .* at most 65536"),
+        (["--model.depth.steps", "{min: 2, max: 100000000}"], "at most 65536"),
+        (["--model.depth.steps", "{min: 2, max: 9, choices: 100000000}"], "at most 64"),
+        (["--model.depth.steps", "{grow: {0.0: 2, 0.5: 100000000}}"], "at most 65536"),
         (["--mesh", ""], "empty value"),
         (["--mesh="], "empty value"),
         (["--mesh", "0x8"], "--mesh 0x8: give"),

@@ -56,11 +56,19 @@ def test_another_text_is_read_by_the_runs_tokenizer(place):
         (["--data", "other.txt"], "`data` must be a mapping"),
         (["--max_eval_batches", "0"], "`max_eval_batches` must be at least 1, but is 0"),
         (["--batch_size", "-2"], "`batch_size` must be at least 1"),
+        (["--steps", "100000000"], "`steps` must be at least 1 and at most 65536"),
+        (["--steps", "4,0"], "`steps` must be at least 1 .* but is 0"),
     ],
 )
 def test_mistakes_are_named(words, told):
     with pytest.raises(UserError, match=told):
         evaluate(*words)
+
+
+def test_a_batch_is_no_larger_than_the_text(place):
+    """Else a large number would be filled up with nothing, until memory ends."""
+    (alone,), (large,) = evaluate("--batch_size", "1"), evaluate("--batch_size", "1000000000")
+    assert large.loss == pytest.approx(alone.loss, rel=1e-5)
 
 
 def test_a_flow_that_is_lost_is_told_by_the_loss_that_the_run_knows(place, capfd):

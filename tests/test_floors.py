@@ -12,7 +12,7 @@ ROOMS = {"weights", "blocks", "depth"}
 PROGRAMS = {"train_lm", "finetune_lm", "eval_lm", "describe", "sample_lm", "serve_lm", "convert", "analysis"}
 # Each part may import from qkvflow only what is listed here.
 # What knows nothing of models.
-GROUND = {"errors", "units", "files", "checksums", "locks", "ranges", "named", "inside", "interrupts"}
+GROUND = {"errors", "units", "files", "places", "checksums", "locks", "ranges", "named", "inside", "interrupts"}
 MAY_IMPORT = {
     "errors": set(),
     "units": set(),
@@ -22,7 +22,8 @@ MAY_IMPORT = {
     "interrupts": set(),
     "locks": set(),
     "files": {"errors"},
-    "checksums": {"files"},
+    "places": {"files"},
+    "checksums": {"places"},
     "axes": set(),
     "time": {"axes"},
     "weights": {"axes", "time", *GROUND},

@@ -13,6 +13,7 @@ import httpx
 import pytest
 
 from qkvflow import sample_lm, serve_lm
+from qkvflow.cli import parse
 from qkvflow.errors import UserError
 from qkvflow.sample_lm import SampleConfig
 from qkvflow.serve_lm import ServeConfig
@@ -53,6 +54,38 @@ def trained(tmp_path_factory):
     words = hint.split(":", 1)[1].split()
     assert words[:3] == ["python", "-m", "qkvflow.sample_lm"]
     return folder, words[4]
+
+
+@pytest.mark.parametrize(
+    ("program", "words", "told"),
+    [
+        (SampleConfig, ["--steps", "100000000"], "`steps` must be at least 1 and at most 65536"),
+        (SampleConfig, ["--num_samples", "0"], "`num_samples` must be at least 1"),
+        (SampleConfig, ["--num_samples", "100000000"], "100,000,000 texts are asked for; at most 100,000"),
+        (SampleConfig, ["--batch_size", "-1"], "`batch_size` must be at least 1"),
+        (ServeConfig, ["--steps", "100000000"], "`steps` must be at least 1 and at most 65536"),
+        (ServeConfig, ["--max_concurrent", "100000000"], "`max_concurrent` must be .* at most 1024"),
+        (ServeConfig, ["--allowed_hosts", ""], "allowed_hosts has an empty name"),
+        (ServeConfig, ["--header_timeout", "0"], "`header_timeout` must be above 0"),
+    ],
+)
+def test_what_no_machine_could_do_is_refused_before_the_run_is_read(program, words, told):
+    given = ["--prompt", "a"] if program is SampleConfig else []
+    main = sample_lm.main if program is SampleConfig else serve_lm.main
+    with pytest.raises(UserError, match=told):
+        main(parse(program, ["--run", "nowhere", *given, *words])[0])
+
+
+def test_a_reader_of_a_text_that_has_enough_ends_it_without_a_word(trained):
+    """As `sample_lm | head -c 30` does."""
+    folder, run = trained
+    words = ["--prompt", "a", "--max_new_tokens", "200", "--num_samples", "200", "--batch_size", "1"]
+    command = [sys.executable, "-m", "qkvflow.sample_lm", "--run", run, *words]
+    with subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert len(process.stdout.read(30)) == 30
+        process.stdout.close()
+        assert process.stderr.read().decode().splitlines() == [f"Loading {run} ...", "Compiling ..."]
+        assert process.wait(60) == 0
 
 
 def sample(trained, *words, **options):

@@ -9,12 +9,12 @@ import pytest
 import yaml
 
 from qkvflow import sample_lm, serve_lm, train_lm
+from qkvflow.checksums import CHECKSUMS, damage_of
 from qkvflow.cli import parse
 from qkvflow.config import decode
 from qkvflow.errors import UserError
 from qkvflow.generation.prompts import read_prompts
 from qkvflow.runs import TrainConfig, load_run
-from qkvflow.runs.checksums import CHECKSUMS, damage_of
 
 EVIL = "import pathlib\npathlib.Path({mark!r}).touch()\nclass Tokenizer: pass\n"
 

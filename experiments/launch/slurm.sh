@@ -50,6 +50,14 @@ once() {
   done
 }
 
+# A node that has died takes the tasks with it long before Slurm misses it, which may give it to the next start of this job
+# while it still boots: that start waits for it, or its failure would look like one of the program.
+nodes_answer() { timeout 60 srun --overlap --ntasks-per-node=1 --cpus-per-task=1 --gpus-per-node=0 true; }
+for ((tries = 0; tries < 5; tries++)); do
+  ! nodes_answer || break
+  sleep 5
+done
+
 # Levanter and JAX find coordinator, number of processes and GPUs in Slurm's variables.
 {
   srun --kill-on-bad-exit=1 .venv/bin/python -m "qkvflow.${PROGRAM:-train_lm}" "$@" 2>&1 >&3 | once >&2
@@ -63,9 +71,8 @@ while [ "$status" -eq "$interrupted" ]; do # bash calls the trap when it has lef
   status=$?
 done
 
-# A node that has died takes the tasks with it long before Slurm misses it. If all nodes answer, the fault is another one,
-# and would come again. (srun stops all tasks when one has failed: 143 alone does not say that time was up.)
-nodes_answer() { timeout 60 srun --overlap --ntasks-per-node=1 --cpus-per-task=1 --gpus-per-node=0 true; }
+# If all nodes answer, the fault is another one, and would come again. (srun stops all tasks when one has failed: 143
+# alone does not say that time was up.)
 if [ "$status" -ne 0 ]; then
   if { [ -n "$is_told" ] && [ "$status" -eq 143 ]; } || ! nodes_answer; then
     scontrol requeue "$SLURM_JOB_ID" # the same command continues from the newest checkpoint

@@ -21,15 +21,15 @@ from qkvflow.interrupts import MESSAGE, STATUS, raise_from_now_on
 T = TypeVar("T")
 
 USER_ERROR, FAILURE, TERMINATED = 2, 1, 143
-UNREAD = 128 + 13  # what a shell says of a program that SIGPIPE has ended
+UNSEEN = 128 + 13  # what a shell says of a program that SIGPIPE has ended
 
 
 def run_program(main: Callable[[T], Any], config_class: type[T], argv: Sequence[str] | None = None) -> NoReturn:
     """Runs `main(config)` as a program and ends the process.
 
-    Exit status: 0; 2 after `error: ...` for a mistake of the user; 130 after Ctrl-C; 143 after SIGTERM; 141, without a
-    word, if the reader of its output has gone (`| head`); the code of a `SystemExit` that `main` raises; 1 after a
-    traceback for a fault of the program.
+    Exit status: 0; 2 after `error: ...` for a mistake of the user; 130 after Ctrl-C; 143 after SIGTERM; the code
+    of a `SystemExit` that `main` raises; 1 after a traceback for a fault of the program. If the reader of standard
+    output has gone (`| head`), it has what it wanted: 0, without a word; 141 if that of standard error has gone.
 
     Levanter's data-loader threads sometimes abort the interpreter while it shuts down, after all work is
     saved. So the process leaves by `os._exit`, after everything that has an orderly end has reached it.
@@ -92,8 +92,10 @@ def _status(main: Callable[[T], Any], config_class: type[T], argv: Sequence[str]
         sys.stderr.write(f"{leave.code}\n")
         return FAILURE
     except BaseException as error:
-        if isinstance(error, BrokenPipeError) and _reader_has_gone():
-            return UNREAD
+        if isinstance(error, BrokenPipeError) and _reader_has_gone(2):
+            return UNSEEN
+        if isinstance(error, BrokenPipeError) and _reader_has_gone(1):
+            return 0
         told = _output_is_refused() if isinstance(error, OSError) else _memory_is_short(error)
         if told is None:
             traceback.print_exc()
@@ -125,11 +127,10 @@ def _memory_is_short(error: BaseException) -> str | None:
     )
 
 
-def _reader_has_gone() -> bool:
-    """Whether standard output or error is a pipe that nobody reads; other pipes may break, and that is a fault."""
+def _reader_has_gone(stream: int) -> bool:
+    """Whether standard output (1) or error (2) is a pipe that nobody reads; if another one breaks, that is a fault."""
     poll = select.poll()
-    for stream in (1, 2):
-        poll.register(stream, 0)
+    poll.register(stream, 0)
     return any(event & select.POLLERR for _, event in poll.poll(0))
 
 

@@ -7,12 +7,14 @@ from pathlib import Path
 
 from levanter.store.cache import TreeCache
 
-from qkvflow.checksums import CHECKSUMS, damage_of, write_checksums
+from qkvflow.checksums import CHECKSUMS, Checksum, damage_of, first_changed, write_checksums
 from qkvflow.errors import UserError
+from qkvflow.places import Place
 
 LEDGER = "shard_ledger.json"
 # Up to this size of a cache all of it is compared whenever it is opened, which takes less than a second.
 _WHOLE_BYTES = 256 << 20
+_SMALL_BYTES = 1 << 20
 
 
 def seal(cache: Path) -> None:
@@ -69,4 +71,11 @@ def _stamp(cache: Path) -> tuple[tuple[str, int, int], ...]:
 
 @functools.lru_cache(maxsize=256)
 def _damage(cache: Path, stamp: tuple, whole: bool) -> str | None:
-    return damage_of(cache, None if whole else _WHOLE_BYTES)
+    return damage_of(cache, first_changed if whole else _first_changed_soon)
+
+
+def _first_changed_soon(place: Place, expected: dict[str, Checksum]) -> str | None:
+    """`first_changed`, but of a big cache of its small files only."""
+    is_whole = sum(checksum.bytes for checksum in expected.values()) <= _WHOLE_BYTES
+    small = {name: checksum for name, checksum in expected.items() if checksum.bytes < _SMALL_BYTES}
+    return first_changed(place, expected if is_whole else small)

@@ -10,7 +10,7 @@ from qkvflow.depth.plan import AbstractPlan
 from qkvflow.depth.schedule import StepGrowth, StepRange
 from qkvflow.depth.solvers import solver_by_name, tableau
 from qkvflow.errors import UserError
-from qkvflow.ranges import Count, NotNegative, Positive, check_ranges
+from qkvflow.ranges import NotNegative, Positive, Steps, check_ranges
 
 ENDPOINTS = ("right", "left")
 STEP_SIZES = ("uniform", "residual")
@@ -50,7 +50,7 @@ class DepthConfig:
     """
 
     solver: str = "euler"
-    steps: Count | StepRange | StepGrowth = 12
+    steps: Steps | StepRange | StepGrowth = 12
     endpoint: str = "right"
     step_size: str = "uniform"
     adjoint: str = "checkpoint"
@@ -59,7 +59,7 @@ class DepthConfig:
     time_sampling: str = "fixed"
     rtol: Positive | None = None
     atol: Positive | None = None
-    max_steps: Count | None = None
+    max_steps: Steps | None = None
     kinetic_weight: NotNegative = 0.0
 
     def __post_init__(self):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from qkvflow.errors import UserError
-from qkvflow.ranges import Count, Range, check_ranges
+from qkvflow.ranges import Range, Steps, check_ranges
 
 
 @dataclass(frozen=True)
@@ -17,9 +17,9 @@ class StepRange:
     Each is compiled once. Evaluation and everything else that is not training takes `max` steps.
     """
 
-    min: Count
-    max: Count
-    choices: Annotated[int, Range(at_least=2)] = 3
+    min: Steps
+    max: Steps
+    choices: Annotated[int, Range(at_least=2, at_most=64)] = 3
 
     def __post_init__(self):
         check_ranges(self)
@@ -46,7 +46,7 @@ class StepGrowth:
     stage is compiled once. Everything that is not training takes the last number.
     """
 
-    grow: Mapping[str, Count]
+    grow: Mapping[str, Steps]
 
     def __post_init__(self):
         check_ranges(self)

@@ -11,7 +11,7 @@ from functools import cached_property
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from qkvflow.generation import compiled
 from qkvflow.generation.flat import flat, kind_of
@@ -84,7 +84,8 @@ class Engine:
         arrays, self._model_kind = flat(model)
         self._kinds = {rows: kind_of(lambda rows=rows: empty(rows)) for rows in {1, *self._rows.sizes}}
         self.rows = self._rows.size  # how many a step computes
-        self._model, self._state = _placed(arrays, jax.tree.leaves(empty(self.rows)))
+        self._model, self._sharding = _placed(arrays)
+        self._state = jax.device_put(jax.tree.leaves(empty(self.rows)), self._sharding)
         self._wants_logprobs: set[int] = set()
 
     @property
@@ -190,7 +191,7 @@ class Engine:
 
     @cached_property
     def _blank(self) -> list:
-        return _placed(self._model, jax.tree.leaves(self._empty(1)))[1]
+        return jax.device_put(jax.tree.leaves(self._empty(1)), self._sharding)
 
     @property
     def _kind(self):
@@ -217,7 +218,7 @@ class Engine:
     def _bring(self, text: Text) -> None:
         """Where the steps expect it, or they would be compiled anew."""
         if isinstance(text.arrays[0], np.ndarray):
-            text.arrays = _placed(self._model, text.arrays)[1]
+            text.arrays = jax.device_put(text.arrays, self._sharding)
 
     def _place(self, slot: int, logprobs: bool) -> int:
         row, picks = self._rows.place(slot)
@@ -242,11 +243,14 @@ class Engine:
         return found
 
 
-def _placed(model: list, state: list) -> tuple[list, list]:
-    """Both where the steps will leave them, or the second step would be compiled anew: on the one device, or, if the
-    model is spread over several, the state on each of them."""
+def _placed(model: list) -> tuple[list, Sharding]:
+    """The model where the steps will leave it, and where a state is to be, or the second step would be compiled anew.
+
+    On the one device, or, if the model is spread over several, on each of them.
+    """
     devices = {device for a in model for device in a.devices()}
     if len(devices) == 1:
-        return jax.device_put((model, state), SingleDeviceSharding(*devices))
-    sharding = next(a.sharding for a in model if isinstance(a.sharding, NamedSharding))
-    return model, jax.device_put(state, NamedSharding(sharding.mesh, PartitionSpec()))
+        sharding = SingleDeviceSharding(*devices)
+        return jax.device_put(model, sharding), sharding
+    mesh = next(a.sharding for a in model if isinstance(a.sharding, NamedSharding)).mesh
+    return model, NamedSharding(mesh, PartitionSpec())

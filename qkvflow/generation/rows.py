@@ -1,8 +1,8 @@
 """Which slot's text stands in which row: a batch has as many rows as its texts need, so that few texts cost little.
 
 Sizes are 2, 4, 8, ... and all slots: each is a compiled step. Never 1 beside others: a product with one row is another
-kernel, whose numbers differ in their last bits, and a text must not depend on what else is in the batch. It still may
-for a model with widths that are no multiples of 64, by such bits: XLA takes small products by another kernel.
+kernel, whose numbers differ in their last bits, and a text must not depend on what else is in the batch. XLA promises
+nothing of the kind for 2 rows and more: docs/generate.md says where it was measured.
 """
 
 PATIENCE = 16  # steps that a batch could have been smaller before it is made smaller

@@ -13,6 +13,7 @@ from qkvflow.generation.precision import dtype_by_name
 from qkvflow.generation.prepare import PreparedModel
 from qkvflow.generation.vocabulary import Vocabulary
 from qkvflow.models import NeuralOdeLMHeadModel
+from qkvflow.ranges import Steps, check_range
 from qkvflow.runs.known_loss import warn_if_lost
 from qkvflow.runs.load import load_run
 
@@ -55,8 +56,8 @@ def open_writer(
     Raises:
         UserError: there is no such run or checkpoint, or the model cannot be read in this way.
     """
-    if steps is not None and steps < 1:
-        raise UserError(f"steps must be at least 1, got {steps}")
+    if steps is not None:
+        check_range("steps", steps, Steps)
     if solver is not None:
         solver_by_name(solver)
     if dtype is not None:

@@ -24,6 +24,8 @@ from qkvflow.named import map_named
 from qkvflow.time import grid
 from qkvflow.weights import evaluate
 
+MOST_EVALUATIONS = 256
+
 
 class CachedFlow(eqx.Module):
     """A flow whose weights stand ready, for each distinct time of its plan an ordinary block."""
@@ -33,6 +35,17 @@ class CachedFlow(eqx.Module):
 
     @staticmethod
     def of(flow: Flow) -> "CachedFlow":
+        """Evaluates all weights of a flow.
+
+        Raises:
+            UserError: there are too many.
+        """
+        if flow.plan.evaluations > MOST_EVALUATIONS:
+            raise UserError(
+                f"This flow has {flow.plan.evaluations:,} evaluations of its field, and at most {MOST_EVALUATIONS} can"
+                " be cached: each is compiled by itself, and keeps keys and values of its own. Take fewer steps, or"
+                " read the whole text again for each token (use_cache false)."
+            )
         times = flow.plan.times
         stacked = evaluate(flow.weights, grid(times))
         return CachedFlow(tuple(_row(stacked, k) for k in range(len(times))), flow.plan)

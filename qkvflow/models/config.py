@@ -106,8 +106,6 @@ class NeuralOdeConfig(LmConfig):
 
     def at_depth(self, steps: int) -> "NeuralOdeConfig":
         """The configuration of this model discretised at `steps` steps: per-layer weights on that grid."""
-        if steps < 1:
-            raise UserError(f"steps must be at least 1, got {steps}.")
         depth = self.depth.on_grid(steps, evaluate="auto")
         return dataclasses.replace(self, weights=PerLayerConfig(), depth=depth)
 

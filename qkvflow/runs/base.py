@@ -20,9 +20,9 @@ from qkvflow import official
 from qkvflow.config import decode, encode
 from qkvflow.errors import UserError
 from qkvflow.files import local_path, write_text
-from qkvflow.ranges import Count
+from qkvflow.places import Place, is_remote
+from qkvflow.ranges import Count, Steps
 from qkvflow.runs.directory import RunDirectory
-from qkvflow.runs.places import Place, is_remote
 
 _LLAMA = "transformer.block.self_attn."
 
@@ -41,7 +41,7 @@ class OfficialConfig:
 
     path: str
     num_heads: Count
-    steps: Count
+    steps: Steps
     max_seq_len: Count = 2048
     block: dict[str, Any] = field(default_factory=dict)
 

@@ -18,7 +18,7 @@ from datetime import datetime
 
 from qkvflow.errors import UserError
 from qkvflow.locks import Taken
-from qkvflow.runs.places import Place
+from qkvflow.places import Place
 
 logger = logging.getLogger(__name__)
 

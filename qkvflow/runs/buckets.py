@@ -4,7 +4,7 @@ import contextlib
 from collections.abc import Iterator
 
 from qkvflow.errors import UserError, shortened
-from qkvflow.runs.places import Place
+from qkvflow.places import Place
 
 SCHEMES = {"gs": "gcsfs", "s3": "s3fs"}  # and who reads them; TensorStore knows no others
 _CREDENTIALS = {

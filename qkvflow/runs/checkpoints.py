@@ -10,9 +10,9 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import datetime
 
+from qkvflow.checksums import damage_of
 from qkvflow.errors import UserError
-from qkvflow.runs.checksums import damage_of
-from qkvflow.runs.places import Place
+from qkvflow.places import Place
 
 Phase = Callable[[str], AbstractContextManager]
 Folder = str | os.PathLike | Place

@@ -14,7 +14,7 @@ from optax import GradientTransformation
 from qkvflow.data import DataConfig
 from qkvflow.errors import UserError
 from qkvflow.models import decay
-from qkvflow.ranges import Count, NotNegative, Range
+from qkvflow.ranges import Count, NotNegative, Range, Steps
 from qkvflow.runs.adam import ScaledAdamConfig
 from qkvflow.runs.base import OfficialConfig
 from qkvflow.runs.modes import FinetuneMode
@@ -161,6 +161,6 @@ class FinetuneConfig(TrainConfig):
     run: str | None = None
     checkpoint_step: int | None = None
     official: OfficialConfig | None = None
-    steps: Count | None = None
+    steps: Steps | None = None
     mode: FinetuneMode | None = None
     merge: bool = False

@@ -9,9 +9,9 @@ from pathlib import Path
 from qkvflow.errors import UserError, shortened
 from qkvflow.files import local_path, scratch_folder
 from qkvflow.hub.folder import HubFolder
+from qkvflow.places import Place, is_remote
 from qkvflow.runs.buckets import bucket_errors_are_told, require_bucket
 from qkvflow.runs.mirror import LOCK, Mirror
-from qkvflow.runs.places import Place, is_remote
 
 
 @dataclass(frozen=True)

@@ -59,19 +59,21 @@ class RunEvaluator:
         """
         config = run.config
         size = batch_size or max(1, config.trainer.batch_schedule.batch_size_at_step(0))
-        size = max(1, size // jax.device_count()) * jax.device_count()
-        self.Batch = Axis(BATCH, size)
         self.Pos = config.Pos
-        self._trainer = TrainerConfig(train_batch_size=size)
         data = config.data.resolve(run.directory.tokenizer, config.control_dim)
         check_enough_tokens(data, self.Pos.size)
-        with set_mesh(self._trainer.device_mesh):
+        with set_mesh(TrainerConfig().device_mesh):
             self._sets = data.tagged_eval_sets(self.Pos)
         if not self._sets:
             raise UserError(
                 f"the run {run.directory} has no validation text: its data gives none (data.validation, or"
                 " data.validation_fraction)"
             )
+        # More than there are would be filled up with nothing.
+        size = min(size, max(len(found.as_sync_dataset()) for found, _ in self._sets))
+        size = -(-size // jax.device_count()) * jax.device_count()
+        self.Batch = Axis(BATCH, size)
+        self._trainer = TrainerConfig(train_batch_size=size)
         self._limit = None if max_batches is None else max_batches * size
         self._mp = config.trainer.mp
 

@@ -10,9 +10,9 @@ from qkvflow.hub.families import model_config
 from qkvflow.hub.folder import HubFolder
 from qkvflow.hub.read import read_model, vocabulary
 from qkvflow.hub.tokenizer import save_tokenizer
+from qkvflow.places import Place
 from qkvflow.runs.config import RunTrainerConfig, TrainConfig
 from qkvflow.runs.made import new_run, refuse_existing
-from qkvflow.runs.places import Place
 
 _LONGEST_TEXT = 1024  # tokens of a text to evaluate on: many models could take more than most data sets have
 _BATCH = 8

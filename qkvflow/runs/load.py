@@ -21,20 +21,20 @@ from levanter.trainer import TrainerConfig
 from levanter.trainer_state import trainables_only
 from levanter.utils.tree_utils import inference_mode
 
+from qkvflow.checksums import damage_of
 from qkvflow.config import read_config
 from qkvflow.data import load_tokenizer
 from qkvflow.errors import Notice, UserError
 from qkvflow.models import lora
 from qkvflow.named import is_named
+from qkvflow.places import Place
 from qkvflow.runs.base import Base, BaseRecord, OfficialBase
 from qkvflow.runs.buckets import bucket_errors_are_told
 from qkvflow.runs.checkpoints import Damaged, all_damaged, checkpoint_steps, newest_good
-from qkvflow.runs.checksums import damage_of
 from qkvflow.runs.config import FinetuneConfig, TrainConfig
 from qkvflow.runs.directory import RunDirectory
 from qkvflow.runs.disk import disk_errors_are_told
 from qkvflow.runs.hub import hub_config, read_hub_model
-from qkvflow.runs.places import Place
 
 
 @dataclass(frozen=True)

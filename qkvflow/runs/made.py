@@ -14,11 +14,11 @@ from qkvflow.config import write_config
 from qkvflow.errors import UserError
 from qkvflow.files import fresh_name
 from qkvflow.inside.levanter import save_checkpoint
-from qkvflow.runs.checksums import ChecksumManager
+from qkvflow.places import Place
+from qkvflow.runs.checksum_manager import ChecksumManager
 from qkvflow.runs.config import TrainConfig
 from qkvflow.runs.directory import RunDirectory, run_id
 from qkvflow.runs.disk import disk_errors_are_told
-from qkvflow.runs.places import Place
 
 
 @contextlib.contextmanager

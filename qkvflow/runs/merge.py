@@ -9,10 +9,10 @@ from qkvflow.config import read_config
 from qkvflow.data import copy_tokenizer
 from qkvflow.errors import UserError
 from qkvflow.files import write_text
+from qkvflow.places import Place
 from qkvflow.runs.config import TrainConfig
 from qkvflow.runs.load import find_run, is_adapter, load_run
 from qkvflow.runs.made import new_run, refuse_existing
-from qkvflow.runs.places import Place
 
 
 def merge_run(path: str | os.PathLike, target: Path | Place, checkpoint_step: int | None = None) -> Path | Place:

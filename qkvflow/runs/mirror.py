@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from qkvflow.files import fresh_name, is_fresh
-from qkvflow.runs.places import Place
+from qkvflow.places import Place
 
 _THREADS = 8
 _NOT_READ = ("checkpoints/", "damaged/", "tensorboard/", "profiler/")  # used where they are, or only ever added to

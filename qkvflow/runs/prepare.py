@@ -17,6 +17,7 @@ from qkvflow.config import differences, listed, read_config, write_config
 from qkvflow.errors import Notice, UserError
 from qkvflow.files import is_fresh
 from qkvflow.locks import Taken, locked
+from qkvflow.places import Place
 from qkvflow.runs import data_record, disk
 from qkvflow.runs.bucket_lock import BucketLock, held
 from qkvflow.runs.buckets import bucket_errors_are_told
@@ -32,7 +33,6 @@ from qkvflow.runs.checkpoints import (
 from qkvflow.runs.config import FREE_KEYS, TrainConfig
 from qkvflow.runs.directory import RunDirectory, location_of, log_name, run_id
 from qkvflow.runs.mirror import LOCK
-from qkvflow.runs.places import Place
 from qkvflow.runs.processes import damage_found_with_followers, follow, let_others_wait, tell_others
 
 C = TypeVar("C", bound=TrainConfig)

@@ -7,10 +7,10 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from qkvflow.checksums import Checksum, damage_of, first_changed
 from qkvflow.errors import UserError
-from qkvflow.runs.checksums import Checksum, damage_of, first_changed
+from qkvflow.places import Place
 from qkvflow.runs.mirror import LOCK
-from qkvflow.runs.places import Place
 
 _SECONDS_TO_APPEAR = 30  # what network file systems may need to show a new file to another machine
 _OPEN, _REFUSED, _WAIT = (

@@ -13,12 +13,11 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
-from starlette.middleware.cors import CORSMiddleware
 
 from qkvflow.serving import chat, completions, tokens
 from qkvflow.serving.body import parse_json, read_body
 from qkvflow.serving.errors import RequestError
-from qkvflow.serving.gate import Access, Gate
+from qkvflow.serving.gate import Access, guard
 from qkvflow.serving.scheduler import Scheduler
 from qkvflow.serving.texts import Texts
 
@@ -47,11 +46,7 @@ def build_app(scheduler: Scheduler, name: str, limits: Limits, access: Access | 
 
     access = access or Access()
     app = FastAPI(title="qkvflow", lifespan=lifespan, openapi_url=None)
-    app.add_middleware(Gate, access=access)
-    if access.origins:  # around the gate: a browser asks first without the key
-        app.add_middleware(
-            CORSMiddleware, allow_origins=access.origins, allow_methods=["GET", "POST"], allow_headers=["*"]
-        )
+    guard(app, access)
     card = {"id": name, "object": "model", "created": int(time.time()), "owned_by": "qkvflow"}
     writer = scheduler.writer
 

@@ -10,7 +10,9 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from starlette.applications import Starlette
 from starlette.datastructures import Headers
+from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -72,6 +74,19 @@ class Gate:
                 f"The body must be sent as `Content-Type: application/json`, not {kind[:80] or 'without a type'!r}."
             )
             raise RequestError(415, message, code="unsupported_media_type")
+
+
+def guard(app: Starlette, access: Access) -> None:
+    """Puts the gate before an application, and answers browsers that ask what pages of other sites may send."""
+    app.add_middleware(Gate, access=access)
+    if access.origins:  # around the gate: a browser asks first without the key
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=access.origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            allow_private_network=True,
+        )
 
 
 def _name(host: str) -> str:

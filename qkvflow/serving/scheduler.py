@@ -1,7 +1,8 @@
 """Continuous batching: a thread that moves texts through the slots of an engine, joining and leaving at any token.
 
-Each turn of the loop gives slots to those who wait, reads a piece of a prompt, and adds a token to every text whose
-prompt is read. So a long prompt delays others by a piece at a time, and a short text waits for no long one.
+Each turn of the loop gives a slot to one who waits, reads a piece of a prompt, and adds a token to every text whose
+prompt is read. So a long prompt delays others by a piece at a time, a short text waits for no long one, and nobody for
+many texts that begin together.
 """
 
 import logging
@@ -130,8 +131,7 @@ class Scheduler:
         self._fail()
 
     def _turn(self) -> None:
-        while self._change_hands():
-            pass
+        self._change_hands()
         unread = self._shares.next_to_read()
         if unread is not None:
             self._read(*unread)
@@ -142,12 +142,12 @@ class Scheduler:
         for slot, text in going:
             self._tell(slot, text, text.add(int(step.token[slot]), bool(step.complete[slot]), step.logprobs, slot))
 
-    def _change_hands(self) -> bool:
-        """Gives a slot to a text that waits; whether there was one to give."""
+    def _change_hands(self) -> None:
+        """Gives a slot to a text that waits, if there is one to give."""
         with self._changed:
             change = self._shares.next()
             if change is None:
-                return False
+                return
             entering = change.text
             if isinstance(entering, Job):
                 vocabulary, ends = self.writer.vocabulary, self.writer.stop_tokens
@@ -158,7 +158,6 @@ class Scheduler:
         if change.parked is not None:
             self._park(change.slot, change.parked)
         self._enter(change.slot, entering)
-        return True
 
     def _park(self, slot: int, parked: Running) -> None:
         """Moves a text out of a slot, to the memory of the host."""

@@ -10,7 +10,7 @@ from levanter.checkpoint import CheckpointerConfig, CheckpointInterval
 
 from qkvflow.inside.levanter import StoppableCheckpointer, set_manager
 from qkvflow.runs.checkpoints import remove_checkpoint
-from qkvflow.runs.checksums import ChecksumManager
+from qkvflow.runs.checksum_manager import ChecksumManager
 
 logger = logging.getLogger(__name__)
 _BEGINNING = datetime(2000, 1, 1)  # any: only differences of times count

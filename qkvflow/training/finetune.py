@@ -7,13 +7,13 @@ from pathlib import Path
 from qkvflow.config.levanter_ranges import LEVANTER
 from qkvflow.data import load_tokenizer, resolve_tokenizer, same_tokenizer
 from qkvflow.errors import UserError
+from qkvflow.places import Place
 from qkvflow.ranges import check_ranges
 from qkvflow.runs.base import Base, BaseRecord, OfficialBase
 from qkvflow.runs.config import FinetuneConfig
 from qkvflow.runs.directory import RunDirectory, location_of, run_id
 from qkvflow.runs.load import RunBase, find_run, is_adapter
 from qkvflow.runs.modes import FinetuneMode
-from qkvflow.runs.places import Place
 from qkvflow.training.start import FromBase, adapted_shape
 
 

@@ -16,11 +16,11 @@ from levanter.utils.jax_utils import parameter_count
 
 from qkvflow.config import encode
 from qkvflow.models import NeuralOdeConfig
+from qkvflow.places import Place
 from qkvflow.progress import Console, Progress, describe_loss
 from qkvflow.runs.config import TrainConfig
 from qkvflow.runs.directory import log_name
 from qkvflow.runs.load import unreadable_checkpoint
-from qkvflow.runs.places import Place
 from qkvflow.runs.prepare import C, PreparedRun, prepare_run
 from qkvflow.tracking import start_trackers
 from qkvflow.training.checks import check_config, check_devices, tree_bytes

@@ -18,12 +18,12 @@ from levanter.utils.types import FilterTree
 from qkvflow.config import decode, read_config
 from qkvflow.models import lora
 from qkvflow.named import is_named
+from qkvflow.places import Place
 from qkvflow.runs.base import Base, BaseRecord
 from qkvflow.runs.config import FinetuneConfig, TrainConfig
 from qkvflow.runs.directory import RunDirectory
 from qkvflow.runs.load import load_base, stored_config, with_local_tokenizer
 from qkvflow.runs.modes import FinetuneMode
-from qkvflow.runs.places import Place
 from qkvflow.training.checks import model_shape
 
 

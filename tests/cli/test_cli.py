@@ -309,8 +309,16 @@ def test_a_reader_that_leaves_ends_a_program_without_a_word():
         assert process.stdout.readline() == "text\n"
         process.stdout.close()
         assert process.stderr.read() == ""
-        assert process.wait(30) == 141
+        assert process.wait(30) == 0
     assert "BrokenPipeError: of somebody else" in _program("--what", "pipe").stderr
+
+
+def test_a_program_whose_errors_nobody_reads_has_not_succeeded():
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "w") as broken:
+        done = subprocess.run([sys.executable, "-c", PROGRAM, "--what", "write"], stdout=broken, stderr=broken)
+    assert done.returncode == 141
 
 
 IMPORT = """

@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from qkvflow import checksums
 from qkvflow.checksums import CHECKSUMS
 from qkvflow.data import DataConfig, soundness
 from qkvflow.errors import UserError
@@ -113,7 +112,7 @@ def test_a_cache_of_an_older_version_gets_checksums_if_it_is_whole(place):
 def test_of_a_big_cache_sizes_and_small_files_are_compared_and_all_of_it_on_demand(place, monkeypatch):
     cache = move(place)
     monkeypatch.setattr(soundness, "_WHOLE_BYTES", 0)
-    monkeypatch.setattr(checksums, "_SMALL_BYTES", 1000)
+    monkeypatch.setattr(soundness, "_SMALL_BYTES", 1000)
     victim = cache / "input_ids/data/c/0"
     content = bytearray(victim.read_bytes())
     content[100] ^= 1

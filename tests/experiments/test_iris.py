@@ -12,8 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
-import yaml
-from support.training import assert_same, wait_until
+from support.training import RARELY, Training, assert_same, wait_until
 
 from qkvflow.tracking import read_metrics
 
@@ -47,21 +46,7 @@ class Cluster:
 
     def submit(self, name: str, *words: str) -> subprocess.Popen:
         """Trains the run of this name by two tasks; the process follows the job, and ends as it does."""
-        config = {
-            "run_dir": str(self.folder / "runs"),
-            "data": {"tokenizer": "byte", "cache_dir": str(self.folder / "cache")},
-            "model": {"type": "gpt2", "hidden_dim": 16, "num_heads": 2, "num_layers": 1, "max_seq_len": 32},
-            "trainer": {
-                "id": name,
-                "train_batch_size": 4,
-                "num_train_steps": STEPS,
-                "steps_per_eval": STEPS,
-                "max_eval_batches": 1,
-                "checkpointer": {"keep": [{"every": 50}], "save_interval": None},
-            },
-        }
-        file = self.folder / f"{name}.yaml"
-        file.write_text(yaml.safe_dump(config))
+        file = Training(self.folder).write(name, STEPS, checkpointer=RARELY)
         variables = [f"{key}={self.env[key]}" for key in ("PYTHONPATH", "JAX_PLATFORMS", "XLA_FLAGS", "HF_HUB_OFFLINE")]
         flags = [word for pair in variables for word in ("-e", *pair.split("=", 1))]
         train = [sys.executable, "-m", "qkvflow.train_lm", "--config_path", str(file), *words]

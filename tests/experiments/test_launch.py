@@ -35,8 +35,9 @@ def test_shellcheck_finds_nothing():
     subprocess.run([str(shellcheck), *map(str, LAUNCH.glob("*.sh"))], check=True)
 
 
-# srun: a task that ends with this status; true: what asks whether all nodes answer.
-SRUN = 'case "$*" in *qkvflow*) {task} ;; *true) exit {answer} ;; esac'
+# srun: a task that ends with this status; true: what asks whether all nodes answer, which they do before the task.
+SRUN = 'case "$*" in *qkvflow*) touch "$0.ran"; {task} ;; *true) [ ! -e "$0.ran" ] || exit {answer} ;; esac'
+ASKED = "srun --overlap --ntasks-per-node=1 --cpus-per-task=1 --gpus-per-node=0 true"
 
 
 @pytest.mark.parametrize(
@@ -49,7 +50,7 @@ def test_slurm_queues_again_what_lost_a_node_and_nothing_else(tmp_path, status, 
     env = stand_ins(tmp_path, srun=srun, scontrol="") | {"SLURM_JOB_ID": "17"}
     code, calls, _ = launch("slurm.sh", "--config_path", "a b.yaml", env=env, folder=tmp_path)
     assert code == status
-    assert calls[0] == "srun --kill-on-bad-exit=1 .venv/bin/python -m qkvflow.train_lm --config_path a b.yaml"
+    assert calls[:2] == [ASKED, "srun --kill-on-bad-exit=1 .venv/bin/python -m qkvflow.train_lm --config_path a b.yaml"]
     assert ("scontrol requeue 17" in calls) == is_queued
 
 
@@ -61,9 +62,20 @@ def test_slurm_queues_again_after_its_notice_even_what_does_not_stop(tmp_path):
     env = stand_ins(tmp_path, srun=srun, scontrol="", scancel="", squeue=end) | {"SLURM_JOB_ID": "17"}
     code, calls, _ = launch("slurm.sh", env=env, folder=tmp_path)
     assert code == 143
-    assert calls[1:] == ["scancel --signal=TERM 17", "squeue --noheader --job=17 --format=%e"] + 2 * [
+    assert calls[2:] == ["scancel --signal=TERM 17", "squeue --noheader --job=17 --format=%e"] + 2 * [
         "scontrol requeue 17"  # a second before the end, and when the tasks have stopped
     ]
+
+
+@pytest.mark.parametrize(("refusals", "asked"), [(2, 3), (100, 5)], ids=["boots", "stays away"])
+def test_slurm_waits_for_a_node_that_boots(tmp_path, refusals, asked):
+    srun = f'case "$*" in *true) echo >> "$0.asked"; [ "$(wc -l < "$0.asked")" -gt {refusals} ] ;; *) exit 1 ;; esac'
+    env = stand_ins(tmp_path, srun=srun, scontrol="", sleep="") | {"SLURM_JOB_ID": "17"}
+    code, calls, _ = launch("slurm.sh", env=env, folder=tmp_path)
+    first = next(number for number, call in enumerate(calls) if "qkvflow.train_lm" in call)
+    assert calls[:first].count(ASKED) == asked
+    assert code == 1
+    assert ("scontrol requeue 17" in calls) == (refusals > asked)
 
 
 def test_slurm_tells_a_mistake_of_all_processes_once(tmp_path):

@@ -4,9 +4,8 @@ import re
 from pathlib import Path
 
 import pytest
-import yaml
-from support.slurm import NODES, Slurm, slurm, wait_until
-from support.training import assert_same
+from support.slurm import NODES, Slurm, slurm
+from support.training import RARELY, Training, assert_same, wait_until
 
 from qkvflow.tracking import read_metrics
 
@@ -39,23 +38,9 @@ class Job:
     """A job that trains the run of this name."""
 
     def __init__(self, cluster: Slurm, base: Path, name: str, *words: str, **options: str | int):
-        config = {
-            "run_dir": str(base / "runs"),
-            "data": {"tokenizer": "byte", "cache_dir": str(base / "cache")},
-            "model": {"type": "gpt2", "hidden_dim": 16, "num_heads": 2, "num_layers": 1, "max_seq_len": 32},
-            "trainer": {
-                "id": name,
-                "train_batch_size": 4,
-                "num_train_steps": STEPS,
-                "steps_per_eval": STEPS,
-                "max_eval_batches": 1,
-                "checkpointer": {"keep": [{"every": 50}], "save_interval": None},
-            },
-            "optimizer": {"learning_rate": 3e-3, "warmup": 2},
-        }
-        file, self.log = base / f"{name}.yaml", base / f"{name}.log"
-        file.write_text(yaml.safe_dump(config))
-        self.cluster, self.run = cluster, base / "runs" / name
+        training = Training(base)
+        file, self.log = training.write(name, STEPS, checkpointer=RARELY), base / f"{name}.log"
+        self.cluster, self.run = cluster, training.path(name)
         self.number = cluster.submit("--config_path", str(file), *words, log=self.log, **options)
 
     @property
@@ -72,7 +57,7 @@ class Job:
         return int(self.cluster.job(self.number)["Restarts"])
 
     def until(self, condition) -> None:
-        wait_until(condition, PATIENCE, lambda: f"{self.cluster.job(self.number)}\n{self.said}")
+        wait_until(condition, seconds=PATIENCE, every=0.2, told=lambda: f"{self.cluster.job(self.number)}\n{self.said}")
 
     def wait(self, state: str) -> None:
         ends = ("COMPLETED", "FAILED", "TIMEOUT", "CANCELLED", "NODE_FAIL")
@@ -90,7 +75,8 @@ class Job:
 def test_two_tasks_train_one_run_and_each_gets_its_cpus(cluster, base):
     job = Job(cluster, base, "cpus", "--trainer.num_train_steps", "20", cpus_per_task=2)
     job.until(lambda: "Preparing data" in job.said)
-    step = cluster.control("scontrol", "--oneliner", "show", "step", f"{job.number}.0")
+    # The first step has asked whether the nodes are there.
+    step = cluster.control("scontrol", "--oneliner", "show", "step", f"{job.number}.1")
     assert "CPUs=4 " in step, step
     job.wait("COMPLETED")
     assert "20 steps on 2 x cpu" in job.said

@@ -22,8 +22,7 @@ from qkvflow.models import ControlConfig
 pytestmark = pytest.mark.slow  # compiles steps of many sizes; tests/serving has the same law for a server
 LENGTH = 48
 HYBRID = {"block": SsmBlockConfig(num_heads=2, state_size=16), "control": ControlConfig(dim=2)}
-# Widths are multiples of 64, or kernels of few rows may differ in their last bits (`qkvflow.generation.rows`): the head
-# is filled up where its columns, here 257, are none.
+# Where columns (here 257) are no multiple of 64, kernels of few rows may differ in last bits: the head is filled up.
 MODELS = {
     "byte vocabulary": ({}, 256, 257),
     "llama": ({"block": llama()}, 256, 64),

@@ -278,6 +278,15 @@ def test_errors_say_what_is_wrong(options, message):
         qkvflow.generate(model, random_tokens(length=4), **{"max_new_tokens": 2} | options)
 
 
+def test_more_evaluations_than_can_be_compiled_one_by_one():
+    model = small_config("constant", depth=DepthConfig(solver="heun", steps=200)).build(
+        VOCAB, key=jax.random.PRNGKey(0)
+    )
+    with pytest.raises(UserError, match=r"400 evaluations .* at most 256 can be cached.*use_cache"):
+        qkvflow.generate(model, random_tokens(length=4), 2)
+    assert qkvflow.generate(model, random_tokens(length=4), 2, use_cache=False).axis_size("position") == 6
+
+
 def test_tokens_outside_the_vocabulary():
     model = small_config().build(VOCAB, key=jax.random.PRNGKey(0))
     with pytest.raises(UserError, match="vocabulary"):

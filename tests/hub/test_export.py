@@ -14,14 +14,19 @@ from levanter.layers.rotary import (
     Llama3RotaryEmbeddingsConfig,
     YarnRotaryEmbeddingsConfig,
 )
+from support.earlier import OLD
 from support.hub import assert_same_logits, assert_same_texts
 from support.models import build, heavy, llama, small_config
 
+from qkvflow import convert
 from qkvflow.blocks import Gpt2BlockConfig, SsmBlockConfig
+from qkvflow.cli import parse
 from qkvflow.data import resolve_tokenizer
 from qkvflow.depth import DepthConfig
 from qkvflow.hub.write import write_folder
 from qkvflow.models import ControlConfig
+from qkvflow.models.levanter_twin import enter
+from qkvflow.runs import load_run
 
 LAYERS = DepthConfig(steps=3, step_size="residual")
 PLAIN = Gpt2BlockConfig(num_heads=2, form="sequential", mlp_scale=2, use_bias=False)
@@ -156,3 +161,12 @@ def test_the_tokenizer_leaves(tmp_path, tokenizer):
     assert theirs.eos_token_id == 256
     settings = transformers.GenerationConfig.from_pretrained(tmp_path / "out")
     assert settings.eos_token_id == 256
+
+
+@pytest.mark.parametrize("name", ["flow", heavy("hybrid"), heavy("lora"), heavy("gpt2")])
+def test_trained_runs_leave(tmp_path, name):
+    """By the program: transformers computes what the run computes."""
+    words = ["--run", str(OLD / name), "--to_hf", str(tmp_path / "out")]
+    out = convert.main(parse(convert.ConvertConfig, words)[0])
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(out, trust_remote_code=True).eval()
+    assert_same_logits(enter(load_run(OLD / name).model), theirs)

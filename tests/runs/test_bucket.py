@@ -10,9 +10,9 @@ from levanter.checkpoint import CheckpointerConfig, load_checkpoint
 from levanter.trainer import TrainerConfig
 from support.bucket import bucket
 
+from qkvflow.checksums import CHECKSUMS, damage_of
+from qkvflow.places import Place
 from qkvflow.runs.checkpoints import checkpoint_steps, clean_up, newest_good, set_aside
-from qkvflow.runs.checksums import CHECKSUMS, damage_of
-from qkvflow.runs.places import Place
 from qkvflow.training.checkpointer import create_checkpointer
 
 pytestmark = pytest.mark.program

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from qkvflow.runs.checksums import CHECKSUMS, damage_of
+from qkvflow.checksums import CHECKSUMS, damage_of
 
 pytestmark = pytest.mark.program
 
@@ -22,7 +22,7 @@ import qkvflow
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from levanter.checkpoint import CheckpointerConfig
-from qkvflow.runs.places import Place
+from qkvflow.places import Place
 from qkvflow.runs.processes import damage_found_together
 from qkvflow.training.checkpointer import create_checkpointer
 

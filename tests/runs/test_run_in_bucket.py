@@ -18,13 +18,13 @@ from qkvflow import eval_lm, finetune_lm
 from qkvflow.config import decode
 from qkvflow.errors import UserError
 from qkvflow.locks import Taken
+from qkvflow.places import Place
 from qkvflow.runs import bucket_lock
 from qkvflow.runs.bucket_lock import held
 from qkvflow.runs.config import FinetuneConfig
 from qkvflow.runs.directory import location_of
 from qkvflow.runs.load import find_run
 from qkvflow.runs.mirror import Mirror
-from qkvflow.runs.places import Place
 from qkvflow.training.stopping import StopRequest
 
 pytestmark = pytest.mark.program

@@ -7,7 +7,7 @@ import pytest
 from fastapi import FastAPI
 
 from qkvflow.serving import Access
-from qkvflow.serving.gate import Gate
+from qkvflow.serving.gate import Gate, guard
 
 
 def ask(access, method="POST", path="/v1/completions", **headers):
@@ -49,6 +49,36 @@ def test_names_that_a_page_made_its_own(host):
 def test_hosts_that_were_allowed():
     assert ask(Access(hosts=("Model.example",)), host="model.example:8000").status_code == 200
     assert ask(Access(hosts=("model.example",)), host="other.example").status_code == 403
+
+
+def preflight(access, origin, **headers):
+    """What the server says to the question of a browser before it sends a page's request."""
+    app = FastAPI()
+    guard(app, access)
+    app.post("/v1/completions")(lambda: "through")
+    asked = {"Origin": origin, "Access-Control-Request-Method": "POST"}
+    asked["Access-Control-Request-Headers"] = "authorization, content-type"
+
+    async def send():
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost:8000") as client:
+            return await client.options("/v1/completions", headers=asked | headers)
+
+    return asyncio.run(send())
+
+
+def test_a_browser_asks_before_it_sends():
+    """It asks without the key. A page on the internet that asks a server of this machine says so."""
+    access = Access(origins=("https://good.com",), api_key="sk-1")
+    local = {"Access-Control-Request-Private-Network": "true"}
+    answer = preflight(access, "https://good.com", **local)
+    assert answer.status_code == 200
+    assert answer.headers["access-control-allow-origin"] == "https://good.com"
+    assert "POST" in answer.headers["access-control-allow-methods"]
+    assert {"authorization", "content-type"} <= set(answer.headers["access-control-allow-headers"].lower().split(", "))
+    assert answer.headers["access-control-allow-private-network"] == "true"
+    for denied in (preflight(access, "https://evil.com", **local), preflight(Access(), "https://good.com", **local)):
+        assert denied.status_code in (400, 403)
+        assert "access-control-allow-origin" not in denied.headers
 
 
 def test_pages_of_other_sites():

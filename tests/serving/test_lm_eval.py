@@ -17,7 +17,7 @@ TOLERANCE = 1e-4  # see `test_logprobs`, times the few tokens of a continuation
 @pytest.fixture(scope="module")
 def harness(server):
     """Batch size -> the harness's model."""
-    pytest.importorskip("lm_eval")
+    pytest.importorskip("lm_eval", reason="lm_eval is not here: make setup EXTRA=dev,eval")
     from lm_eval.models.openai_completions import LocalCompletionsAPI
 
     def of(batch_size):

@@ -137,6 +137,22 @@ def test_fifty_at_once_are_the_same_as_alone(server, client):
     assert together[::7] == alone
 
 
+def test_texts_that_begin_together_do_so_one_by_one(server, client, monkeypatch):
+    """Else whoever waits for a token would wait for all of them."""
+    scheduler, begun, turns = server[1], [], []
+    turn, begin = scheduler._turn, scheduler._engine.begin
+    monkeypatch.setattr(scheduler._engine, "begin", lambda *args: begun.append(1) or begin(*args))
+
+    def counted():
+        before = len(begun)
+        turn()
+        turns.append(len(begun) - before)
+
+    monkeypatch.setattr(scheduler, "_turn", counted)
+    complete(client, "The prompt", n=9, max_tokens=5, temperature=0)
+    assert (len(begun), max(turns)) == (9, 1)
+
+
 def test_a_client_that_leaves(server, client):
     """Mid-stream, and waiting for a whole answer: the slots are free at once, and others are not disturbed."""
     url, scheduler = server

@@ -9,10 +9,11 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support.training import wait_until
 
 ROOT = Path(__file__).parents[2]
 INSTALL = ["apt-get", "install", "--yes", "--no-install-recommends", "slurm-wlm", "munge"]
@@ -72,7 +73,7 @@ class Slurm:
         self._pid_files.append(folder / "slurmctld.pid")
         for node in NODES:
             self.start_node(node)
-        wait_until(lambda: self._run("sinfo", "--noheader", "--format=%A").strip() == "0/2", 60)
+        wait_until(lambda: self._run("sinfo", "--noheader", "--format=%A").strip() == "0/2", seconds=60)
 
     def start_node(self, node: str) -> None:
         self._run("slurmd", "-N", node)
@@ -138,15 +139,6 @@ def slurm(folder: Path) -> Iterator[Slurm]:
         yield cluster
     finally:
         cluster.stop()
-
-
-def wait_until(condition: Callable[[], object], seconds: float, told: Callable[[], str] = str) -> None:
-    """Waits for a condition; fails with what `told` says after so many seconds."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > deadline:
-            pytest.fail(f"waited in vain: {told()}")
-        time.sleep(0.2)
 
 
 def _free_ports(count: int) -> list[int]:

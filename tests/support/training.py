@@ -5,7 +5,7 @@ import multiprocessing
 import os
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import equinox as eqx
@@ -21,6 +21,7 @@ from qkvflow.tracking import read_metrics
 from qkvflow.train_lm import main
 
 STEPS = 8
+RARELY = {"keep": [{"every": 50}], "save_interval": None}  # a checkpointer for longer trainings
 
 
 class Training:
@@ -55,11 +56,16 @@ class Training:
 
     def start(self, name: str, steps: int = STEPS, **changes):
         """Trains by the program in a process of its own, which has imported everything already."""
-        file = self.base / f"{name}.yaml"
-        file.write_text(yaml.safe_dump(self.raw(name, steps, **changes)))
+        file = self.write(name, steps, **changes)
         process = _PROCESSES.Process(target=_train, args=(str(file), str(self.output(name))))
         process.start()
         return process
+
+    def write(self, name: str, steps: int = STEPS, **changes) -> Path:
+        """The configuration as a file."""
+        file = self.base / f"{name}.yaml"
+        file.write_text(yaml.safe_dump(self.raw(name, steps, **changes)))
+        return file
 
     def output(self, name: str) -> Path:
         """What processes of this run have written for people."""
@@ -112,11 +118,14 @@ def assert_same(run: Path, expected: Path) -> None:
         np.testing.assert_array_equal(got, want)
 
 
-def wait_until(condition, process=None, seconds: float = 240.0) -> None:
+def wait_until(
+    condition, process=None, seconds: float = 240.0, told: Callable[[], str] = str, every: float = 0.002
+) -> None:
+    """Waits for a condition; fails if the process ends, or, with what `told` says, after so many seconds."""
     deadline = time.monotonic() + seconds
     while not condition():
         if process is not None and process.exitcode is not None:
             pytest.fail(f"the process ended with {process.exitcode}")
         if time.monotonic() > deadline:
-            pytest.fail("waited in vain")
-        time.sleep(0.002)
+            pytest.fail(f"waited in vain: {told()}")
+        time.sleep(every)

@@ -9,10 +9,10 @@ import yaml
 from levanter.checkpoint import discover_latest_checkpoint
 from support.training import STEPS, assert_same, losses, parameters
 
+from qkvflow.checksums import CHECKSUMS, damage_of
 from qkvflow.errors import UserError
 from qkvflow.runs import load_run
 from qkvflow.runs.checkpoints import checkpoint_steps
-from qkvflow.runs.checksums import CHECKSUMS, damage_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.program]
 

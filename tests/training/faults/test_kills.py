@@ -9,8 +9,8 @@ import time
 import pytest
 from support.training import assert_same, wait_until
 
+from qkvflow.checksums import damage_of
 from qkvflow.runs.checkpoints import checkpoint_steps
-from qkvflow.runs.checksums import damage_of
 from qkvflow.tracking import read_metrics
 
 pytestmark = [pytest.mark.slow, pytest.mark.program]

@@ -12,6 +12,8 @@ from typing import Any
 import fsspec
 from fsspec import AbstractFileSystem
 
+from qkvflow.files import replacing
+
 _TAGS = ("md5Hash", "ETag", "etag")  # by which stores tell one content from another, the best first
 _THREADS = 16  # requests at a time
 
@@ -145,9 +147,8 @@ class Place:
         if self.is_remote:
             self._fs.pipe_file(self._at(name), content)
             return
-        fresh = self.local / f"{name}.tmp"
-        fresh.write_bytes(content)
-        os.replace(fresh, self.local / name)
+        with replacing(self.local / name) as fresh:
+            fresh.write_bytes(content)
 
     def create(self, name: str, content: bytes) -> None:
         """Writes a file in a bucket that is not there yet.
