@@ -9,7 +9,7 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "qkvflow"
 ROOMS = {"weights", "blocks", "depth"}
-PROGRAMS = {"train_lm", "finetune_lm", "eval_lm", "describe", "sample_lm", "serve_lm", "convert", "analysis"}
+PROGRAMS = {"train_lm", "finetune_lm", "eval_lm", "describe", "sample_lm", "serve_lm", "convert", "lift", "analysis"}
 # Each part may import from qkvflow only what is listed here.
 # What knows nothing of models.
 GROUND = {"errors", "units", "files", "checksums", "locks", "ranges", "named", "inside", "interrupts"}
