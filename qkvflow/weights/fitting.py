@@ -3,8 +3,8 @@
     C = argmin sum_l || sum_k phi_k(t_l) C_k - W_l ||^2        for every array by itself; t_l: the times of the stack
 
 With as many functions as layers the sum is 0: exact by construction for pieces, up to rounding for the others, which
-the condition of the matrix phi_k(t_l) amplifies: a few for `cosine`, exponential in L for `chebyshev`, `linear` and
-`spline`, whose nodes are not the times of the layers.
+the condition of the matrix phi_k(t_l) amplifies: near 10 for `cosine`, exponential in L for `chebyshev`, `linear` and
+`spline`, whose nodes are not the times of the layers (docs/hub.md has numbers).
 """
 
 import math
