@@ -39,6 +39,7 @@ MAY_IMPORT = {
     "training": {"axes", *GROUND, "weights", "models", "config", "data", "tracking", "progress", "runs"},
     "generation": {"axes", *GROUND, "models", "blocks", "depth", "data", "runs"},
     "serving": {*GROUND, "generation"},
+    "tasks": {*GROUND, "models", "runs", "generation"},
     "meshes": {*GROUND, "config", "runs", "training"},
     "cli": {*GROUND, "config"},  # above all that works: nothing but programs speaks to a terminal
     "__init__": {"interrupts", "models", "generation"},
