@@ -13,6 +13,7 @@ from safetensors.numpy import load_file, save_file
 from qkvflow import convert, eval_lm, finetune_lm, lift
 from qkvflow.cli import parse
 from qkvflow.errors import UserError
+from qkvflow.hub.native import obstacle
 from qkvflow.models.levanter_twin import enter
 from qkvflow.models.lifting import aligned
 from qkvflow.runs import load_run
@@ -49,6 +50,7 @@ def test_a_run_becomes_a_flow(tmp_path, monkeypatch, capfd):
     config, model, _ = load_run("runs/lifted")
     assert config.model.weights == BasisConfig("piecewise", 2)
     assert config.model.depth.step_size == "residual"
+    assert obstacle(model.discretise().config) is None  # it leaves as a native folder
     expected = aligned(enter(load_run(OLD / "gpt2").model))
     for a, b in zip(*(filter(eqx.is_array, jax.tree.leaves(m)) for m in (model.discretise(), expected)), strict=True):
         np.testing.assert_array_equal(a, b)
