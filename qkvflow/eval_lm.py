@@ -9,6 +9,11 @@ displacement ||x(1) - x(0)|| / ||x(0)|| of the flow: a flow that does nothing re
     python -m qkvflow.eval_lm --run runs/quickstart --continuity
 
 asks whether the flow is a solution of its ODE, and writes `continuity.json`.
+
+    python -m qkvflow.eval_lm --run runs/quickstart --tasks lambada_openai,piqa --steps 6,12,24
+
+runs tasks of lm-evaluation-harness (extra `eval`) at each depth, and writes `tasks.json`; `--tasks_folder DIR` has
+tasks of your own.
 """
 
 import contextlib
@@ -18,10 +23,10 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import equinox as eqx
-from levanter.models.lm_model import LmExample
+from levanter.models.lm_model import LmExample, LmHeadModel
 
 import qkvflow as qkvflow  # registers the models
 from qkvflow.blocks import Inputs
@@ -35,10 +40,11 @@ from qkvflow.files import write_text
 from qkvflow.models import NeuralOdeLMHeadModel
 from qkvflow.models.continuity import Continuity, continuity, table, ways
 from qkvflow.progress import Progress, perplexity
-from qkvflow.ranges import Count, Steps, check_range
+from qkvflow.ranges import Count, Range, Steps, check_range
 from qkvflow.runs import Run, load_run
 from qkvflow.runs.evaluate import RunEvaluator, on_other_text, relative_displacement
 from qkvflow.runs.known_loss import warn_of_lost
+from qkvflow.tasks import TaskOptions, TaskReading, Tasks, name_of, task_table
 
 
 @dataclass
@@ -54,6 +60,11 @@ class EvalConfig:
         data: keys of the run's `data` in place of its own: `--data.validation FILE` evaluates on another text.
         continuity: is the flow a solution of its ODE? It is read at L, 2L and 4L steps, by Heun's and the Runge-Kutta
             method (`qkvflow.models.continuity`); not with `steps` and `solver`.
+        tasks: of lm-evaluation-harness, `piqa` or `lambada_openai,piqa`, in place of the loss; `batch_size` is that of
+            their texts, 8 by default.
+        tasks_folder: with YAML files of further tasks.
+        task_limit: of the documents of each task; all by default.
+        num_fewshot: examples in front of each question; as the task says by default.
     """
 
     run: str
@@ -64,6 +75,10 @@ class EvalConfig:
     batch_size: Count | None = None
     data: Keys | None = None
     continuity: bool = False
+    tasks: str | list[str] | None = None
+    tasks_folder: str | None = None
+    task_limit: Count | None = None
+    num_fewshot: Annotated[int, Range(at_least=0)] | None = None
 
 
 @dataclass(frozen=True)
@@ -78,13 +93,19 @@ class Reading:
     displacement: float
 
 
-def main(config: EvalConfig) -> list[Reading] | Continuity:
+def main(config: EvalConfig) -> list[Reading] | Continuity | list[TaskReading]:
     """Evaluates, prints and writes; returns what was found."""
     steps, solvers = _integers("steps", config.steps), _names(config.solver)
     for solver in solvers:
         solver_by_name(solver)
     if config.continuity and (steps or solvers):
         raise UserError("--continuity chooses its own steps and solvers: leave out steps and solver")
+    if config.tasks is None:
+        given = [k for k in ("tasks_folder", "task_limit", "num_fewshot") if getattr(config, k) is not None]
+        if given:
+            raise UserError(f"{', '.join(given)} says how tasks are run: give --tasks NAMES, or leave it out")
+    else:
+        return _tasks(config, steps, solvers)
     with quiet_libraries() as quiet:
         progress = Progress(quiet.terminal)
         with progress.phase(f"Loading {config.run}"):
@@ -121,11 +142,54 @@ def _write(run: Run, name: str, content: dict[str, Any], readings: Sequence[Read
         warnings.warn(Notice(f"the readings cannot be written to {target}: {error.strerror}"), stacklevel=1)
 
 
+def _tasks(config: EvalConfig, steps: list[int], solvers: list[str]) -> list[TaskReading]:
+    """Runs tasks at each depth, prints and writes what was found."""
+    given = [name for name in ("continuity", "data", "max_eval_batches") if getattr(config, name)]
+    if given:
+        raise UserError(f"{', '.join(given)} says how losses are read, and tasks bring their own text: leave it out")
+    options = TaskOptions(
+        _names(config.tasks), config.tasks_folder, config.task_limit, config.num_fewshot, config.batch_size
+    )
+    with quiet_libraries() as quiet:
+        progress = Progress(quiet.terminal)
+        with progress.phase("Looking for the tasks"):
+            tasks = Tasks(options)
+        with progress.phase(f"Loading {config.run}"):
+            run = load_run(config.run, config.checkpoint_step)
+        found = []
+        for model in _flow_or_ordinary(run, steps, solvers):
+            with progress.phase(f"Tasks with {name_of(model)}"):
+                found.append(tasks.read(run, model))
+    print(task_table(found))
+    _write(run, "tasks.json", {"readings": [asdict(reading) for reading in found]})
+    return found
+
+
+def _flow_or_ordinary(run: Run, steps, solvers) -> Sequence[LmHeadModel]:
+    if isinstance(run.model, NeuralOdeLMHeadModel):
+        return _models(run.model, steps, solvers)
+    _refuse_depths(run, steps, solvers)
+    return [run.model]
+
+
+def _refuse_depths(run: Run, steps, solvers) -> None:
+    if steps or solvers:
+        raise UserError(f"{run.directory} is no flow but a Levanter model of one depth: leave out steps and solver")
+
+
+def _models(model: NeuralOdeLMHeadModel, steps, solvers) -> list[NeuralOdeLMHeadModel]:
+    trained = model.config.depth
+    return [
+        model.with_depth(trained.on_grid(n, solver=solver))
+        for solver in solvers or [trained.solver]
+        for n in steps or [trained.reading_steps]
+    ]
+
+
 def _readings(run: Run, steps, solvers, config: EvalConfig, progress: Progress) -> list[Reading]:
     if isinstance(run.model, NeuralOdeLMHeadModel):
         return _sweep(run, run.model, steps, solvers, config, progress)
-    if steps or solvers:
-        raise UserError(f"{config.run} is no flow but a Levanter model of one depth: leave out steps and solver")
+    _refuse_depths(run, steps, solvers)
     return [_evaluate_ordinary(run, config, progress)]
 
 
@@ -153,13 +217,8 @@ def _other_text(keys: Mapping[str, Any]) -> str | None:
 
 
 def _sweep(run, model: NeuralOdeLMHeadModel, steps, solvers, config: EvalConfig, progress) -> list[Reading]:
-    trained = model.config.depth
     # All readings are asked for before the first is made, so that an impossible one costs nothing.
-    models = [
-        model.with_depth(trained.on_grid(n, solver=solver))
-        for solver in solvers or [trained.solver]
-        for n in steps or [trained.reading_steps]
-    ]
+    models = _models(model, steps, solvers)
     evaluator = RunEvaluator(run, config.batch_size, config.max_eval_batches)
     example = evaluator.example()
     readings = []

@@ -9,7 +9,7 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "qkvflow"
 ROOMS = {"weights", "blocks", "depth"}
-PROGRAMS = {"train_lm", "finetune_lm", "eval_lm", "describe", "sample_lm", "serve_lm", "convert", "analysis"}
+PROGRAMS = {"train_lm", "finetune_lm", "eval_lm", "describe", "sample_lm", "serve_lm", "convert", "lift", "analysis"}
 # Each part may import from qkvflow only what is listed here.
 # What knows nothing of models.
 GROUND = {"errors", "units", "files", "places", "checksums", "locks", "ranges", "named", "inside", "interrupts"}
@@ -40,6 +40,7 @@ MAY_IMPORT = {
     "training": {"axes", *GROUND, "weights", "models", "config", "data", "tracking", "progress", "runs"},
     "generation": {"axes", *GROUND, "models", "blocks", "depth", "data", "runs"},
     "serving": {*GROUND, "generation"},
+    "tasks": {*GROUND, "models", "runs", "generation"},
     "meshes": {*GROUND, "config", "runs", "training"},
     "cli": {*GROUND, "config"},  # above all that works: nothing but programs speaks to a terminal
     "__init__": {"interrupts", "models", "generation"},

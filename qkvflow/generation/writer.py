@@ -4,6 +4,7 @@ import os
 from dataclasses import dataclass
 from functools import cached_property
 
+from levanter.models.lm_model import LmHeadModel
 from levanter.tokenizers import MarinTokenizer
 
 from qkvflow.depth import solver_by_name
@@ -15,7 +16,7 @@ from qkvflow.generation.vocabulary import Vocabulary
 from qkvflow.models import NeuralOdeLMHeadModel
 from qkvflow.ranges import Steps, check_range
 from qkvflow.runs.known_loss import warn_if_lost
-from qkvflow.runs.load import load_run
+from qkvflow.runs.load import Run, load_run
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ def open_writer(
     if dtype is not None:
         dtype_by_name(dtype)
     loaded = load_run(run, checkpoint_step)
-    model, tokenizer = loaded.model, loaded.tokenizer
+    model = loaded.model
     if steps is not None or solver is not None:
         if not isinstance(model, NeuralOdeLMHeadModel):
             raise UserError(f"{run} is no flow but a Levanter model of one depth: leave out steps and solver")
@@ -72,5 +73,11 @@ def open_writer(
         if model.config.depth != depth:
             depth = model.config.depth
             warn_if_lost(loaded, model, f"{depth.solver} with {depth.reading_steps} steps")
-    stop = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
-    return Writer(loaded.path.name, loaded.step, PreparedModel(model, use_cache, dtype), tokenizer, stop)
+    return writer_of(loaded, model, use_cache, dtype)
+
+
+def writer_of(run: Run, model: LmHeadModel, use_cache: bool = True, dtype: str | None = None) -> Writer:
+    """The model of a run, as it is to be read, made ready to write."""
+    end = run.tokenizer.eos_token_id
+    prepared = PreparedModel(model, use_cache, dtype)
+    return Writer(run.path.name, run.step, prepared, run.tokenizer, () if end is None else (end,))

@@ -12,6 +12,9 @@ from qkvflow.weights.config import GeneratedConfig as GeneratedConfig
 from qkvflow.weights.config import ModulatedConfig as ModulatedConfig
 from qkvflow.weights.config import PerLayerConfig as PerLayerConfig
 from qkvflow.weights.config import WeightsConfig as WeightsConfig
+from qkvflow.weights.fitting import Fit as Fit
+from qkvflow.weights.fitting import check_enough_layers as check_enough_layers
+from qkvflow.weights.fitting import fit as fit
 from qkvflow.weights.galerkin import Galerkin as Galerkin
 from qkvflow.weights.galerkin import refine as refine
 from qkvflow.weights.galerkin import refine_with_error as refine_with_error

@@ -69,3 +69,19 @@ def test_generation(harness, client):
     for size in (1, 3):
         found = harness(size).generate_until(requests("generate_until", [(c, dict(options)) for c in contexts]))
         assert found == expected
+
+
+def test_in_process(harness, model, writer):
+    """What `eval_lm --tasks` asks gives the numbers and the texts of the server, whatever the size of a batch."""
+    from qkvflow.generation.harness import HarnessModel
+
+    pairs = requests("loglikelihood", PAIRS)
+    options = {"until": ["zz"], "max_gen_toks": 12, "temperature": 0}
+    texts = requests("generate_until", [(c, dict(options)) for c in ("Once upon", "The end", "for i in")])
+    served, written = harness(4).loglikelihood(pairs), harness(1).generate_until(texts)
+    for size in (1, 3):
+        ours = HarnessModel(inference_mode(model, True), writer, size)
+        for (found, is_greedy), (truth, was_greedy) in zip(ours.loglikelihood(pairs), served, strict=True):
+            assert found == pytest.approx(truth, abs=TOLERANCE)
+            assert is_greedy == was_greedy
+        assert ours.generate_until(texts) == written

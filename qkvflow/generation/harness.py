@@ -1,0 +1,224 @@
+"""A model as lm-evaluation-harness sees one: scores continuations, and writes texts, in batches.
+
+It needs the extra `eval`; so only programs that are asked for tasks import this module.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import equinox as eqx
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import numpy as np
+from haliax import Axis, NamedArray
+from levanter.layers.attention import AttentionMask
+from levanter.models.lm_model import LmHeadModel
+from levanter.tokenizers import MarinTokenizer
+from lm_eval import simple_evaluate  # pyright: ignore[reportMissingImports]
+from lm_eval.api.model import TemplateLM  # pyright: ignore[reportMissingImports]
+from lm_eval.tasks import TaskManager  # pyright: ignore[reportMissingImports]
+from lm_eval.utils import (  # pyright: ignore[reportMissingImports]
+    get_rolling_token_windows,
+    make_disjoint_window,
+)
+
+from qkvflow.axes import BATCH, EMBED, POSITION
+from qkvflow.errors import UserError
+from qkvflow.generation.sampling import SamplingOptions
+from qkvflow.generation.text import Continuation
+from qkvflow.generation.writer import Writer
+
+_NEW_TOKENS = 256  # of a text whose task does not say: the harness's own default
+_LENGTHS = (64, 256)  # texts are filled up to one of these, or to a multiple of the last: each is compiled once
+_SEED = 0
+
+
+class HarnessModel(TemplateLM):
+    """What the harness asks a model for: `loglikelihood`, `loglikelihood_rolling` and `generate_until`.
+
+    Texts are tokenized without special tokens; an empty context is the token that begins a text, or the one that ends
+    it. What is longer than the model's context loses its beginning. Both as the harness does for models of
+    transformers.
+    """
+
+    def __init__(self, model: LmHeadModel, writer: Writer, batch_size: int):
+        """
+        Args:
+            model: in inference mode, its weights evaluated.
+            writer: the same model made ready to write.
+            batch_size: texts at a time.
+        """
+        super().__init__()
+        self._model, self._writer, self._size = model, writer, batch_size
+        self._codec: MarinTokenizer = writer.tokenizer
+        self.max_length = writer.prepared.max_seq_len
+
+    @property
+    def eot_token_id(self) -> int:
+        return self.prefix_token_id
+
+    @property
+    def prefix_token_id(self) -> int:
+        begin, end = self._codec.bos_token_id, self._codec.eos_token_id
+        found = end if begin is None else begin
+        if found is None:
+            raise UserError("the tokenizer has no token that begins or ends a text, which tasks put before a text")
+        return found
+
+    @property
+    def tokenizer_name(self) -> str:
+        return self._writer.name
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **options) -> list[int]:
+        """Without special tokens unless they are asked for."""
+        return list(self._codec.encode(string, add_special_tokens=bool(add_special_tokens)))
+
+    def loglikelihood_rolling(self, requests, disable_tqdm: bool = False) -> list[float]:
+        """The log-probability of whole texts, cut into windows of the model's context."""
+        windows, owners = [], []
+        for i, request in enumerate(requests):
+            tokens = self.tok_encode(request.args[0])
+            for window in get_rolling_token_windows(tokens, self.prefix_token_id, self.max_length, context_len=1):
+                windows.append((("", ""), *make_disjoint_window(window)))
+                owners.append(i)
+        total = [0.0] * len(requests)
+        for i, (value, _) in zip(owners, self._loglikelihood_tokens(windows), strict=True):
+            total[i] += value
+        return total
+
+    def _loglikelihood_tokens(self, requests, disable_tqdm: bool = False, **options) -> list[tuple[float, bool]]:
+        """Of each (texts, context, continuation): log p of the continuation, and whether greedy decoding writes it."""
+        rows = [(list(context) + list(behind))[-(self.max_length + 1) :] for _, context, behind in requests]
+        counts = [min(len(behind), len(row) - 1) for row, (_, _, behind) in zip(rows, requests, strict=True)]
+        found: list[tuple[float, bool]] = [(0.0, True)] * len(rows)
+        longest_first = sorted(range(len(rows)), key=lambda i: -len(rows[i]))  # so that neighbours are as long
+        for start in range(0, len(rows), self._size):
+            batch = longest_first[start : start + self._size]
+            value, greedy = self._score([rows[i] for i in batch])
+            for k, i in enumerate(batch):
+                end = len(rows[i]) - 1
+                told = slice(end - counts[i], end)
+                found[i] = float(value[k, told].sum(dtype=np.float64)), bool(greedy[k, told].all())
+        return found
+
+    def _score(self, rows: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
+        """log p of the token behind each position of each row, and whether none is likelier: [rows, positions]."""
+        longest = max(len(row) for row in rows) - 1
+        length = next((n for n in _LENGTHS if longest <= n), -(-longest // _LENGTHS[-1]) * _LENGTHS[-1])
+        length = min(length, self.max_length)
+        tokens, targets = np.zeros((2, self._size, length), np.int32)
+        for k, row in enumerate(rows):
+            tokens[k, : len(row) - 1], targets[k, : len(row) - 1] = row[:-1], row[1:]
+        axes = (Axis(BATCH, self._size), Axis(POSITION, length))
+        told = _told(self._model, hax.named(tokens, axes), jnp.asarray(targets), len(self._codec))
+        return jax.device_get(told)
+
+    def generate_until(self, requests, disable_tqdm: bool = False) -> list[str]:
+        """The texts behind contexts, each up to the first of its stop strings."""
+        jobs = [self._job(*request.args) for request in requests]
+        texts = [""] * len(jobs)
+        longest_first = sorted(range(len(jobs)), key=lambda i: -len(jobs[i][0]))
+        for start in range(0, len(jobs), self._size):
+            batch = longest_first[start : start + self._size]
+            for i, text in zip(batch, self._write([jobs[i] for i in batch]), strict=True):
+                texts[i] = text
+        return texts
+
+    def _job(self, context: str, options: dict[str, Any]) -> tuple[list[int], int, list[str], SamplingOptions]:
+        """The prompt, the number of new tokens, the stop strings, and how tokens are chosen."""
+        until = options.get("until") or []
+        stops = [until] if isinstance(until, str) else [stop for stop in until if stop]
+        new = min(int(options.get("max_gen_toks", _NEW_TOKENS)), self.max_length - 1)
+        prompt = (self.tok_encode(context) or [self.prefix_token_id])[-(self.max_length - new) :]
+        is_greedy = not options.get("do_sample", options.get("temperature", 0) > 0)
+        temperature = 0.0 if is_greedy else float(options.get("temperature", 1.0))
+        return prompt, new, stops, SamplingOptions(temperature, options.get("top_k"), options.get("top_p"), _SEED)
+
+    def _write(self, jobs) -> list[str]:
+        engine = self._writer.engine(self._size, max(len(prompt) + new for prompt, new, _, _ in jobs))
+        for slot, (prompt, new, _, options) in enumerate(jobs):
+            engine.admit(slot, prompt, new, options)
+        engine.prefill_all(max(len(prompt) for prompt, *_ in jobs) - 1)
+        writer = self._writer
+        going = [Continuation(writer.vocabulary, prompt, stops, writer.stop_tokens) for prompt, _, stops, _ in jobs]
+        texts = [""] * len(jobs)
+        while any(text.reason is None for text in going):
+            step = engine.decode(1)
+            for slot, text in enumerate(going):
+                if text.reason is None:
+                    texts[slot] += text.push(int(step.token[slot]), bool(step.complete[slot]))
+                    if text.reason is not None and not step.complete[slot]:
+                        engine.cancel(slot)
+        return texts
+
+
+def task_manager(names: Sequence[str], folder: str | None) -> TaskManager:
+    """The harness's tasks, with those of a folder.
+
+    Raises:
+        UserError: there is no task of one of these names.
+    """
+    if folder is not None:  # reading the harness's own takes half a minute
+        own = TaskManager(include_path=folder, include_defaults=False)
+        if all(own.match_tasks([name]) for name in names):
+            return own
+    manager = TaskManager(include_path=folder)
+    missing = [name for name in names if not manager.match_tasks([name])]
+    if missing:
+        raise UserError(
+            f"lm-evaluation-harness has no task {', '.join(map(repr, missing))}: `lm_eval ls tasks` lists those it has;"
+            " --tasks_folder DIR adds your own"
+        )
+    return manager
+
+
+def run_tasks(
+    model: HarnessModel, manager: TaskManager, names: Sequence[str], limit: int | None = None, shots: int | None = None
+) -> dict[str, dict[str, float]]:
+    """What the harness finds: task -> name of the number -> its value (`acc`, `acc_stderr`, ...).
+
+    Args:
+        limit: of the documents of each task; all by default.
+        shots: examples in front of each question; as the task says by default.
+
+    Raises:
+        UserError: a task's data cannot be had, or the task cannot be asked.
+    """
+    try:
+        found = simple_evaluate(
+            model,
+            tasks=list(names),
+            task_manager=manager,
+            num_fewshot=shots,
+            limit=limit,
+            log_samples=False,
+            torch_random_seed=None,  # nothing here draws with torch
+        )
+    except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
+        reason = next(iter(str(error).splitlines()), "") or type(error).__name__
+        raise UserError(f"the tasks {', '.join(names)} cannot be run: {reason[:300]}") from error
+    assert found is not None
+    return {task: _numbers(values) for task, values in found["results"].items()}
+
+
+def _numbers(values: dict[str, Any]) -> dict[str, float]:
+    numbers = {key.removesuffix(",none"): value for key, value in values.items() if key != "alias"}
+    return {key: float(value) for key, value in numbers.items() if isinstance(value, int | float)}
+
+
+@eqx.filter_jit
+def _told(model: LmHeadModel, tokens: NamedArray, targets: jax.Array, vocab: int):
+    x = model.activations(tokens, AttentionMask.causal())
+    x = x[0] if isinstance(x, tuple) else x  # some of Levanter's models add a loss
+    x, head = x.rearrange((BATCH, POSITION, EMBED)), model.get_lm_head()
+
+    def row(x_and_targets):
+        """One row's logits at a time: those of all rows would be the largest array by far."""
+        x, targets = x_and_targets
+        logits = hax.dot(hax.named(x, (POSITION, EMBED)), head, axis=EMBED, preferred_element_type=jnp.float32)
+        logits = logits.rearrange((POSITION, ...)).array[:, :vocab]
+        chosen = jnp.take_along_axis(logits, targets[:, None], axis=-1)[:, 0]
+        return chosen - jax.nn.logsumexp(logits, axis=-1), chosen == logits.max(axis=-1)
+
+    return jax.lax.map(row, (x.array, targets))

@@ -1,0 +1,188 @@
+"""Makes a flow of a trained model: aligns its layers, fits W(t) to them, and writes a run.
+
+    python -m qkvflow.lift --base path/to/gpt2 --weights '{type: basis, basis: cosine, dim: 6}' --run runs/lifted
+
+--base DIR            a folder of Hugging Face, or a run: GPT-2, Llama, or ordinary layers (weights: per_layer)
+--weights W           what W(t) becomes: a basis of K = `dim` functions of time, at most as many as there are layers
+--run DIR             the new run
+--align false         leaves the hidden units and heads of the layers in the order in which they are
+--loss_by_k [1,2,6]   the loss with these K too, with and without alignment; of a flow that is not healed
+--data.validation F   the text of these losses and of the new run; by default that of the base
+--checkpoint_step N   of the base
+
+`lift.json` in the run says what was found. `finetune_lm` heals the flow; docs/hub.md says how, and at which depth.
+"""
+
+import dataclasses
+import json
+import warnings
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import qkvflow as qkvflow  # registers the models
+from qkvflow.cli import run_program
+from qkvflow.cli.quiet import quiet_libraries
+from qkvflow.config import Keys, encode
+from qkvflow.data import copy_tokenizer
+from qkvflow.errors import Notice
+from qkvflow.files import write_text
+from qkvflow.models import NeuralOdeLMHeadModel
+from qkvflow.models.alignment import Roughness, layer_roughness
+from qkvflow.models.levanter_twin import enter, enter_config
+from qkvflow.models.lifting import aligned, check_liftable, lift
+from qkvflow.progress import Progress
+from qkvflow.ranges import Count
+from qkvflow.runs import Run, load_run
+from qkvflow.runs.config import RunTrainerConfig, TrainConfig
+from qkvflow.runs.directory import location_of
+from qkvflow.runs.evaluate import RunEvaluator, on_other_text
+from qkvflow.runs.load import find_run, stored_config
+from qkvflow.runs.made import new_run, refuse_existing
+from qkvflow.runs.places import Place
+from qkvflow.weights import BasisConfig, Fit, WeightsConfig
+
+_ROUNDING = 1e-5  # a relative error that fp32 does not explain
+
+
+@dataclass
+class LiftConfig:
+    """
+    Attributes:
+        base: a folder of Hugging Face, or a run directory.
+        weights: `{type: basis, basis, dim}`.
+        run: the run directory to make.
+        checkpoint_step: N of the base's checkpoint step-N; the newest by default.
+        align: first brings the layers into one order, which changes nothing of what they compute.
+        loss_by_k: values of `dim` to tell the loss of.
+        data: keys of the base's `data` in place of its own.
+        batch_size: sequences at a time for `loss_by_k`; as in training by default.
+        max_eval_batches: of each validation set; all by default.
+    """
+
+    base: str
+    weights: WeightsConfig
+    run: str
+    checkpoint_step: int | None = None
+    align: bool = True
+    loss_by_k: list[Count] | None = None
+    data: Keys | None = None
+    batch_size: Count | None = None
+    max_eval_batches: Count | None = None
+
+
+def main(config: LiftConfig) -> Path | Place:
+    """Lifts, prints what was found and writes the run; returns where."""
+    target = location_of(config.run)
+    refuse_existing(target, "--run")
+    with quiet_libraries() as quiet:
+        progress = Progress(quiet.terminal)
+        with progress.phase(f"Loading {config.base}"):
+            shape = enter_config(stored_config(find_run(config.base)).model)
+            weights = check_liftable(shape, config.weights, align=config.align)
+            for dim in config.loss_by_k or ():
+                check_liftable(shape, dataclasses.replace(weights, dim=dim), align=config.align)
+            run = on_other_text(load_run(config.base, config.checkpoint_step), config.data or {})
+            model = enter(run.model)
+        evaluator = _evaluator(run, config) if config.loss_by_k else None
+        ordered = _aligned(model, progress) if config.align else model
+        with progress.phase("Fitting W(t)"):
+            flow, found = lift(ordered, weights)
+        report = _report(model, ordered, found, run.step, config)
+        if evaluator is not None:
+            report["loss"] = _losses(model, ordered, weights, evaluator, config, progress)
+        with progress.phase(f"Writing {target}"), new_run(target, _run_config(run, flow), flow) as fresh:
+            copy_tokenizer(run.directory.tokenizer, fresh.tokenizer)
+            write_text(fresh.path / "lift.json", json.dumps(report, indent=2) + "\n")
+    print(_text(report))
+    if weights.dim == report["layers"] and found.error > _ROUNDING:
+        warnings.warn(Notice(_ill_conditioned(weights, found)), stacklevel=1)
+    print(f"The run is in {target}; every program takes it with --run {target}", flush=True)
+    return target
+
+
+def _evaluator(run: Run, config: LiftConfig) -> RunEvaluator:
+    return RunEvaluator(run, config.batch_size, config.max_eval_batches)
+
+
+def _aligned(model: NeuralOdeLMHeadModel, progress: Progress) -> NeuralOdeLMHeadModel:
+    with progress.phase("Aligning the layers"):
+        return aligned(model)
+
+
+def _run_config(run: Run, flow: NeuralOdeLMHeadModel) -> TrainConfig:
+    """What the run says of itself: finished after its only step, on the text and in the precision of the base."""
+    given = run.config.trainer
+    trainer = RunTrainerConfig(num_train_steps=1, train_batch_size=given.train_batch_size, mp=given.mp)
+    length = min(run.config.Pos.size, flow.config.max_seq_len)
+    return TrainConfig(flow.config, run.config.data, trainer, train_seq_len=length, vocab_size=flow.Vocab.size)
+
+
+def _report(
+    model: NeuralOdeLMHeadModel, ordered: NeuralOdeLMHeadModel, found: Fit, step: int, config: LiftConfig
+) -> dict[str, Any]:
+    before, after = (layer_roughness(m.transformer.flow.weights) for m in (model, ordered))
+    return {
+        "base": config.base,
+        "checkpoint_step": step,
+        "layers": len(model.transformer.flow.weights.times),
+        "weights": encode(config.weights),
+        "align": config.align,
+        "roughness": {"before": asdict(before), "after": asdict(after)},
+        "error": {"all": found.error, "by_array": found.errors},
+        "condition": found.condition,
+    }
+
+
+def _losses(
+    model: NeuralOdeLMHeadModel,
+    ordered: NeuralOdeLMHeadModel,
+    weights: BasisConfig,
+    evaluator: RunEvaluator,
+    config: LiftConfig,
+    progress: Progress,
+) -> dict[str, Any]:
+    """Nats per token: of the base, and of flows by K, none of them healed."""
+    with progress.phase("Loss of the base"):
+        base = evaluator.loss(model)
+    ways = {"not_aligned": model} | ({"aligned": ordered} if config.align else {})
+    by_k = []
+    for dim in sorted(set(config.loss_by_k or ())):
+        found: dict[str, float] = {"k": dim}
+        for name, layers in ways.items():
+            with progress.phase(f"Loss with K = {dim}, {name.replace('_', ' ')}"):
+                found[name] = evaluator.loss(lift(layers, dataclasses.replace(weights, dim=dim))[0])
+        by_k.append(found)
+    return {"base": base, "by_k": by_k}
+
+
+def _text(report: dict[str, Any]) -> str:
+    """What was found, for people."""
+    before, after = (Roughness(**report["roughness"][when]) for when in ("before", "after"))
+    errors, weights = report["error"]["by_array"], report["weights"]
+    what = "roughness before and after alignment" if report["align"] else "roughness"
+    lines = [f"{weights['basis']}, K = {weights['dim']}, of {report['layers']} layers"]
+    lines += [f"{'':<32}{what:>38}{'error of the fit':>20}"]
+    rows = {name: (before.by_array[name], after.by_array[name], error) for name, error in errors.items()}
+    rows["all"] = (before.all, after.all, report["error"]["all"])
+    for name, (first, second, error) in rows.items():
+        rough = f"{first:.4f}  {second:.4f}" if report["align"] else f"{first:.4f}"
+        lines.append(f"{name:<32}{rough:>38}{error:>20.2e}")
+    if "loss" in report:
+        ways = [name for name in ("not_aligned", "aligned") if name in report["loss"]["by_k"][0]]
+        lines += ["", f"loss of the base {report['loss']['base']:.4f}; of flows that are not healed:"]
+        lines += [f"{'K':>4}" + "".join(f"{name.replace('_', ' '):>14}" for name in ways)]
+        lines += [f"{row['k']:>4}" + "".join(f"{row[n]:>14.4f}" for n in ways) for row in report["loss"]["by_k"]]
+    return "\n".join(lines)
+
+
+def _ill_conditioned(weights: BasisConfig, found: Fit) -> str:
+    return (
+        f"{weights.basis} with as many functions as layers should pass through the layers, but is off by"
+        f" {found.error:.1e}: the condition of its matrix is {found.condition:.1e}, and fp32 has 7 digits. Take cosine"
+        " or piecewise, or fewer functions"
+    )
+
+
+if __name__ == "__main__":
+    run_program(main, LiftConfig)

@@ -1,0 +1,78 @@
+"""From ordinary layers to a flow: the same model with a W(t) that passes through its layers, or near them."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from qkvflow.blocks import Gpt2BlockConfig, LlamaBlockConfig
+from qkvflow.errors import UserError
+from qkvflow.models.alignment import align
+from qkvflow.models.config import NeuralOdeConfig
+from qkvflow.models.neuralode import NeuralOdeLMHeadModel
+from qkvflow.weights import (
+    BasisConfig,
+    Fit,
+    FunctionBasis,
+    PerLayerConfig,
+    WeightsConfig,
+    check_enough_layers,
+    fit,
+)
+
+
+def check_liftable(config: NeuralOdeConfig, weights: WeightsConfig, *, align: bool) -> BasisConfig:
+    """`weights`, if they can be fitted to the layers of such a model.
+
+    Raises:
+        UserError: the model has no layers that could be fitted, or aligned if that is asked for; `weights` are of
+            another kind, or are more functions of time than there are layers.
+    """
+    if not isinstance(weights, BasisConfig):
+        raise UserError(
+            f"weights of type {_kind(weights)} cannot be fitted to layers: least squares finds combinations of fixed"
+            " functions of time only. Use weights: {type: basis, basis: cosine, dim: K}."
+        )
+    if not isinstance(config.weights, PerLayerConfig):
+        raise UserError(
+            f"the base is a flow already: its weights, of type {_kind(config.weights)}, are functions of time. Give a"
+            " model with ordinary layers (GPT-2, Llama, weights: per_layer)."
+        )
+    if config.control is not None:
+        raise UserError("the base hears a control signal, and only layers that hear none can be fitted.")
+    if align and not isinstance(config.block, Gpt2BlockConfig | LlamaBlockConfig):
+        raise UserError(
+            f"layers of type {_kind(config.block)} cannot be aligned, only those of GPT-2 and Llama. Fit them as they"
+            " are: --align false."
+        )
+    check_enough_layers(weights.dim, len(config.plan.times))
+    return weights
+
+
+def aligned(model: NeuralOdeLMHeadModel, step: Callable[[str], Any] = lambda name: None) -> NeuralOdeLMHeadModel:
+    """The same function, its layers in one order (`qkvflow.models.alignment.align`)."""
+    return _with_weights(model, align(model.transformer.flow.weights, step), model.config.weights)
+
+
+def lift(model: NeuralOdeLMHeadModel, weights: BasisConfig) -> tuple[NeuralOdeLMHeadModel, Fit]:
+    """The model with W(t) fitted to its layers at their times, and how near W(t) comes.
+
+    Its depth is that of the layers, with steps of length 1 where theirs are: with as many functions as layers, the flow
+    is the model.
+
+    Raises:
+        UserError: see `check_liftable`.
+    """
+    check_liftable(model.config, weights, align=False)
+    layers = model.transformer.flow.weights
+    found = fit(layers, FunctionBasis(weights.basis, weights.dim, right_closed=layers.times[0] > 0.0))
+    return _with_weights(model, found.weights, weights), found
+
+
+def _with_weights(model: NeuralOdeLMHeadModel, block, weights: WeightsConfig) -> NeuralOdeLMHeadModel:
+    config = dataclasses.replace(model.config, weights=weights)
+    flow = dataclasses.replace(model.transformer.flow, weights=block, **config.travel)
+    return dataclasses.replace(model, transformer=dataclasses.replace(model.transformer, flow=flow), _config=config)
+
+
+def _kind(config) -> str:
+    return config.get_choice_name(type(config))

@@ -1,0 +1,102 @@
+"""From an ordinary stack of layers to basis weights: the W(t) that is nearest to the layers at their times.
+
+    C = argmin sum_l || sum_k phi_k(t_l) C_k - W_l ||^2        for every array by itself; t_l: the times of the stack
+
+With as many functions as layers the sum is 0: exact by construction for pieces, up to rounding for the others, which
+the condition of the matrix phi_k(t_l) amplifies: near 10 for `cosine`, exponential in L for `chebyshev`, `linear` and
+`spline`, whose nodes are not the times of the layers (docs/hub.md has numbers).
+"""
+
+import math
+from dataclasses import dataclass
+
+import equinox as eqx
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import numpy as np
+from haliax import Axis, NamedArray
+
+from qkvflow.axes import BASIS, LAYERS
+from qkvflow.errors import UserError
+from qkvflow.named import map_named, named_leaves
+from qkvflow.weights.base import replace_units
+from qkvflow.weights.bases import FunctionBasis
+from qkvflow.weights.galerkin import Galerkin
+from qkvflow.weights.per_layer import PerLayer
+
+
+@dataclass(frozen=True)
+class Fit:
+    """
+    Attributes:
+        weights: the block, each of its smallest modules a `Galerkin` one.
+        error: ||W(t_l) - W_l|| / ||W_l||, the norms over all arrays and all layers, as fp32 reads W(t).
+        errors: the same for each array, by its name, such as `attn.c_attn.weight`.
+        condition: of the matrix phi_k(t_l).
+    """
+
+    weights: eqx.Module
+    error: float
+    errors: dict[str, float]
+    condition: float
+
+
+def fit(layers: PerLayer, basis: FunctionBasis) -> Fit:
+    """Least squares in float64; the coefficients have the dtype of the layers.
+
+    Raises:
+        UserError: see `check_enough_layers`.
+    """
+    times = np.asarray(layers.times, np.float64)
+    check_enough_layers(basis.dim, len(times))
+    phi = basis.values(times)
+    coefficients = map_named(lambda w: _solved(phi, w), layers.blocks.stacked)
+    wrong, size = _squares(phi, coefficients, layers.blocks.stacked)
+
+    def unit(module, key) -> Galerkin:
+        del key
+        return Galerkin(module, basis)
+
+    return Fit(
+        replace_units(coefficients, unit, key=jax.random.PRNGKey(0)),
+        _relative(sum(wrong.values()), sum(size.values())),
+        {name: _relative(wrong[name], size[name]) for name in wrong},
+        float(np.linalg.cond(phi)),
+    )
+
+
+def check_enough_layers(dim: int, layers: int) -> None:
+    """Raises:
+    UserError: there are more functions than layers, so that many W(t) are nearest.
+    """
+    if dim > layers:
+        raise UserError(
+            f"{dim} functions of time cannot be found from {layers} layers. Give at most {layers}; finetune_lm makes"
+            " weights finer afterwards (mode: {type: flow, refine: K})."
+        )
+
+
+def _solved(phi: np.ndarray, stacked: NamedArray) -> NamedArray:
+    """{layers, axes of W} -> {basis, axes of W}."""
+    stacked = stacked.rearrange((LAYERS, ...))
+    rows = np.asarray(stacked.array, np.float64).reshape(len(phi), -1)
+    found = np.linalg.solve(phi, rows) if phi.shape[0] == phi.shape[1] else np.linalg.lstsq(phi, rows, rcond=None)[0]
+    array = jnp.asarray(found.reshape(phi.shape[1], *stacked.array.shape[1:]), stacked.dtype)
+    return hax.named(array, (Axis(BASIS, phi.shape[1]), *stacked.axes[1:]))
+
+
+def _squares(phi: np.ndarray, coefficients, stacked) -> tuple[dict[str, float], dict[str, float]]:
+    """By name of the array: ||W(t_l) - W_l||^2 and ||W_l||^2, summed over the layers."""
+    wrong, size = {}, {}
+    for (path, c), (_, w) in zip(named_leaves(coefficients), named_leaves(stacked), strict=True):
+        name = ".".join(key.name for key in path)
+        given = np.asarray(w.rearrange((LAYERS, ...)).array, np.float64)
+        read = np.tensordot(phi.astype(np.float32), np.asarray(c.array, np.float32), 1)
+        wrong[name] = float(np.sum((read - given) ** 2))
+        size[name] = float(np.sum(given**2))
+    return wrong, size
+
+
+def _relative(wrong: float, size: float) -> float:
+    return math.sqrt(wrong / size) if size else math.inf if wrong else 0.0
