@@ -18,6 +18,8 @@
 --request_timeout S   seconds for a request, waiting included; 600 by default
 --shutdown_timeout S  seconds that running requests have to finish after SIGTERM or Ctrl-C; 60 by default
 --steps N, --solver S the flow at another depth than it was trained at
+--draft_steps N       the flow on a grid of so few steps drafts up to --draft_tokens N tokens (4), which one pass of the
+                      full grid checks; a request may ask for fewer by its field `draft_tokens`, 0 for none
 --dtype bf16          computes in bfloat16 (or f32); by default in the precision of the weights
 """
 
@@ -40,6 +42,7 @@ from qkvflow.cli.quiet import quiet_libraries
 from qkvflow.config import Text
 from qkvflow.errors import UserError
 from qkvflow.files import local_path
+from qkvflow.generation.drafting import Drafting
 from qkvflow.generation.writer import open_writer
 from qkvflow.progress import Progress
 from qkvflow.serving import Access, Limits, Scheduler, build_app, guarded
@@ -78,6 +81,8 @@ class ServeConfig:
     shutdown_timeout: int = 60
     steps: int | None = None
     solver: str | None = None
+    draft_steps: int | None = None
+    draft_tokens: int | None = None
     dtype: str | None = None
     checkpoint_step: int | None = None
 
@@ -88,11 +93,12 @@ def main(config: ServeConfig) -> None:
         if not 0 < getattr(config, name) < math.inf:
             raise UserError(f"{name} must be positive, got {getattr(config, name)}")
     access = _access(config)
+    drafting = Drafting.of(config.draft_steps, config.draft_tokens)
     with _listening(config.host, config.port) as sock, quiet_libraries() as quiet:
         progress = Progress(quiet.terminal)
         with progress.phase(f"Loading {config.run}"):
             depth = (config.steps, config.solver)
-            writer = open_writer(config.run, config.checkpoint_step, *depth, dtype=config.dtype)
+            writer = open_writer(config.run, config.checkpoint_step, *depth, dtype=config.dtype, drafting=drafting)
         with contextlib.suppress(OSError):  # a run that cannot be written to can be served all the same
             quiet.log_to(local_path(config.run) / "serve.log")
         length = _length(config.max_length, writer.prepared.max_seq_len)

@@ -8,6 +8,7 @@ from levanter.tokenizers import MarinTokenizer
 
 from qkvflow.depth import solver_by_name
 from qkvflow.errors import UserError
+from qkvflow.generation.drafting import Drafting
 from qkvflow.generation.engine import Engine
 from qkvflow.generation.precision import dtype_by_name
 from qkvflow.generation.prepare import PreparedModel
@@ -49,8 +50,10 @@ def open_writer(
     solver: str | None = None,
     use_cache: bool = True,
     dtype: str | None = None,
+    drafting: Drafting | None = None,
 ) -> Writer:
-    """Reads a run and evaluates its weights, at another depth, with another solver or in another precision if given.
+    """Reads a run and evaluates its weights, at another depth, with another solver or in another precision if given;
+    with `drafting` on a coarse grid too.
 
     Raises:
         UserError: there is no such run or checkpoint, or the model cannot be read in this way.
@@ -72,4 +75,4 @@ def open_writer(
             depth = model.config.depth
             warn_if_lost(loaded, model, f"{depth.solver} with {depth.reading_steps} steps")
     stop = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
-    return Writer(loaded.path.name, loaded.step, PreparedModel(model, use_cache, dtype), tokenizer, stop)
+    return Writer(loaded.path.name, loaded.step, PreparedModel(model, use_cache, dtype, drafting), tokenizer, stop)
