@@ -9,6 +9,12 @@ displacement ||x(1) - x(0)|| / ||x(0)|| of the flow: a flow that does nothing re
     python -m qkvflow.eval_lm --run runs/quickstart --continuity
 
 asks whether the flow is a solution of its ODE, and writes `continuity.json`.
+
+    python -m qkvflow.eval_lm --run runs/quickstart --exit '{rule: velocity, threshold: 0.5}'
+
+reads the text with exits per token (`qkvflow.models.exits`) beside the full model, with the caches that generation has,
+and writes `exits.json`: loss against mean evaluations per token. With `--calibrate 0.01` it looks for the threshold
+that costs at most 0.01 nats.
 """
 
 import contextlib
@@ -22,6 +28,7 @@ from typing import Any
 
 import equinox as eqx
 from levanter.models.lm_model import LmExample
+from levanter.utils.tree_utils import inference_mode
 
 import qkvflow as qkvflow  # registers the models
 from qkvflow.blocks import Inputs
@@ -32,10 +39,12 @@ from qkvflow.config.scalars import show
 from qkvflow.depth import solver_by_name
 from qkvflow.errors import Notice, UserError
 from qkvflow.files import write_text
+from qkvflow.generation.forced import ExitReading, ForcedReader
 from qkvflow.models import NeuralOdeLMHeadModel
 from qkvflow.models.continuity import Continuity, continuity, table, ways
+from qkvflow.models.exits import ExitConfig
 from qkvflow.progress import Progress, perplexity
-from qkvflow.ranges import Count
+from qkvflow.ranges import Count, Positive
 from qkvflow.runs import Run, load_run
 from qkvflow.runs.evaluate import RunEvaluator, on_other_text, relative_displacement
 from qkvflow.runs.known_loss import warn_of_lost
@@ -54,6 +63,8 @@ class EvalConfig:
         data: keys of the run's `data` in place of its own: `--data.validation FILE` evaluates on another text.
         continuity: is the flow a solution of its ODE? It is read at L, 2L and 4L steps, by Heun's and the Runge-Kutta
             method (`qkvflow.models.continuity`); not with `steps` and `solver`.
+        exit: the rule by which tokens stop; with one of `steps` and `solver` at most.
+        calibrate: nats that exits may cost; the threshold is looked for, that of `exit` is not read.
     """
 
     run: str
@@ -64,6 +75,8 @@ class EvalConfig:
     batch_size: Count | None = None
     data: Keys | None = None
     continuity: bool = False
+    exit: ExitConfig | None = None
+    calibrate: Positive | None = None
 
 
 @dataclass(frozen=True)
@@ -78,19 +91,26 @@ class Reading:
     displacement: float
 
 
-def main(config: EvalConfig) -> list[Reading] | Continuity:
+def main(config: EvalConfig) -> list[Reading] | Continuity | list[ExitReading]:
     """Evaluates, prints and writes; returns what was found."""
     steps, solvers = _integers("steps", config.steps), _names(config.solver)
     for solver in solvers:
         solver_by_name(solver)
     if config.continuity and (steps or solvers):
         raise UserError("--continuity chooses its own steps and solvers: leave out steps and solver")
+    if config.exit is None and config.calibrate is not None:
+        raise UserError("--calibrate looks for the threshold of a rule: give --exit '{rule: kl, threshold: 0}' too")
+    if config.exit is not None and (config.continuity or len(steps) > 1 or len(solvers) > 1):
+        raise UserError("--exit reads one flow: leave out --continuity, and give one of steps and solver at most")
     with quiet_libraries() as quiet:
         progress = Progress(quiet.terminal)
         with progress.phase(f"Loading {config.run}"):
             run = load_run(config.run, config.checkpoint_step)
         run = on_other_text(run, config.data or {})
         text = _other_text(config.data or {})
+        if config.exit is not None:
+            exits = _exits(run, config.exit, steps, solvers, config, progress)
+            return _tell_exits(run, exits, "" if text is None else f"-{text}")
         if config.continuity:
             found = _continuity(run, config, progress)
         else:
@@ -127,6 +147,34 @@ def _readings(run: Run, steps, solvers, config: EvalConfig, progress: Progress) 
     if steps or solvers:
         raise UserError(f"{config.run} is no flow but a Levanter model of one depth: leave out steps and solver")
     return [_evaluate_ordinary(run, config, progress)]
+
+
+def _exits(run: Run, exits: ExitConfig, steps, solvers, config: EvalConfig, progress: Progress) -> list[ExitReading]:
+    """The full model, and the one with exits."""
+    if not isinstance(run.model, NeuralOdeLMHeadModel):
+        raise UserError(f"{config.run} is no flow but a Levanter model: tokens leave a flow on its way")
+    model, trained = run.model, run.model.config.depth
+    if steps or solvers:
+        solver = solvers[0] if solvers else trained.solver
+        model = model.with_depth(trained.on_grid(steps[0] if steps else None, solver=solver))
+    model = inference_mode(model, True)
+    reader = ForcedReader(model, exits)
+    examples = list(RunEvaluator(run, config.batch_size, config.max_eval_batches).examples())
+    with progress.phase("The full model"):
+        full = reader.read(examples, 0.0)
+    if config.calibrate is not None:
+        with progress.phase(f"Looking for the threshold of {exits.rule}"):
+            return [full, reader.calibrate(examples, config.calibrate, full.loss)]
+    with progress.phase(f"{exits.rule} below {exits.threshold:g}"):
+        return [full, reader.read(examples, exits.threshold)]
+
+
+def _tell_exits(run: Run, readings: list[ExitReading], suffix: str) -> list[ExitReading]:
+    print(f"{'rule':<10}{'threshold':>11}{'evaluations':>13}{'of':>5}{'loss':>9}")
+    for r in readings:
+        print(f"{r.rule:<10}{r.threshold:>11.4g}{r.evaluations:>13.2f}{r.of:>5}{r.loss:>9.4f}")
+    _write(run, f"exits{suffix}.json", {"exits": [asdict(r) for r in readings]})
+    return readings
 
 
 def _continuity(run: Run, config: EvalConfig, progress: Progress) -> Continuity:

@@ -15,6 +15,8 @@
 --steps N, --solver S the flow at another depth than it was trained at
 --draft_steps N       the flow on a grid of so few steps drafts --draft_tokens N tokens (4), which one pass of the full
                       grid checks: the same text if greedy, the same distribution if drawn, in fewer passes
+--exit '{rule: kl, threshold: 0.01, min_steps: 1}'  a token stops integrating when the rule (kl, velocity, margin) says
+                      that the rest would change little; see docs/generate.md
 --dtype bf16          computes in bfloat16 (or f32); by default in the precision of the weights
 --control "[0, 1]"    control signal for all prompts of a model that has one
 --use_cache false     read the whole text again for each token: the same text, slower
@@ -38,6 +40,7 @@ from qkvflow.generation.prompts import Prompt, read_prompts, stop_strings
 from qkvflow.generation.sampling import SamplingOptions
 from qkvflow.generation.text import Continuation, encode_prompt
 from qkvflow.generation.writer import Writer, open_writer
+from qkvflow.models.exits import ExitConfig, Exited
 from qkvflow.progress import Progress
 
 MAX_NEW_TOKENS = 256
@@ -61,6 +64,7 @@ class SampleConfig:
     solver: str | None = None
     draft_steps: int | None = None
     draft_tokens: int | None = None
+    exit: ExitConfig | None = None
     dtype: str | None = None
     control: list[float] | None = None
     checkpoint_step: int | None = None
@@ -95,7 +99,9 @@ def main(config: SampleConfig) -> list[str]:
         progress = Progress(quiet.terminal)
         with progress.phase(f"Loading {config.run}"):
             depth = (config.steps, config.solver)
-            writer = open_writer(config.run, config.checkpoint_step, *depth, config.use_cache, config.dtype, drafting)
+            writer = open_writer(
+                config.run, config.checkpoint_step, *depth, config.use_cache, config.dtype, drafting, config.exit
+            )
         jobs = _jobs(writer, prompts, config)
         size = min(config.batch_size, len(jobs))
         engine = writer.engine(size, max(len(job.tokens) + job.max_new_tokens for job in jobs))
@@ -147,12 +153,13 @@ def _admit(engine: Engine, jobs: list[Job]) -> None:
 
 
 class _Clock:
-    """How long prefill and decoding took, and for how many tokens; what drafting came to."""
+    """How long prefill and decoding took, and for how many tokens; what drafting and exits came to."""
 
     def __init__(self):
         self.prefill = self.decode = 0.0
         self.prompt_tokens = self.new_tokens = 0
         self.drafted: Drafted | None = None
+        self.exited: Exited | None = None
 
     def report(self) -> str:
         def speed(name: str, tokens: int, seconds: float) -> str:
@@ -160,7 +167,7 @@ class _Clock:
             return f"{name}: {tokens} tokens in {seconds:.3f} s{rate}"
 
         told = f"{speed('prefill', self.prompt_tokens, self.prefill)}, {speed('decode', self.new_tokens, self.decode)}"
-        return told if self.drafted is None else f"{told}, {self.drafted}"
+        return ", ".join([told, *(str(came) for came in (self.drafted, self.exited) if came is not None)])
 
 
 def _write(writer: Writer, engine: Engine, jobs: list[Job], stops: list[str], titled: bool, clock: _Clock) -> list[str]:
@@ -194,6 +201,9 @@ def _write(writer: Writer, engine: Engine, jobs: list[Job], stops: list[str], ti
         shown.update(texts, [text.reason is not None for text in going])
     if drafted:
         clock.drafted = sum(drafted.values(), clock.drafted or Drafted())
+    exited = engine.exited()
+    if exited is not None:
+        clock.exited = exited if clock.exited is None else clock.exited + exited
     return texts
 
 

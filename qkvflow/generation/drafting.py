@@ -122,7 +122,7 @@ class DraftedModel(eqx.Module):
 
     @property
     def coarse(self) -> CachedModel:
-        return dataclasses.replace(self.full, flow=self.flow)
+        return dataclasses.replace(self.full, flow=self.flow, exit=None)
 
 
 def add_tokens(

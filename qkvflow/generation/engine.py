@@ -14,12 +14,13 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from qkvflow.generation import compiled
-from qkvflow.generation.drafting import Drafted
+from qkvflow.generation.drafting import Drafted, DraftMemory
 from qkvflow.generation.flat import flat, kind_of
 from qkvflow.generation.logprobs import Logprobs
 from qkvflow.generation.rows import Rows
 from qkvflow.generation.sampling import Bias, Sampling, SamplingOptions
 from qkvflow.generation.state import State
+from qkvflow.models.exits import Exited, ExitMemory
 
 CHUNKS = (16, 64, 256)  # numbers of positions of a prompt that are read at once; each is compiled once
 
@@ -192,6 +193,15 @@ class Engine:
         if picks is not None:
             self._regroup(picks)
         return Step(token, length, length >= limit, tokens, count, logprobs, drafted)
+
+    def exited(self) -> Exited | None:
+        """What exits came to for the texts that are or were last in the rows, prompts included; None without exits."""
+        state: State = self._kind.join(self._state)
+        full = state.memory.full if isinstance(state.memory, DraftMemory) else state.memory
+        if not isinstance(full, tuple) or len(full) < 2 or not isinstance(full[1], ExitMemory):
+            return None
+        steps, tokens = np.asarray(jax.device_get(full[1].spent)).sum(axis=0).tolist()
+        return Exited(steps, tokens, full[1].of)
 
     def wait(self) -> None:
         """Waits for all steps so far, for those who measure time."""

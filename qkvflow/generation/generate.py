@@ -1,6 +1,6 @@
 """`qkvflow.generate`: continues a batch of token sequences."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import haliax as hax
 import jax
@@ -10,10 +10,12 @@ from haliax import Axis, NamedArray
 from levanter.models.lm_model import LmHeadModel
 
 from qkvflow.axes import BATCH, CONTROL, POSITION
+from qkvflow.config import decode
 from qkvflow.errors import UserError
 from qkvflow.generation.drafting import Drafted, Drafting
 from qkvflow.generation.prepare import PreparedModel
 from qkvflow.generation.sampling import SamplingOptions
+from qkvflow.models.exits import ExitConfig, Exited
 
 
 def generate(
@@ -32,7 +34,8 @@ def generate(
     dtype: str | None = None,
     draft_steps: int | None = None,
     draft_tokens: int | None = None,
-    report: Callable[[Drafted], object] | None = None,
+    exit: ExitConfig | Mapping[str, object] | None = None,
+    report: Callable[[Drafted | Exited], object] | None = None,
 ) -> NamedArray:
     """Continues each sequence of `tokens` by up to `max_new_tokens` tokens.
 
@@ -50,7 +53,9 @@ def generate(
         dtype: `f32` or `bf16`: what is computed in, by default the precision of the weights.
         draft_steps: the same flow on a grid of so few steps drafts `draft_tokens` tokens (4 by default), which one pass
             of the full grid checks: what is greedy stays the same, what is drawn has the same distribution.
-        report: called at the end with what drafting came to.
+        exit: `{"rule": "kl", "threshold": 0.01}`: a token stops integrating when the rule says so, see
+            `qkvflow.models.exits`.
+        report: called at the end with what drafting came to, and what exits came to.
 
     Returns:
         {batch, position = that of `tokens` + max_new_tokens}, prompts included; behind the end of a text
@@ -79,9 +84,10 @@ def generate(
     options = [SamplingOptions(temperature, top_k, top_p, seed + i) for i in range(Batch.size)]
 
     drafting = Drafting.of(draft_steps, draft_tokens)
-    if report is not None and drafting is None:
-        raise UserError("report tells what drafting came to: give draft_steps too, or leave it out.")
-    prepared = PreparedModel(model, use_cache, dtype, drafting)
+    exits = decode(ExitConfig, dict(exit), "exit") if isinstance(exit, Mapping) else exit
+    if report is not None and drafting is None and exits is None:
+        raise UserError("report tells what drafting and exits came to: give draft_steps or exit, or leave it out.")
+    prepared = PreparedModel(model, use_cache, dtype, drafting, exits)
     for i, n in enumerate(counts):
         prepared.check_length(n, max_new_tokens, f"the prompt of sequence {i}" if Batch.size > 1 else "the prompt")
     controls = _controls(prepared, control, Batch)
@@ -91,8 +97,11 @@ def generate(
         engine.admit(i, prompt, max_new_tokens, options[i], controls[i])
     engine.prefill_all(max(counts) - 1)
     step = engine.decode(max_new_tokens)
-    if report is not None:
+    exited = engine.exited()
+    if report is not None and drafting is not None:
         report(sum(step.drafted, Drafted()))
+    if report is not None and exited is not None:
+        report(exited)
     text, ends, _ = engine.read()
 
     end = Pos.size + max_new_tokens

@@ -14,6 +14,7 @@ from qkvflow.generation.precision import cast
 from qkvflow.generation.recomputed import RecomputedModel
 from qkvflow.models import NeuralOdeLMHeadModel
 from qkvflow.models.cached import CachedFlow, CachedModel, on_fixed_grid
+from qkvflow.models.exits import ExitConfig
 from qkvflow.models.levanter_twin import twin
 
 # Room for texts is made in these amounts, so that calls of about the same length share one compiled step.
@@ -31,9 +32,10 @@ class PreparedModel:
         read so.
     dtype: `f32` or `bf16`, what is computed in; None for that of the weights.
     drafting: texts are drafted on a coarse grid of the same flow.
+    exits: when tokens stop on their way through the flow.
 
     Raises:
-        UserError: the model has adaptive steps; or it cannot be drafted so.
+        UserError: the model has adaptive steps; or it cannot be drafted, or have exits, so.
     """
 
     def __init__(
@@ -42,6 +44,7 @@ class PreparedModel:
         use_cache: bool = True,
         dtype: str | None = None,
         drafting: Drafting | None = None,
+        exits: ExitConfig | None = None,
     ):
         if isinstance(model, NeuralOdeLMHeadModel):
             model = on_fixed_grid(model)
@@ -55,7 +58,12 @@ class PreparedModel:
         self.draft_tokens = 0 if drafting is None else drafting.tokens
         if drafting is not None:
             self._check_drafting(model, drafting)
-        self.model = _evaluate_weights(model, dtype, drafting) if self.is_cached else _recomputed(model, dtype)
+        if exits is not None and not self.is_cached:
+            raise UserError(
+                "Exits leave keys and values of tokens that have stopped in the cache of a flow: leave exit out for a"
+                " model that is no flow, and with use_cache: false."
+            )
+        self.model = _evaluate_weights(model, dtype, drafting, exits) if self.is_cached else _recomputed(model, dtype)
 
     def engine(
         self,
@@ -136,9 +144,9 @@ class PreparedModel:
 
 @eqx.filter_jit
 def _evaluate_weights(
-    model: NeuralOdeLMHeadModel, dtype: str | None, drafting: Drafting | None
+    model: NeuralOdeLMHeadModel, dtype: str | None, drafting: Drafting | None, exits: ExitConfig | None
 ) -> CachedModel | DraftedModel:
-    full = CachedModel.of(model)
+    full = CachedModel.of(model, exits)
     if drafting is None:
         return cast(full, dtype)
     coarse = model.with_depth(model.config.depth.on_grid(drafting.steps))

@@ -14,6 +14,7 @@ from qkvflow.generation.precision import dtype_by_name
 from qkvflow.generation.prepare import PreparedModel
 from qkvflow.generation.vocabulary import Vocabulary
 from qkvflow.models import NeuralOdeLMHeadModel
+from qkvflow.models.exits import ExitConfig
 from qkvflow.runs.known_loss import warn_if_lost
 from qkvflow.runs.load import load_run
 
@@ -51,9 +52,10 @@ def open_writer(
     use_cache: bool = True,
     dtype: str | None = None,
     drafting: Drafting | None = None,
+    exits: ExitConfig | None = None,
 ) -> Writer:
     """Reads a run and evaluates its weights, at another depth, with another solver or in another precision if given;
-    with `drafting` on a coarse grid too.
+    with `drafting` on a coarse grid too, with `exits` for each token.
 
     Raises:
         UserError: there is no such run or checkpoint, or the model cannot be read in this way.
@@ -75,4 +77,6 @@ def open_writer(
             depth = model.config.depth
             warn_if_lost(loaded, model, f"{depth.solver} with {depth.reading_steps} steps")
     stop = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
-    return Writer(loaded.path.name, loaded.step, PreparedModel(model, use_cache, dtype, drafting), tokenizer, stop)
+    return Writer(
+        loaded.path.name, loaded.step, PreparedModel(model, use_cache, dtype, drafting, exits), tokenizer, stop
+    )
