@@ -14,6 +14,11 @@ asks whether the flow is a solution of its ODE, and writes `continuity.json`.
 
 runs tasks of lm-evaluation-harness (extra `eval`) at each depth, and writes `tasks.json`; `--tasks_folder DIR` has
 tasks of your own.
+    python -m qkvflow.eval_lm --run runs/quickstart --exit '{rule: velocity, threshold: 0.5}'
+
+reads the text with exits per token (`qkvflow.models.exits`) beside the full model, with the caches that generation has,
+and writes `exits.json`: loss against mean evaluations per token. With `--calibrate 0.01` it looks for the threshold
+that costs at most 0.01 nats.
 """
 
 import contextlib
@@ -27,6 +32,7 @@ from typing import Annotated, Any
 
 import equinox as eqx
 from levanter.models.lm_model import LmExample, LmHeadModel
+from levanter.utils.tree_utils import inference_mode
 
 import qkvflow as qkvflow  # registers the models
 from qkvflow.blocks import Inputs
@@ -37,10 +43,12 @@ from qkvflow.config.scalars import show
 from qkvflow.depth import solver_by_name
 from qkvflow.errors import Notice, UserError
 from qkvflow.files import write_text
+from qkvflow.generation.forced import ExitReading, ForcedReader
 from qkvflow.models import NeuralOdeLMHeadModel
 from qkvflow.models.continuity import Continuity, continuity, table, ways
+from qkvflow.models.exits import ExitConfig
 from qkvflow.progress import Progress, perplexity
-from qkvflow.ranges import Count, Range, Steps, check_range
+from qkvflow.ranges import Count, Positive, Range, Steps, check_range
 from qkvflow.runs import Run, load_run
 from qkvflow.runs.evaluate import RunEvaluator, on_other_text, relative_displacement
 from qkvflow.runs.known_loss import warn_of_lost
@@ -65,6 +73,8 @@ class EvalConfig:
         tasks_folder: with YAML files of further tasks.
         task_limit: of the documents of each task; all by default.
         num_fewshot: examples in front of each question; as the task says by default.
+        exit: the rule by which tokens stop; with one of `steps` and `solver` at most.
+        calibrate: nats that exits may cost; the threshold is looked for, that of `exit` is not read.
     """
 
     run: str
@@ -79,6 +89,8 @@ class EvalConfig:
     tasks_folder: str | None = None
     task_limit: Count | None = None
     num_fewshot: Annotated[int, Range(at_least=0)] | None = None
+    exit: ExitConfig | None = None
+    calibrate: Positive | None = None
 
 
 @dataclass(frozen=True)
@@ -93,7 +105,7 @@ class Reading:
     displacement: float
 
 
-def main(config: EvalConfig) -> list[Reading] | Continuity | list[TaskReading]:
+def main(config: EvalConfig) -> list[Reading] | Continuity | list[TaskReading] | list[ExitReading]:
     """Evaluates, prints and writes; returns what was found."""
     steps, solvers = _integers("steps", config.steps), _names(config.solver)
     for solver in solvers:
@@ -106,12 +118,19 @@ def main(config: EvalConfig) -> list[Reading] | Continuity | list[TaskReading]:
             raise UserError(f"{', '.join(given)} says how tasks are run: give --tasks NAMES, or leave it out")
     else:
         return _tasks(config, steps, solvers)
+    if config.exit is None and config.calibrate is not None:
+        raise UserError("--calibrate looks for the threshold of a rule: give --exit '{rule: kl, threshold: 0}' too")
+    if config.exit is not None and (config.continuity or len(steps) > 1 or len(solvers) > 1):
+        raise UserError("--exit reads one flow: leave out --continuity, and give one of steps and solver at most")
     with quiet_libraries() as quiet:
         progress = Progress(quiet.terminal)
         with progress.phase(f"Loading {config.run}"):
             run = load_run(config.run, config.checkpoint_step)
         run = on_other_text(run, config.data or {})
         text = _other_text(config.data or {})
+        if config.exit is not None:
+            exits = _exits(run, config.exit, steps, solvers, config, progress)
+            return _tell_exits(run, exits, "" if text is None else f"-{text}")
         if config.continuity:
             found = _continuity(run, config, progress)
         else:
@@ -144,7 +163,7 @@ def _write(run: Run, name: str, content: dict[str, Any], readings: Sequence[Read
 
 def _tasks(config: EvalConfig, steps: list[int], solvers: list[str]) -> list[TaskReading]:
     """Runs tasks at each depth, prints and writes what was found."""
-    given = [name for name in ("continuity", "data", "max_eval_batches") if getattr(config, name)]
+    given = [name for name in ("continuity", "data", "max_eval_batches", "exit", "calibrate") if getattr(config, name)]
     if given:
         raise UserError(f"{', '.join(given)} says how losses are read, and tasks bring their own text: leave it out")
     options = TaskOptions(
@@ -191,6 +210,34 @@ def _readings(run: Run, steps, solvers, config: EvalConfig, progress: Progress) 
         return _sweep(run, run.model, steps, solvers, config, progress)
     _refuse_depths(run, steps, solvers)
     return [_evaluate_ordinary(run, config, progress)]
+
+
+def _exits(run: Run, exits: ExitConfig, steps, solvers, config: EvalConfig, progress: Progress) -> list[ExitReading]:
+    """The full model, and the one with exits."""
+    if not isinstance(run.model, NeuralOdeLMHeadModel):
+        raise UserError(f"{config.run} is no flow but a Levanter model: tokens leave a flow on its way")
+    model, trained = run.model, run.model.config.depth
+    if steps or solvers:
+        solver = solvers[0] if solvers else trained.solver
+        model = model.with_depth(trained.on_grid(steps[0] if steps else None, solver=solver))
+    model = inference_mode(model, True)
+    reader = ForcedReader(model, exits)
+    examples = list(RunEvaluator(run, config.batch_size, config.max_eval_batches).examples())
+    with progress.phase("The full model"):
+        full = reader.read(examples, 0.0)
+    if config.calibrate is not None:
+        with progress.phase(f"Looking for the threshold of {exits.rule}"):
+            return [full, reader.calibrate(examples, config.calibrate, full.loss)]
+    with progress.phase(f"{exits.rule} below {exits.threshold:g}"):
+        return [full, reader.read(examples, exits.threshold)]
+
+
+def _tell_exits(run: Run, readings: list[ExitReading], suffix: str) -> list[ExitReading]:
+    print(f"{'rule':<10}{'threshold':>11}{'evaluations':>13}{'of':>5}{'loss':>9}")
+    for r in readings:
+        print(f"{r.rule:<10}{r.threshold:>11.4g}{r.evaluations:>13.2f}{r.of:>5}{r.loss:>9.4f}")
+    _write(run, f"exits{suffix}.json", {"exits": [asdict(r) for r in readings]})
+    return readings
 
 
 def _continuity(run: Run, config: EvalConfig, progress: Progress) -> Continuity:

@@ -13,6 +13,10 @@
 --stop TEXT           ends a text before TEXT (\\n is a line break); may be given several times
 --num_samples N       texts for each prompt
 --steps N, --solver S the flow at another depth than it was trained at
+--draft_steps N       the flow on a grid of so few steps drafts --draft_tokens N tokens (4), which one pass of the full
+                      grid checks: the same text if greedy, the same distribution if drawn, in fewer passes
+--exit '{rule: kl, threshold: 0.01, min_steps: 1}'  a token stops integrating when the rule (kl, velocity, margin) says
+                      that the rest would change little; see docs/generate.md
 --dtype bf16          computes in bfloat16 (or f32); by default in the precision of the weights
 --control "[0, 1]"    control signal for all prompts of a model that has one
 --use_cache false     read the whole text again for each token: the same text, slower
@@ -30,11 +34,13 @@ from qkvflow.cli import run_program
 from qkvflow.cli.quiet import quiet_libraries
 from qkvflow.config import Text
 from qkvflow.errors import UserError
+from qkvflow.generation.drafting import Drafted, Drafting
 from qkvflow.generation.engine import Engine
 from qkvflow.generation.prompts import Prompt, read_prompts, stop_strings
 from qkvflow.generation.sampling import SamplingOptions
 from qkvflow.generation.text import Continuation, encode_prompt
 from qkvflow.generation.writer import Writer, open_writer
+from qkvflow.models.exits import ExitConfig, Exited
 from qkvflow.progress import Progress
 from qkvflow.ranges import Count, Steps
 
@@ -58,6 +64,9 @@ class SampleConfig:
     num_samples: Count = 1
     steps: Steps | None = None
     solver: str | None = None
+    draft_steps: int | None = None
+    draft_tokens: int | None = None
+    exit: ExitConfig | None = None
     dtype: str | None = None
     control: list[float] | None = None
     checkpoint_step: int | None = None
@@ -83,6 +92,7 @@ def main(config: SampleConfig) -> list[str]:
     stops = [stop for given in config.stop or [] for stop in stop_strings(given)]
     if config.num_samples > 1 and config.temperature == 0:
         raise UserError("num_samples: at temperature 0 all samples of a prompt are the same. Set --temperature 0.8")
+    drafting = Drafting.of(config.draft_steps, config.draft_tokens)
     prompts = read_prompts(config.prompt, config.prompt_file)
     if len(prompts) * config.num_samples > MOST_TEXTS:
         raise UserError(
@@ -93,7 +103,9 @@ def main(config: SampleConfig) -> list[str]:
         progress = Progress(quiet.terminal)
         with progress.phase(f"Loading {config.run}"):
             depth = (config.steps, config.solver)
-            writer = open_writer(config.run, config.checkpoint_step, *depth, config.use_cache, config.dtype)
+            writer = open_writer(
+                config.run, config.checkpoint_step, *depth, config.use_cache, config.dtype, drafting, config.exit
+            )
         jobs = _jobs(writer, prompts, config)
         size = min(config.batch_size, len(jobs))
         engine = writer.engine(size, max(len(job.tokens) + job.max_new_tokens for job in jobs))
@@ -145,18 +157,21 @@ def _admit(engine: Engine, jobs: list[Job]) -> None:
 
 
 class _Clock:
-    """How long prefill and decoding took, and for how many tokens."""
+    """How long prefill and decoding took, and for how many tokens; what drafting and exits came to."""
 
     def __init__(self):
         self.prefill = self.decode = 0.0
         self.prompt_tokens = self.new_tokens = 0
+        self.drafted: Drafted | None = None
+        self.exited: Exited | None = None
 
     def report(self) -> str:
         def speed(name: str, tokens: int, seconds: float) -> str:
             rate = f" ({tokens / seconds:,.0f} tokens/s)" if seconds > 0 else ""
             return f"{name}: {tokens} tokens in {seconds:.3f} s{rate}"
 
-        return f"{speed('prefill', self.prompt_tokens, self.prefill)}, {speed('decode', self.new_tokens, self.decode)}"
+        told = f"{speed('prefill', self.prompt_tokens, self.prefill)}, {speed('decode', self.new_tokens, self.decode)}"
+        return ", ".join([told, *(str(came) for came in (self.drafted, self.exited) if came is not None)])
 
 
 def _write(writer: Writer, engine: Engine, jobs: list[Job], stops: list[str], titled: bool, clock: _Clock) -> list[str]:
@@ -170,17 +185,29 @@ def _write(writer: Writer, engine: Engine, jobs: list[Job], stops: list[str], ti
 
     going = [Continuation(writer.vocabulary, job.tokens, stops, writer.stop_tokens) for job in jobs]
     texts, shown = [job.prompt for job in jobs], _Shown(jobs, titled)
+    drafted: dict[int, Drafted] = {}
     while any(text.reason is None for text in going):
         began = time.perf_counter()
         step = engine.decode(1)
         clock.decode += time.perf_counter() - began
         for slot, text in enumerate(going):
-            if text.reason is None:
+            if text.reason is not None:
+                continue
+            for token, complete, _ in step.added(slot):
                 clock.new_tokens += 1
-                texts[slot] += text.push(int(step.token[slot]), bool(step.complete[slot]))
-                if text.reason is not None and not step.complete[slot]:
-                    engine.cancel(slot)
+                texts[slot] += text.push(token, complete)
+                if text.reason is not None:
+                    break
+            if step.drafted:
+                drafted[slot] = step.drafted[slot]
+            if text.reason is not None and not step.complete[slot]:
+                engine.cancel(slot)
         shown.update(texts, [text.reason is not None for text in going])
+    if drafted:
+        clock.drafted = sum(drafted.values(), clock.drafted or Drafted())
+    exited = engine.exited()
+    if exited is not None:
+        clock.exited = exited if clock.exited is None else clock.exited + exited
     return texts
 
 

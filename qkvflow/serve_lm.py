@@ -18,6 +18,9 @@
 --request_timeout S   seconds for a request, waiting included; 600 by default
 --shutdown_timeout S  seconds that running requests have to finish after SIGTERM or Ctrl-C; 60 by default
 --steps N, --solver S the flow at another depth than it was trained at
+--draft_steps N       the flow on a grid of so few steps drafts up to --draft_tokens N tokens (4), which one pass of the
+                      full grid checks; a request may ask for fewer by its field `draft_tokens`, 0 for none
+--exit '{rule: kl, threshold: 0.01, min_steps: 1}'  a token stops integrating when the rule says so, as in sample_lm
 --dtype bf16          computes in bfloat16 (or f32); by default in the precision of the weights
 """
 
@@ -40,7 +43,9 @@ from qkvflow.cli.quiet import quiet_libraries
 from qkvflow.config import Text
 from qkvflow.errors import UserError
 from qkvflow.files import local_path
+from qkvflow.generation.drafting import Drafting
 from qkvflow.generation.writer import open_writer
+from qkvflow.models.exits import ExitConfig
 from qkvflow.progress import Progress
 from qkvflow.ranges import Count, Positive, Range, Steps
 from qkvflow.serving import Access, Limits, Scheduler, build_app, guarded
@@ -69,6 +74,9 @@ class ServeConfig:
     shutdown_timeout: Count = 60
     steps: Steps | None = None
     solver: str | None = None
+    draft_steps: int | None = None
+    draft_tokens: int | None = None
+    exit: ExitConfig | None = None
     dtype: str | None = None
     checkpoint_step: int | None = None
 
@@ -76,11 +84,14 @@ class ServeConfig:
 def main(config: ServeConfig) -> None:
     """Serves until SIGTERM or Ctrl-C, then lets running requests finish; a second signal stops at once."""
     access = _access(config)
+    drafting = Drafting.of(config.draft_steps, config.draft_tokens)
     with _listening(config.host, config.port) as sock, quiet_libraries() as quiet:
         progress = Progress(quiet.terminal)
         with progress.phase(f"Loading {config.run}"):
             depth = (config.steps, config.solver)
-            writer = open_writer(config.run, config.checkpoint_step, *depth, dtype=config.dtype)
+            writer = open_writer(
+                config.run, config.checkpoint_step, *depth, dtype=config.dtype, drafting=drafting, exits=config.exit
+            )
         with contextlib.suppress(OSError):  # a run that cannot be written to can be served all the same
             quiet.log_to(local_path(config.run) / "serve.log")
         length = _length(config.max_length, writer.prepared.max_seq_len)

@@ -4,6 +4,8 @@ Keys and values for attention, the state of a recurrence for a state-space mixer
 its own, since each sees other states x(t).
 """
 
+from collections.abc import Sequence
+
 import equinox as eqx
 import haliax as hax
 import jax
@@ -18,10 +20,15 @@ class Window(eqx.Module):
 
     The others fill up the batch: what they leave in a memory of keys is never seen, since the next window of their
     sequence begins with them; states of recurrences they leave alone.
+
+    Attributes:
+        trial: some of the positions may be taken back. Keys need nothing for that; states of recurrences are kept after
+            each position, until `settled` says how many of them stay.
     """
 
     start: NamedArray  # {batch}, int32
     count: NamedArray  # {batch}, int32
+    trial: bool = eqx.field(static=True, default=False)
 
     def positions(self, New: Axis) -> NamedArray:
         """{batch, position}: the places in the sequence of the new positions `New`."""
@@ -63,6 +70,34 @@ class KeysValues(eqx.Module):
         positions = window.positions(New).broadcast_axis(Heads).rearrange((BATCH, BATCH_HEADS, New.name))
         positions = positions.flatten_axes((BATCH, BATCH_HEADS), Rows)
         return positions.broadcast_axis(Keys) >= hax.arange(Keys)
+
+
+def states(memory) -> list[NamedArray]:
+    """The states of all recurrences in a memory: what must be put back if positions are taken back."""
+    return [leaf for leaf in _leaves(memory)[0] if isinstance(leaf, NamedArray)]
+
+
+def with_states(memory, states: Sequence[NamedArray]):
+    """The memory with other states of its recurrences, in the order of `states(memory)`."""
+    leaves, structure = _leaves(memory)
+    new = iter(states)
+    return jax.tree.unflatten(structure, [next(new) if isinstance(leaf, NamedArray) else leaf for leaf in leaves])
+
+
+def settled(memory, last: NamedArray):
+    """The memory after a window on trial of which the positions 0..`last` {batch} stay."""
+
+    def chosen(state: NamedArray) -> NamedArray:
+        every = state.rearrange((BATCH, POSITION, ...))
+        index = last.array.reshape(-1, *[1] * (every.array.ndim - 1))
+        array = jnp.take_along_axis(every.array, index, axis=1)[:, 0]
+        return hax.named(array, (every.axes[0], *every.axes[2:]))
+
+    return with_states(memory, [chosen(state) for state in states(memory)])
+
+
+def _leaves(memory):
+    return jax.tree.flatten(memory, is_leaf=lambda m: isinstance(m, KeysValues | NamedArray))
 
 
 def _write(memory: NamedArray, new: NamedArray, start: NamedArray) -> NamedArray:

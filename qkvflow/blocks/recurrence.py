@@ -56,10 +56,11 @@ def step(state, delta, A, B, C, x):
     return state, jnp.sum(C * state, axis=-2)
 
 
-def sequential(state, delta, A, B, C, x, start=None, real=None):
+def sequential(state, delta, A, B, C, x, start=None, real=None, every: bool = False):
     """From `state`, one `step` after another: (state, y). The reference for the fast forms, and what decoding runs.
 
     start, real: [batch, position] bool. Where `real` is false nothing happens to the state.
+    every: gives the states after all positions, [batch, position, state, embed], instead of the last one.
     """
     selective, A = delta.ndim == 3, A[None]
     constant = () if selective else (delta[None, None], B[None], C[None])
@@ -68,12 +69,13 @@ def sequential(state, delta, A, B, C, x, start=None, real=None):
         d, b, c = (now["delta"][:, None], now["B"][..., None], now["C"][..., None]) if selective else constant
         before = state if start is None else jnp.where(now["start"][:, None, None], 0.0, state)
         after, y = step(before, d, A, b, c, now["x"][:, None])
-        return (after if real is None else jnp.where(now["real"][:, None, None], after, state)), y
+        after = after if real is None else jnp.where(now["real"][:, None, None], after, state)
+        return after, (y, after if every else None)
 
     moving = {"x": x, "start": start, "real": real} | ({"delta": delta, "B": B, "C": C} if selective else {})
     moving = {name: jnp.moveaxis(array, 1, 0) for name, array in moving.items() if array is not None}
     if x.shape[1] == 1:  # no loop around a single position
-        state, y = body(state, {name: array[0] for name, array in moving.items()})
-        return state, y[:, None]
-    state, y = lax.scan(body, state, moving)
-    return state, jnp.moveaxis(y, 0, 1)
+        state, (y, _) = body(state, {name: array[0] for name, array in moving.items()})
+        return state[:, None] if every else state, y[:, None]
+    state, (y, states) = lax.scan(body, state, moving)
+    return jnp.moveaxis(states, 0, 1) if every else state, jnp.moveaxis(y, 0, 1)

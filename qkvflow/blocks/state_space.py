@@ -90,7 +90,8 @@ class SsmMixer(eqx.Module):
 
     def extend(self, x: NamedArray, inputs: Inputs, state: NamedArray | None) -> tuple[NamedArray, NamedArray | None]:
         """The same, continued from `state` {batch, state, embed}, and the state after it; positions of x that are not
-        real in `inputs.window` leave the state alone."""
+        real in `inputs.window` leave the state alone. In a window on trial the states after all positions, {batch,
+        position, state, embed}."""
         if state is None:
             return self(x, inputs.mask), None
         New, Embed = x.resolve_axis(POSITION), x.resolve_axis(EMBED)
@@ -98,8 +99,10 @@ class SsmMixer(eqx.Module):
         system, real = self._system(x), inputs.window.real(New)
         raw = _flat(state, *(a.name for a in self.space.A_raw.axes))
         values = _flat(x, POSITION, EMBED).astype(system[1].dtype)
-        raw, y = recurrence.sequential(raw, *system, values, real=_flat(real, POSITION))
-        return self._output(_unflat(y, batch, (New, Embed)), x), _unflat(raw, batch, self.space.A_raw.axes)
+        trial = inputs.window.trial
+        raw, y = recurrence.sequential(raw, *system, values, real=_flat(real, POSITION), every=trial)
+        axes = (New, *self.space.A_raw.axes) if trial else self.space.A_raw.axes
+        return self._output(_unflat(y, batch, (New, Embed)), x), _unflat(raw, batch, axes)
 
     def sequential(self, x: NamedArray, mask: AttentionMask | NamedArray | None) -> NamedArray:
         """The same, one position after another."""

@@ -1,6 +1,7 @@
 """How do we travel from t = 0 to t = 1? Solvers, grids and integration; knows nothing of weights or blocks."""
 
 from qkvflow.depth.config import DepthConfig as DepthConfig
+from qkvflow.depth.early import integrate_until_exit as integrate_until_exit
 from qkvflow.depth.fixed import FixedPlan as FixedPlan
 from qkvflow.depth.general import AdaptivePlan as AdaptivePlan
 from qkvflow.depth.general import BacksolvePlan as BacksolvePlan

@@ -1,5 +1,7 @@
 """Generation: text from a trained model, token by token, with what the blocks remember of earlier positions."""
 
+from qkvflow.generation.drafting import Drafted as Drafted
+from qkvflow.generation.drafting import Drafting as Drafting
 from qkvflow.generation.engine import Engine as Engine
 from qkvflow.generation.generate import generate as generate
 from qkvflow.generation.sampling import SamplingOptions as SamplingOptions

@@ -6,6 +6,7 @@ import haliax as hax
 import jax
 import jax.numpy as jnp
 
+from qkvflow.generation import drafting
 from qkvflow.generation import state as states
 from qkvflow.generation.logprobs import Logprobs, in_blocks
 from qkvflow.generation.state import State
@@ -13,9 +14,10 @@ from qkvflow.generation.state import State
 
 @partial(jax.jit, static_argnames=("options", "kinds"), donate_argnums=1)
 def decode(model, state, steps, options, *, kinds):
-    """Adds up to `steps` tokens to each row: (state, (last token, length, limit), log-probabilities of the last)."""
+    """Makes up to `steps` decoding steps: (state, (last token, length, limit), what the last one has added)."""
     model, start = kinds[0].join(model), kinds[1].join(state)
-    shape = jax.eval_shape(lambda: states.add_token(model, start, *options)[1])
+    add = drafting.add_tokens if isinstance(model, drafting.DraftedModel) else states.add_token
+    shape = jax.eval_shape(lambda: add(model, start, *options)[1])
     none = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shape)
 
     def going_on(carry):
@@ -23,7 +25,7 @@ def decode(model, state, steps, options, *, kinds):
         return (done < steps) & jnp.any(state.active)
 
     def step(carry):
-        return carry[0] + 1, *states.add_token(model, carry[1], *options)
+        return carry[0] + 1, *add(model, carry[1], *options)
 
     _, state, told = jax.lax.while_loop(going_on, step, (0, start, none))
     last = jnp.take_along_axis(state.text, jnp.maximum(state.length - 1, 0)[:, None], axis=1)[:, 0]

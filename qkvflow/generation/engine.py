@@ -5,7 +5,7 @@ Slots are filled and freed independently of each other, so texts of any length s
 `insert` puts it beside the texts that go on, and `take` takes one out, to be put back later with the same numbers.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -14,11 +14,13 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from qkvflow.generation import compiled
+from qkvflow.generation.drafting import Drafted, DraftMemory
 from qkvflow.generation.flat import flat, kind_of
 from qkvflow.generation.logprobs import Logprobs
 from qkvflow.generation.rows import Rows
 from qkvflow.generation.sampling import Bias, Sampling, SamplingOptions
 from qkvflow.generation.state import State
+from qkvflow.models.exits import Exited, ExitMemory
 
 CHUNKS = (16, 64, 256)  # numbers of positions of a prompt that are read at once; each is compiled once
 
@@ -40,19 +42,30 @@ class Step:
     """What a decoding step has left: for each slot its last token, its length, and whether it is complete.
 
     Attributes:
+        tokens: [slot, width], of which the first `count` [slot] were added by the step (the last one, of several).
         logprobs: of these tokens, if one of the texts wanted them.
+        drafted: of the whole text, for each slot; none where the engine does not draft.
     """
 
     token: np.ndarray
     length: np.ndarray
     complete: np.ndarray
+    tokens: np.ndarray
+    count: np.ndarray
     logprobs: Logprobs | None
+    drafted: Sequence[Drafted] = ()
+
+    def added(self, slot: int) -> Iterator[tuple[int, bool, tuple[int, int]]]:
+        """(token, whether the text ends with it, its place in `logprobs`) of all that the slot got."""
+        count = int(self.count[slot])
+        for i in range(count):
+            yield int(self.tokens[slot, i]), bool(self.complete[slot]) and i == count - 1, (slot, i)
 
 
 class Engine:
     """Generates in `slots` slots with room for `length` tokens each.
 
-    model: a `CachedModel` or `RecomputedModel`.
+    model: a `CachedModel`, `DraftedModel` or `RecomputedModel`.
     stop_tokens: after one of these a text is complete; it is part of the text.
     vocab_size: tokens from this one on are never chosen (models may have more than their tokenizer).
     control_dim: components of the model's control; None for a model without.
@@ -169,15 +182,27 @@ class Engine:
             self._state = compiled.end(self._state, np.int32(row), kind=self._kind)
 
     def decode(self, steps: int = 1) -> Step:
-        """Adds up to `steps` tokens to every text that is neither complete nor unread, and waits for them."""
+        """Adds up to `steps` tokens, or what as many full passes give, to every text that is neither complete nor
+        unread, and waits for them."""
         out = compiled.decode(self._model, self._state, np.int32(steps), self._options, kinds=self._both)
-        self._state, newest, told = out
+        self._state, newest, added = out
         token, length, limit = self._by_slot(jax.device_get(newest))
-        logprobs = Logprobs(*self._by_slot(jax.device_get(told))) if self._wants_logprobs else None
+        tokens, count = self._by_slot(jax.device_get((added.tokens, added.count)))
+        logprobs = Logprobs(*self._by_slot(jax.device_get(added.logprobs))) if self._wants_logprobs else None
+        drafted = () if added.drafted is None else [Drafted(*row) for row in self._by_slot([added.drafted])[0].tolist()]
         picks = self._rows.after_step()
         if picks is not None:
             self._regroup(picks)
-        return Step(token, length, length >= limit, logprobs)
+        return Step(token, length, length >= limit, tokens, count, logprobs, drafted)
+
+    def exited(self) -> Exited | None:
+        """What exits came to for the texts that are or were last in the rows, prompts included; None without exits."""
+        state: State = self._kind.join(self._state)
+        full = state.memory.full if isinstance(state.memory, DraftMemory) else state.memory
+        if not isinstance(full, tuple) or len(full) < 2 or not isinstance(full[1], ExitMemory):
+            return None
+        steps, tokens = np.asarray(jax.device_get(full[1].spent)).sum(axis=0).tolist()
+        return Exited(steps, tokens, full[1].of)
 
     def wait(self) -> None:
         """Waits for all steps so far, for those who measure time."""
@@ -236,7 +261,7 @@ class Engine:
         occupied = self._rows.occupied
         slots, rows = [s for s, _ in occupied], [r for _, r in occupied]
         found = []
-        for array in arrays:
+        for array in map(np.asarray, arrays):
             whole = np.zeros((self.slots, *array.shape[1:]), array.dtype)
             whole[slots] = array[rows]
             found.append(whole)

@@ -1,6 +1,6 @@
 """`qkvflow.generate`: continues a batch of token sequences."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import haliax as hax
 import jax
@@ -10,9 +10,12 @@ from haliax import Axis, NamedArray
 from levanter.models.lm_model import LmHeadModel
 
 from qkvflow.axes import BATCH, CONTROL, POSITION
+from qkvflow.config import decode
 from qkvflow.errors import UserError
+from qkvflow.generation.drafting import Drafted, Drafting
 from qkvflow.generation.prepare import PreparedModel
 from qkvflow.generation.sampling import SamplingOptions
+from qkvflow.models.exits import ExitConfig, Exited
 
 
 def generate(
@@ -29,6 +32,10 @@ def generate(
     control: NamedArray | None = None,
     stop_token: int | None = None,
     dtype: str | None = None,
+    draft_steps: int | None = None,
+    draft_tokens: int | None = None,
+    exit: ExitConfig | Mapping[str, object] | None = None,
+    report: Callable[[Drafted | Exited], object] | None = None,
 ) -> NamedArray:
     """Continues each sequence of `tokens` by up to `max_new_tokens` tokens.
 
@@ -44,13 +51,19 @@ def generate(
             behind its end. None is zero control.
         stop_token: a text ends with this token, if it comes.
         dtype: `f32` or `bf16`: what is computed in, by default the precision of the weights.
+        draft_steps: the same flow on a grid of so few steps drafts `draft_tokens` tokens (4 by default), which one pass
+            of the full grid checks: what is greedy stays the same, what is drawn has the same distribution.
+        exit: `{"rule": "kl", "threshold": 0.01}`: a token stops integrating when the rule says so, see
+            `qkvflow.models.exits`.
+        report: called at the end with what drafting came to, and what exits came to.
 
     Returns:
         {batch, position = that of `tokens` + max_new_tokens}, prompts included; behind the end of a text
         `stop_token` is repeated, or 0 if there is none.
 
     Raises:
-        UserError: prompt and new tokens are more than `model.max_seq_len`; for adaptive steps.
+        UserError: prompt and new tokens are more than `model.max_seq_len`; for adaptive steps; for `draft_steps` that
+            are not below the steps of the model.
     """
     Pos = tokens.resolve_axis(POSITION)
     others = [a for a in tokens.axes if a.name != POSITION]
@@ -70,7 +83,11 @@ def generate(
             )
     options = [SamplingOptions(temperature, top_k, top_p, seed + i) for i in range(Batch.size)]
 
-    prepared = PreparedModel(model, use_cache, dtype)
+    drafting = Drafting.of(draft_steps, draft_tokens)
+    exits = decode(ExitConfig, dict(exit), "exit") if isinstance(exit, Mapping) else exit
+    if report is not None and drafting is None and exits is None:
+        raise UserError("report tells what drafting and exits came to: give draft_steps or exit, or leave it out.")
+    prepared = PreparedModel(model, use_cache, dtype, drafting, exits)
     for i, n in enumerate(counts):
         prepared.check_length(n, max_new_tokens, f"the prompt of sequence {i}" if Batch.size > 1 else "the prompt")
     controls = _controls(prepared, control, Batch)
@@ -79,7 +96,12 @@ def generate(
     for i, prompt in enumerate(prompts):
         engine.admit(i, prompt, max_new_tokens, options[i], controls[i])
     engine.prefill_all(max(counts) - 1)
-    engine.decode(max_new_tokens)
+    step = engine.decode(max_new_tokens)
+    exited = engine.exited()
+    if report is not None and drafting is not None:
+        report(sum(step.drafted, Drafted()))
+    if report is not None and exited is not None:
+        report(exited)
     text, ends, _ = engine.read()
 
     end = Pos.size + max_new_tokens

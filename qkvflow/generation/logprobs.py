@@ -26,10 +26,11 @@ class Logprobs(NamedTuple):
         return Logprobs((chosen - total)[..., 0], top.astype(jnp.int32), values - total)
 
     @staticmethod
-    def none(rows: int, vocab_size: int) -> "Logprobs":
-        """What stands where nothing was asked for."""
-        most = min(MOST, vocab_size)
-        return Logprobs(jnp.zeros(rows), jnp.zeros((rows, most), jnp.int32), jnp.zeros((rows, most)))
+    def none(*shape: int) -> "Logprobs":
+        """What stands where nothing was asked for. shape: of the logits."""
+        *places, vocab_size = shape
+        likeliest = (*places, min(MOST, vocab_size))
+        return Logprobs(jnp.zeros(places), jnp.zeros(likeliest, jnp.int32), jnp.zeros(likeliest))
 
 
 def in_blocks(logits_of, x: Float[Array, "position embed"], tokens: Int[Array, "position"]) -> Logprobs:

@@ -8,11 +8,13 @@ from levanter.models.lm_model import LmHeadModel
 from levanter.utils.tree_utils import inference_mode
 
 from qkvflow.errors import UserError
+from qkvflow.generation.drafting import DraftedModel, Drafting
 from qkvflow.generation.engine import Engine
 from qkvflow.generation.precision import cast
 from qkvflow.generation.recomputed import RecomputedModel
 from qkvflow.models import NeuralOdeLMHeadModel
-from qkvflow.models.cached import CachedModel, on_fixed_grid
+from qkvflow.models.cached import CachedFlow, CachedModel, on_fixed_grid
+from qkvflow.models.exits import ExitConfig
 from qkvflow.models.levanter_twin import twin
 
 # Room for texts is made in these amounts, so that calls of about the same length share one compiled step.
@@ -24,16 +26,26 @@ class PreparedModel:
 
     Attributes:
         model: of qkvflow or of Levanter.
+        draft_tokens: drafts for each pass of the full grid; 0 where nothing is drafted.
 
     use_cache: False reads the whole text again for each token. Levanter's models other than GPT-2 and Llama are always
         read so.
     dtype: `f32` or `bf16`, what is computed in; None for that of the weights.
+    drafting: texts are drafted on a coarse grid of the same flow.
+    exits: when tokens stop on their way through the flow.
 
     Raises:
-        UserError: the model has adaptive steps.
+        UserError: the model has adaptive steps; or it cannot be drafted, or have exits, so.
     """
 
-    def __init__(self, model: LmHeadModel, use_cache: bool = True, dtype: str | None = None):
+    def __init__(
+        self,
+        model: LmHeadModel,
+        use_cache: bool = True,
+        dtype: str | None = None,
+        drafting: Drafting | None = None,
+        exits: ExitConfig | None = None,
+    ):
         if isinstance(model, NeuralOdeLMHeadModel):
             model = on_fixed_grid(model)
             self.control_dim = None if model.config.control is None else model.config.control.dim
@@ -43,7 +55,15 @@ class PreparedModel:
         model = inference_mode(model, True)
         self.max_seq_len = model.Pos.size
         self.is_cached = use_cache and isinstance(model, NeuralOdeLMHeadModel)
-        self.model = _evaluate_weights(model, dtype) if self.is_cached else _recomputed(model, dtype)
+        self.draft_tokens = 0 if drafting is None else drafting.tokens
+        if drafting is not None:
+            self._check_drafting(model, drafting)
+        if exits is not None and not self.is_cached:
+            raise UserError(
+                "Exits leave keys and values of tokens that have stopped in the cache of a flow: leave exit out for a"
+                " model that is no flow, and with use_cache: false."
+            )
+        self.model = _evaluate_weights(model, dtype, drafting, exits) if self.is_cached else _recomputed(model, dtype)
 
     def engine(
         self,
@@ -108,10 +128,29 @@ class PreparedModel:
             raise UserError(f"A control must be finite numbers, got {control!r:.80}.")
         return array
 
+    def _check_drafting(self, model: LmHeadModel, drafting: Drafting) -> None:
+        if not (self.is_cached and isinstance(model, NeuralOdeLMHeadModel)):
+            raise UserError(
+                "Drafts are made by the same flow on a coarse grid, and checked with its cache: leave draft_steps out"
+                " for a model that is no flow, and with use_cache: false."
+            )
+        steps = model.config.depth.reading_steps
+        if drafting.steps >= steps:
+            raise UserError(
+                f"draft_steps must be below the {steps} steps that the model is read at, got {drafting.steps}: the"
+                " draft must cost less than what it spares."
+            )
+
 
 @eqx.filter_jit
-def _evaluate_weights(model: NeuralOdeLMHeadModel, dtype: str | None) -> CachedModel:
-    return cast(CachedModel.of(model), dtype)
+def _evaluate_weights(
+    model: NeuralOdeLMHeadModel, dtype: str | None, drafting: Drafting | None, exits: ExitConfig | None
+) -> CachedModel | DraftedModel:
+    full = CachedModel.of(model, exits)
+    if drafting is None:
+        return cast(full, dtype)
+    coarse = model.with_depth(model.config.depth.on_grid(drafting.steps))
+    return cast(DraftedModel(full, CachedFlow.of(coarse.transformer.flow), drafting.tokens), dtype)
 
 
 def _recomputed(model: LmHeadModel, dtype: str | None) -> RecomputedModel:

@@ -9,6 +9,7 @@ Temperature 0 is greedy: the likeliest token, the first of equals. The order is 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import equinox as eqx
 import jax
@@ -29,6 +30,8 @@ class SamplingOptions:
     Attributes:
         bias: what is added to the logits of single tokens.
         logprobs: whether the log-probabilities of what is chosen are wanted too.
+        draft_tokens: drafts for each pass of the full grid (see `qkvflow.generation.drafting`), at most as many as the
+            engine makes; None for as many. An engine that does not draft does not read it.
 
     The draw at a position depends on seed and position alone, not on what else is in the batch.
     """
@@ -39,6 +42,7 @@ class SamplingOptions:
     seed: int = 0
     bias: Mapping[int, float] = field(default_factory=dict)
     logprobs: bool = False
+    draft_tokens: int | None = None
 
     def __post_init__(self):
         if not _is_number(self.temperature) or not 0.0 <= self.temperature < math.inf:
@@ -51,6 +55,8 @@ class SamplingOptions:
             raise UserError(f"top_p must lie in (0, 1], where 1 is no limit; got {self.top_p!r}.")
         if not _is_integer(self.seed):
             raise UserError(f"seed must be a whole number, got {self.seed!r}.")
+        if self.draft_tokens is not None and (not _is_integer(self.draft_tokens) or self.draft_tokens < 0):
+            raise UserError(f"draft_tokens must be a whole number of at least 0, got {self.draft_tokens!r}.")
         if len(self.bias) > MAX_BIASES:
             raise UserError(f"bias may be given for {MAX_BIASES} tokens, got {len(self.bias)}.")
 
@@ -63,6 +69,7 @@ class Sampling(eqx.Module):
     top_p: Float[Array, "batch"]
     seed: Int[Array, "batch"]
     logprobs: Bool[Array, "batch"]
+    draft_tokens: Int[Array, "batch"]
 
     @staticmethod
     def of(options: Sequence[SamplingOptions]) -> "Sampling":
@@ -73,6 +80,7 @@ class Sampling(eqx.Module):
             np.asarray([1.0 if o.top_p is None else o.top_p for o in options], np.float32),
             np.asarray([o.seed % 2**32 for o in options], np.uint32),
             np.asarray([o.logprobs for o in options], bool),
+            np.asarray([ALL if o.draft_tokens is None else min(o.draft_tokens, ALL) for o in options], np.int32),
         )
 
 
@@ -105,16 +113,19 @@ def choose(
     sampling: Sampling,
     position: Int[Array, "batch"],
     active: Bool[Array, "batch"] | None = None,
+    stream: int = 0,
 ) -> Int[Array, "batch"]:
-    """The token at `position` of each sequence. active: as for `Bias.add`; all, if it is not given."""
+    """The token at `position` of each sequence. active: as for `Bias.add`; all, if it is not given. stream: which of
+    several independent draws at the position."""
     wanted = jnp.ones(len(logits), bool) if active is None else active
     greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
-    def draw():
-        drawn = jax.vmap(_draw)(log_probabilities(logits, sampling, wanted), sampling.seed, position)
-        return jnp.where(sampling.temperature > 0, drawn, greedy)
+    def drawn():
+        of_row = partial(draw, stream=stream)
+        tokens = jax.vmap(of_row)(log_probabilities(logits, sampling, wanted), sampling.seed, position)
+        return jnp.where(sampling.temperature > 0, tokens, greedy)
 
-    return jax.lax.cond(jnp.any(wanted & (sampling.temperature > 0)), draw, lambda: greedy)
+    return jax.lax.cond(jnp.any(wanted & (sampling.temperature > 0)), drawn, lambda: greedy)
 
 
 def log_probabilities(
@@ -144,10 +155,16 @@ def _restricted(scaled, sampling: Sampling):
     return jnp.where(jnp.take_along_axis(keep, rank_of_token, axis=-1), scaled, -jnp.inf)
 
 
-def _draw(log_probabilities, seed, position):
+def draw(log_probabilities: Float[Array, "vocab"], seed, position, stream: int = 0) -> Int[Array, ""]:
+    """A token by the noise of a position."""
+    return jax.random.categorical(noise_key(seed, position, stream), log_probabilities).astype(jnp.int32)
+
+
+def noise_key(seed, position, stream: int = 0):
+    """The key of the noise at a position; `stream` 0 is that of its token."""
     # By this generator alone the draws of a row are the same in any batch.
     key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), position)
-    return jax.random.categorical(key, log_probabilities).astype(jnp.int32)
+    return jax.random.fold_in(key, stream) if stream else key
 
 
 def _is_number(value) -> bool:

@@ -5,7 +5,7 @@ writes the next. A state of one row is a text on its own, and rows are copied be
 in front, or an equal number of heads of each.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import haliax as hax
@@ -62,19 +62,33 @@ class State(eqx.Module):
         return State(**{**vars(self), **fields})
 
 
+class Added(NamedTuple):
+    """What a decoding step has added to each row: the first `count` of `tokens`.
+
+    Attributes:
+        logprobs: of the tokens, zeros if no row wants them.
+        drafted: {batch, 4}, see `qkvflow.generation.drafting`; None where nothing is drafted.
+    """
+
+    tokens: Int[Array, "batch width"]
+    count: Int[Array, "batch"]
+    logprobs: Logprobs
+    drafted: Int[Array, "batch 4"] | None
+
+
 def prefill(model, state: State, chunk: int) -> tuple[Array, State]:
     """Reads up to `chunk` unread tokens of each row: what the model gives there [batch, chunk, embed], the state."""
     count = jnp.minimum(state.unread, chunk)
     padded = jnp.pad(state.text, ((0, 0), (0, chunk)))
     tokens = jax.vmap(lambda row, start: jax.lax.dynamic_slice_in_dim(row, start, chunk))(padded, state.filled)
-    x, memory = _extend(model, state, tokens, count)
+    x, memory = extend(model, state, tokens, count, state.memory, state.filled)
     return x, state.replace(filled=state.filled + count, memory=memory)
 
 
-def add_token(model, state: State, stop_tokens: tuple[int, ...], vocab_size: int | None) -> tuple[State, Logprobs]:
-    """Adds a token to every active row; and its log-probabilities, if one of these rows wants them."""
+def add_token(model, state: State, stop_tokens: tuple[int, ...], vocab_size: int | None) -> tuple[State, Added]:
+    """Adds a token to every active row."""
     rows, active = jnp.arange(state.text.shape[0]), state.active
-    x, memory = _extend(model, state, state.text[rows, state.filled][:, None], active)
+    x, memory = extend(model, state, state.text[rows, state.filled][:, None], active, state.memory, state.filled)
     logits = logits_at(model, x)[:, 0, :vocab_size]
     token = choose(state.bias.add(logits, active), state.sampling, state.length, active)
     told = jax.lax.cond(
@@ -86,7 +100,8 @@ def add_token(model, state: State, stop_tokens: tuple[int, ...], vocab_size: int
     length = state.length + active
     stopped = active & jnp.isin(token, jnp.asarray(stop_tokens, jnp.int32))
     limit = jnp.where(stopped, length, state.limit)
-    return state.replace(text=text, length=length, filled=state.filled + active, limit=limit, memory=memory), told
+    state = state.replace(text=text, length=length, filled=state.filled + active, limit=limit, memory=memory)
+    return state, Added(token[:, None], active.astype(jnp.int32), jax.tree.map(lambda a: a[:, None], told), None)
 
 
 def logits_at(model, x: Array) -> Array:
@@ -94,18 +109,20 @@ def logits_at(model, x: Array) -> Array:
     return model.logits(hax.named(x, (BATCH, POSITION, EMBED))).rearrange((BATCH, POSITION, "vocab")).array
 
 
-def _extend(model, state: State, tokens: Int[Array, "batch new"], count) -> tuple[Array, Any]:
-    """The model at new positions from `filled` on, of which `count` [batch] are real: (x, memory).
+def extend(
+    model, state: State, tokens: Int[Array, "batch new"], count, memory, start: Int[Array, "batch"], trial: bool = False
+) -> tuple[Array, Any]:
+    """The model at new positions from `start` on, of which `count` [batch] are real: (x, memory).
 
-    The one place where generation calls the model.
+    The one place where generation calls the model. trial: as of `Window`.
     """
     Batch, New = (Axis(name, size) for name, size in zip((BATCH, POSITION), tokens.shape, strict=True))
-    window = Window(hax.named(state.filled, Batch), hax.named(count.astype(jnp.int32), Batch))
+    window = Window(hax.named(start, Batch), hax.named(count.astype(jnp.int32), Batch), trial)
     control = None
     if state.control is not None:
-        at = jnp.minimum(state.filled[:, None] + jnp.arange(New.size)[None], state.text.shape[1] - 1)
+        at = jnp.minimum(start[:, None] + jnp.arange(New.size)[None], state.text.shape[1] - 1)
         rows = jnp.take_along_axis(state.control.array, at[..., None], axis=1)
         control = hax.named(rows, (Batch, New, state.control.axes[-1]))
     inputs = Inputs(control=control, window=window)
-    x, memory = model.extend(hax.named(tokens, (Batch, New)), inputs, state.memory)
+    x, memory = model.extend(hax.named(tokens, (Batch, New)), inputs, memory)
     return x.rearrange((BATCH, POSITION, EMBED)).array, memory

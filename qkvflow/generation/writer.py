@@ -9,11 +9,13 @@ from levanter.tokenizers import MarinTokenizer
 
 from qkvflow.depth import solver_by_name
 from qkvflow.errors import UserError
+from qkvflow.generation.drafting import Drafting
 from qkvflow.generation.engine import Engine
 from qkvflow.generation.precision import dtype_by_name
 from qkvflow.generation.prepare import PreparedModel
 from qkvflow.generation.vocabulary import Vocabulary
 from qkvflow.models import NeuralOdeLMHeadModel
+from qkvflow.models.exits import ExitConfig
 from qkvflow.ranges import Steps, check_range
 from qkvflow.runs.known_loss import warn_if_lost
 from qkvflow.runs.load import Run, load_run
@@ -51,8 +53,11 @@ def open_writer(
     solver: str | None = None,
     use_cache: bool = True,
     dtype: str | None = None,
+    drafting: Drafting | None = None,
+    exits: ExitConfig | None = None,
 ) -> Writer:
-    """Reads a run and evaluates its weights, at another depth, with another solver or in another precision if given.
+    """Reads a run and evaluates its weights, at another depth, with another solver or in another precision if given;
+    with `drafting` on a coarse grid too, with `exits` for each token.
 
     Raises:
         UserError: there is no such run or checkpoint, or the model cannot be read in this way.
@@ -73,11 +78,18 @@ def open_writer(
         if model.config.depth != depth:
             depth = model.config.depth
             warn_if_lost(loaded, model, f"{depth.solver} with {depth.reading_steps} steps")
-    return writer_of(loaded, model, use_cache, dtype)
+    return writer_of(loaded, model, use_cache, dtype, drafting, exits)
 
 
-def writer_of(run: Run, model: LmHeadModel, use_cache: bool = True, dtype: str | None = None) -> Writer:
+def writer_of(
+    run: Run,
+    model: LmHeadModel,
+    use_cache: bool = True,
+    dtype: str | None = None,
+    drafting: Drafting | None = None,
+    exits: ExitConfig | None = None,
+) -> Writer:
     """The model of a run, as it is to be read, made ready to write."""
     end = run.tokenizer.eos_token_id
-    prepared = PreparedModel(model, use_cache, dtype)
+    prepared = PreparedModel(model, use_cache, dtype, drafting, exits)
     return Writer(run.path.name, run.step, prepared, run.tokenizer, () if end is None else (end,))

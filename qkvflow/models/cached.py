@@ -14,10 +14,11 @@ from haliax import Axis, NamedArray
 
 from qkvflow.axes import EMBED, LAYERS, POSITION
 from qkvflow.blocks import Inputs
-from qkvflow.depth import FixedPlan, integrate_with_memory
+from qkvflow.depth import FixedPlan, integrate_until_exit, integrate_with_memory
 from qkvflow.errors import UserError
 from qkvflow.models.config import NeuralOdeConfig
 from qkvflow.models.embeddings import Embeddings
+from qkvflow.models.exits import Exit, ExitConfig, ExitMemory
 from qkvflow.models.flow import Flow
 from qkvflow.models.neuralode import NeuralOdeLMHeadModel
 from qkvflow.named import map_named
@@ -63,6 +64,9 @@ class CachedModel(eqx.Module):
     """A language model that continues sequences from what it remembers of them.
 
     Memory is a pytree: for prelude, flow and coda one memory for each evaluation of B.
+
+    Attributes:
+        exit: when a token stops on its way through the flow.
     """
 
     embeddings: Embeddings
@@ -73,25 +77,32 @@ class CachedModel(eqx.Module):
     head: NamedArray
     vocab_size: int = eqx.field(static=True)
     config: NeuralOdeConfig = eqx.field(static=True)
+    exit: Exit | None = None
 
     @staticmethod
-    def of(model: NeuralOdeLMHeadModel) -> "CachedModel":
-        """Evaluates all weights; `model` must be in inference mode.
+    def of(model: NeuralOdeLMHeadModel, exits: ExitConfig | None = None) -> "CachedModel":
+        """Evaluates all weights; `model` must be in inference mode. exits: a threshold of 0 is none.
 
         Raises:
-            UserError: the model has adaptive steps.
+            UserError: the model has adaptive steps; the rule of `exits` cannot be asked of it.
         """
         model = on_fixed_grid(model)
         parts = model.transformer
         prelude, flow, coda = (None if f is None else CachedFlow.of(f) for f in (parts.prelude, parts.flow, parts.coda))
         # A tied head lies the other way round: turned once, it is not turned for each token.
         head = _in_whole_panels(model.get_lm_head().rearrange((EMBED, ...)))
-        return CachedModel(model.embeddings, prelude, flow, coda, parts.norm, head, model.Vocab.size, model.config)
+        leaving = None if exits is None else Exit.of(exits, flow.plan.steps, coda is not None)
+        leaving = leaving if exits is not None and exits.threshold > 0 else None
+        modules = (model.embeddings, prelude, flow, coda, parts.norm, head)
+        return CachedModel(*modules, model.Vocab.size, model.config, leaving)
 
     def memory(self, Batch: Axis, length: int) -> tuple:
         """An empty memory for `length` positions of each sequence."""
         dtype = self.embeddings.token_embeddings.weight.dtype
-        return tuple(() if flow is None else flow.memory(Batch, length, dtype) for flow in self._flows)
+        memories = [() if flow is None else flow.memory(Batch, length, dtype) for flow in self._flows]
+        if self.exit is not None:
+            memories[1] = ExitMemory.empty(memories[1], Batch, self.flow.plan.steps)
+        return tuple(memories)
 
     def extend(self, tokens: NamedArray, inputs: Inputs, memory: tuple) -> tuple[NamedArray, tuple]:
         """norm(x(1)) at the new positions, {batch, position, embed}, and the memory with them.
@@ -106,7 +117,9 @@ class CachedModel(eqx.Module):
         x = self.embeddings(tokens, pos_ids=inputs.pos_ids)
         after = []
         for flow, part in zip(self._flows, memory, strict=True):
-            if flow is not None:
+            if isinstance(part, ExitMemory):
+                x, part = self._until_exit(x, inputs, part)
+            elif flow is not None:
                 x, part = flow.extend(x, inputs, part)
             after.append(part)
         return self.norm(x), tuple(after)
@@ -115,6 +128,27 @@ class CachedModel(eqx.Module):
         """{..., vocab}, fp32, from what `extend` gives."""
         logits = hax.dot(x, self.head, axis=EMBED, preferred_element_type=jnp.float32)
         return logits[self.head.axes[1].name, : self.vocab_size]
+
+    def _until_exit(self, x: NamedArray, inputs: Inputs, memory: ExitMemory) -> tuple[NamedArray, ExitMemory]:
+        rule, plan, New = self.exit, self.flow.plan, x.resolve_axis(POSITION)
+        assert rule is not None
+
+        def leaves(k: int, before: NamedArray, after: NamedArray) -> NamedArray:
+            return rule.leaves(k, before, after, plan.steps, lambda x: self.logits(self.norm(x)))
+
+        x, kept, steps = integrate_until_exit(
+            _field,
+            self.flow.blocks,
+            x,
+            plan,
+            memory.evaluations,
+            inputs.window.real(New),
+            leaves,
+            min_steps=rule.min_steps,
+            args=inputs,
+        )
+        spent = jnp.stack([hax.sum(steps, New).array, inputs.window.count.array], axis=1)
+        return x, ExitMemory(kept, memory.spent + spent, memory.of)
 
     @property
     def _flows(self) -> tuple[CachedFlow | None, ...]:

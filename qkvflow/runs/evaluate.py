@@ -1,8 +1,9 @@
 """Validation loss of any language model on the text of a run, or another text, by Levanter's evaluator."""
 
 import dataclasses
+import itertools
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import haliax as hax
@@ -100,15 +101,21 @@ class RunEvaluator:
 
     def example(self) -> LmExample:
         """The first batch of the first validation set."""
-        with set_mesh(self._trainer.device_mesh):
-            loader = DataLoader(
-                self._sets[0][0],
-                batch_size=self.Batch.size,
-                mesh=self._trainer.device_mesh,
-                axis_resources=self._trainer.compute_axis_mapping,
-                batch_axis_name=BATCH,
-            )
-            return next(iter(loader))
+        return next(self.examples())
+
+    def examples(self) -> Iterator[LmExample]:
+        """All batches that `loss` reads."""
+        for dataset, _ in self._sets:
+            with set_mesh(self._trainer.device_mesh):
+                loader = DataLoader(
+                    dataset,
+                    batch_size=self.Batch.size,
+                    mesh=self._trainer.device_mesh,
+                    axis_resources=self._trainer.compute_axis_mapping,
+                    batch_axis_name=BATCH,
+                )
+                batches = iter(loader)
+            yield from itertools.islice(batches, None if self._limit is None else self._limit // self.Batch.size)
 
 
 def relative_displacement(x0: NamedArray, x1: NamedArray) -> float:

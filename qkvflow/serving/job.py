@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from qkvflow.generation.drafting import Drafted
 from qkvflow.generation.engine import Text
 from qkvflow.generation.logprobs import Logprobs
 from qkvflow.generation.sampling import SamplingOptions
@@ -31,7 +32,8 @@ class Event:
     """News of a text. text: what it has got. reason: why it ended (`stop`, `length`, `error`), None if it goes on.
 
     Attributes:
-        tokens: how many it has got so far. told: of those whose text is now told; of a prompt, without offsets.
+        tokens: how many it has got so far. drafted: what drafting came to for it.
+        told: of those whose text is now told; of a prompt, without offsets.
     """
 
     text: str
@@ -39,6 +41,7 @@ class Event:
     tokens: int = 0
     told: Sequence[Told] = ()
     is_prompt: bool = False
+    drafted: Drafted | None = None
 
 
 @dataclass(eq=False)
@@ -90,22 +93,30 @@ class Running:
         told = self._prompt if self.job.prompt_logprobs else ()
         return Event("", reason, 0, told, is_prompt=True) if told or reason else None
 
-    def add(self, token: int, complete: bool, logprobs: Logprobs | None, slot: int) -> Event | None:
-        """A token was added; what there is to tell of it."""
+    def add(
+        self,
+        token: int,
+        complete: bool,
+        logprobs: Logprobs | None,
+        place: tuple[int, int],
+        drafted: Drafted | None = None,
+    ) -> Event | None:
+        """A token was added; what there is to tell of it. place: its own in `logprobs`."""
         text, before = self._continuation, self._continuation.made
         shown = text.push(token, complete)
         if self.job.options.logprobs:
             assert logprobs is not None
             offset = text.offset_of(token, before)
-            self._held.append(_told(token, logprobs, slot, self.job.top, offset))
+            self._held.append(_told(token, logprobs, place, self.job.top, offset))
         told = []
         # What belongs to a stop string is not told; a token without text behind the last character is.
         end = text.shown if text.reason is None or text.shown < text.made else text.made + 1
         while self._held and self._held[0].offset < end:
             told.append(self._held.popleft())
-        return Event(shown, text.reason, text.tokens, told) if shown or told or text.reason else None
+        event = Event(shown, text.reason, text.tokens, told, drafted=drafted)
+        return event if shown or told or text.reason else None
 
 
-def _told(token: int, logprobs: Logprobs, at: int, top: int, offset: int = 0) -> Told:
-    likeliest = zip(logprobs.top[at, :top].tolist(), logprobs.top_logprobs[at, :top].tolist(), strict=True)
+def _told(token: int, logprobs: Logprobs, at: int | tuple[int, int], top: int, offset: int = 0) -> Told:
+    likeliest = zip(logprobs.top[at][:top].tolist(), logprobs.top_logprobs[at][:top].tolist(), strict=True)
     return Told(int(token), float(logprobs.token[at]), tuple(likeliest), offset)

@@ -31,6 +31,7 @@ SERVED: dict[str, Check] = {
     "stream_options": fields.stream_options,
     "logit_bias": fields.biases,
     "control": fields.anything,
+    "draft_tokens": fields.integer(0),
 }
 IDLE: dict[str, Sequence[Any]] = {
     "frequency_penalty": [0],
@@ -92,7 +93,13 @@ class Order:
         bias, told = given.get("logit_bias", {}), self.top is not None or self.best_of > self.n
         return [
             SamplingOptions(
-                given.get("temperature", 1.0), given.get("top_k"), given.get("top_p"), seed + text, bias, told
+                given.get("temperature", 1.0),
+                given.get("top_k"),
+                given.get("top_p"),
+                seed + text,
+                bias,
+                told,
+                given.get("draft_tokens"),
             )
             for text in range(len(self.prompts) * self.best_of)
         ]
@@ -105,6 +112,10 @@ def check_common(values: dict[str, Any], writer: Writer, texts: int, of: str) ->
         raise wrong(param, f"{texts} texts are asked for in one request; at most {MAX_TEXTS} are made.")
     if "stream_options" in values and not values.get("stream"):
         raise wrong("stream_options", "`stream_options` is only allowed when `stream` is true.")
+    most = writer.prepared.draft_tokens
+    if values.get("draft_tokens", 0) > most:
+        does = f"drafts up to {most} tokens for each pass" if most else "does not draft (--draft_steps)"
+        raise wrong("draft_tokens", f"This server {does}, `draft_tokens` asks for {values['draft_tokens']}.")
     outside = [token for token in values.get("logit_bias", {}) if token >= len(writer.vocabulary)]
     if outside:
         raise wrong("logit_bias", f"`logit_bias`: tokens run from 0 to {len(writer.vocabulary) - 1}, got {outside[0]}.")

@@ -8,7 +8,10 @@ many texts that begin together.
 import logging
 import threading
 from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
 
+from qkvflow.generation.drafting import Drafted
 from qkvflow.generation.engine import Engine
 from qkvflow.generation.sampling import SamplingOptions
 from qkvflow.generation.text import Continuation
@@ -44,6 +47,7 @@ class Scheduler:
         self._changed = threading.Condition()
         self._closing = False
         self._started = 0
+        self._drafted = Drafted()
         self._thread = threading.Thread(target=self._run, name="scheduler", daemon=True)
 
     @property
@@ -98,10 +102,11 @@ class Scheduler:
             job.cancelled = True
             self._changed.notify()
 
-    def load(self) -> dict[str, int]:
-        """How many jobs are running and waiting, and how many slots there are."""
+    def load(self) -> dict[str, Any]:
+        """How many jobs are running and waiting, how many slots there are; what drafting came to for texts so far."""
         with self._changed:
-            return {"slots": self._shares.slots, "running": self._shares.running, "waiting": self._shares.waiting}
+            load = {"slots": self._shares.slots, "running": self._shares.running, "waiting": self._shares.waiting}
+            return {**load, "drafting": asdict(self._drafted)} if self.writer.prepared.draft_tokens else load
 
     def close(self) -> None:
         """Stops the thread. Jobs that are not finished end with the reason `error`."""
@@ -140,7 +145,10 @@ class Scheduler:
             return
         step = self._engine.decode(1)
         for slot, text in going:
-            self._tell(slot, text, text.add(int(step.token[slot]), bool(step.complete[slot]), step.logprobs, slot))
+            drafted = step.drafted[slot] if step.drafted else None
+            for token, complete, place in step.added(slot):
+                if self._tell(slot, text, text.add(token, complete, step.logprobs, place, drafted)):
+                    break
 
     def _change_hands(self) -> None:
         """Gives a slot to a text that waits, if there is one to give."""
@@ -198,6 +206,7 @@ class Scheduler:
         if ended:
             with self._changed:
                 self._shares.free(slot)
+                self._drafted += event.drafted or Drafted()
             self._engine.cancel(slot)
         _emit(running.job, event)
         return ended

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Iterable
 from types import ModuleType
 from typing import Any
 
+from qkvflow.generation.drafting import Drafted
 from qkvflow.generation.text import TextStream
 from qkvflow.serving.errors import RequestError
 from qkvflow.serving.job import Event, Job, Told
@@ -26,6 +27,7 @@ class Texts:
         self._vocabulary = scheduler.writer.vocabulary
         self._news: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
         self._tokens = 0
+        self._drafted: dict[int, Drafted] = {}
         self._jobs = [self._job(i, options) for i, options in enumerate(order.options())]
 
     def submit(self) -> None:
@@ -99,6 +101,8 @@ class Texts:
             left -= event.reason is not None
             made[index] = event.tokens
             self._tokens = sum(made)
+            if event.drafted is not None:
+                self._drafted[index] = event.drafted
             yield index, event
 
     def _job(self, index: int, options) -> Job:
@@ -153,9 +157,17 @@ class Texts:
         logprobs = None if self._order.top is None else self._form.logprobs(told, self._vocabulary)
         return json.dumps(self._form.whole(number, text, made.reason, logprobs)).encode()
 
-    def _usage(self) -> dict[str, int]:
+    def _usage(self) -> dict[str, Any]:
         prompt = sum(len(prompt.tokens) for prompt in self._order.prompts)
-        return {"prompt_tokens": prompt, "completion_tokens": self._tokens, "total_tokens": prompt + self._tokens}
+        usage = {"prompt_tokens": prompt, "completion_tokens": self._tokens, "total_tokens": prompt + self._tokens}
+        if not self._drafted:
+            return usage
+        drafted = sum(self._drafted.values(), Drafted())
+        details = {
+            "accepted_prediction_tokens": drafted.accepted,
+            "rejected_prediction_tokens": drafted.proposed - drafted.accepted,
+        }
+        return {**usage, "completion_tokens_details": details}
 
     def _sent(self, body: dict[str, Any]) -> str:
         kind = f"{self._head['object']}{'.chunk' if 'chat' in self._head['object'] else ''}"

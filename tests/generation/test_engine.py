@@ -74,7 +74,7 @@ def begun(engine, i, new=20):
 
 def told(step, slot):
     lp = step.logprobs
-    return int(step.token[slot]), float(lp.token[slot]), lp.top[slot].tolist(), lp.top_logprobs[slot].tolist()
+    return int(step.token[slot]), float(lp.token[slot, 0]), lp.top[slot, 0].tolist(), lp.top_logprobs[slot, 0].tolist()
 
 
 def alone(engine, i, new=20):

@@ -1,0 +1,120 @@
+"""Teacher forcing with the caches of generation: what exits cost on a text, and the threshold that costs so much."""
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import equinox as eqx
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import numpy as np
+from haliax import Axis
+from levanter.models.lm_model import LmExample
+
+from qkvflow.axes import BATCH, POSITION
+from qkvflow.blocks import Inputs, Window
+from qkvflow.errors import UserError
+from qkvflow.models.cached import CachedModel
+from qkvflow.models.exits import ExitConfig
+from qkvflow.models.neuralode import NeuralOdeLMHeadModel
+
+_CHUNK = 64  # positions that are read at once
+_HALVINGS = 8  # of the interval of the threshold, in logarithms
+_LOWEST, _HIGHEST = 1e-6, 1e2  # thresholds between which it is looked for
+
+
+@dataclass(frozen=True)
+class ExitReading:
+    """A text read with exits. loss: nats per token.
+
+    Attributes:
+        evaluations: of the vector field per token, in the mean. of: those of the full model.
+    """
+
+    rule: str
+    threshold: float
+    loss: float
+    evaluations: float
+    of: int
+
+
+class ForcedReader:
+    """Reads a text with exits by a rule, at any threshold.
+
+    model: in inference mode.
+
+    Raises:
+        UserError: it has adaptive steps, or cannot have such exits.
+    """
+
+    def __init__(self, model: NeuralOdeLMHeadModel, exits: ExitConfig):
+        # At 0 there would be no rule, and nothing to give another threshold to.
+        asked = dataclasses.replace(exits, threshold=exits.threshold or 1.0)
+        self._model = eqx.filter_jit(CachedModel.of)(model, asked)
+        assert self._model.exit is not None
+        self._exit, self._plan = self._model.exit, self._model.flow.plan
+
+    def read(self, examples: Sequence[LmExample], threshold: float) -> ExitReading:
+        """The text at this threshold."""
+        exits = dataclasses.replace(self._exit, threshold=jnp.asarray(threshold, jnp.float32))
+        model = dataclasses.replace(self._model, exit=exits)
+        total = sum(np.asarray(_sums(model, example), np.float64) for example in examples)
+        loss, weight, steps, tokens = np.asarray(total).tolist()
+        each = self._plan.evaluations / self._plan.steps
+        return ExitReading(exits.rule, threshold, loss / weight, each * steps / tokens, self._plan.evaluations)
+
+    def calibrate(self, examples: Sequence[LmExample], cost: float, loss: float) -> ExitReading:
+        """The reading with the highest threshold found that costs at most `cost` nats more than `loss`.
+
+        Raises:
+            UserError: even the lowest threshold costs more.
+        """
+        most = loss + cost
+        low, high, best = np.log(_LOWEST), np.log(_HIGHEST), self.read(examples, _LOWEST)
+        if best.loss > most:
+            raise UserError(f"calibrate: exits cost more than {cost} nats even at the threshold {_LOWEST:g}.")
+        for _ in range(_HALVINGS):
+            reading = self.read(examples, float(np.exp((low + high) / 2)))
+            if reading.loss <= most:
+                low, best = (low + high) / 2, reading
+            else:
+                high = (low + high) / 2
+        return best
+
+
+@eqx.filter_jit
+def _sums(model: CachedModel, example: LmExample):
+    """(loss, weight, steps, tokens), summed over a batch."""
+    tokens = example.tokens.rearrange((BATCH, POSITION)).array
+    weight = example.loss_weight.rearrange((BATCH, POSITION)).array
+    rows, length = tokens.shape
+    Batch, New = Axis(BATCH, rows), Axis(POSITION, _CHUNK)
+    given = Inputs.of_example(example)
+    pad = [(0, 0), (0, -length % _CHUNK)]
+    targets, weight = jnp.pad(jnp.roll(tokens, -1, axis=1), pad), jnp.pad(weight, pad)
+    tokens = jnp.pad(tokens, pad)
+    control = None
+    if given.control is not None:
+        control = given.control.broadcast_axis((Batch, Axis(POSITION, length))).rearrange((BATCH, POSITION, ...))
+        control = jnp.pad(control.array, [*pad, (0, 0)]), control.axes[-1]
+
+    def chunk(carry, at):
+        memory, loss = carry
+
+        def piece(a):
+            return jax.lax.dynamic_slice_in_dim(a, at, _CHUNK, axis=1)
+
+        window = Window(hax.full(Batch, at), hax.full(Batch, jnp.minimum(_CHUNK, length - at)))
+        own = None if control is None else hax.named(piece(control[0]), (Batch, New, control[1]))
+        x, memory = model.extend(hax.named(piece(tokens), (Batch, New)), Inputs(control=own, window=window), memory)
+        logits = model.logits(x).rearrange((BATCH, POSITION, "vocab")).array
+        log_p = jnp.take_along_axis(jax.nn.log_softmax(logits), piece(targets)[..., None], axis=-1)[..., 0]
+        return (memory, loss - jnp.sum(log_p * piece(weight))), None
+
+    start = (model.memory(Batch, tokens.shape[1]), jnp.float32(0))
+    (memory, loss), _ = jax.lax.scan(chunk, start, jnp.arange(0, tokens.shape[1], _CHUNK, dtype=jnp.int32))
+    # Sequences that fill up the last batch have no weight.
+    real = jnp.any(weight > 0, axis=1)[:, None]
+    steps, count = jnp.sum(jnp.where(real, memory[1].spent, 0), axis=0)
+    return loss, jnp.sum(weight), steps.astype(jnp.float32), count.astype(jnp.float32)

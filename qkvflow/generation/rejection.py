@@ -1,0 +1,83 @@
+"""Drafted tokens against the distribution that they should have: which stay, and what stands behind them.
+
+    a draft x ~ q stays with probability min(1, p(x) / q(x));  in place of the first that does not stands a draw from
+    the rest, max(p - q, 0) / sum max(p - q, 0);  if all stay, a draw from p stands behind them
+
+What stands there then has the distribution p, whatever q is. p and q are what is drawn from: after bias, temperature,
+top-k and top-p. Greedy tokens are the case of all mass on one token: a draft stays if it is the likeliest.
+Sources: Leviathan et al. (arXiv 2211.17192), algorithm 1; Chen et al. (arXiv 2302.01318), theorem 1.
+
+All draws at a position depend on its seed and on the position alone. Noise behind a draft that does not stay is used
+again by the next draft there; nothing that stays has depended on it.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from qkvflow.generation.sampling import Sampling, choose, draw, log_probabilities, noise_key
+
+_DRAFT, _VERDICT = 1, 2  # streams of noise at a position besides that of the token itself
+
+
+def propose(
+    logits: Float[Array, "batch vocab"], sampling: Sampling, position: Int[Array, "batch"], active: Bool[Array, "batch"]
+) -> tuple[Int[Array, "batch"], Float[Array, "batch vocab"]]:
+    """A draft at `position`, and log q up to a constant; zeros if no sequence is drawn at random."""
+    log_q = jax.lax.cond(
+        _any_drawn(sampling, active),
+        lambda: log_probabilities(logits, sampling, active),
+        lambda: jnp.zeros(logits.shape, jnp.float32),
+    )
+    return choose(logits, sampling, position, active, stream=_DRAFT), log_q
+
+
+def judge(
+    logits: Float[Array, "batch window vocab"],
+    drafts: Int[Array, "batch drafts"],
+    log_q: Float[Array, "batch drafts vocab"],
+    count: Int[Array, "batch"],
+    sampling: Sampling,
+    position: Int[Array, "batch"],
+    active: Bool[Array, "batch"],
+) -> tuple[Int[Array, "batch"], Int[Array, "batch"]]:
+    """How many of the first `count` drafts stay, and the token behind those.
+
+    logits: with their bias, at the places of the drafts (the first at `position`) and behind the last.
+    """
+    proposed = jnp.arange(drafts.shape[1]) < count[:, None]
+    likeliest = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    greedy = _leading(proposed & (drafts == likeliest[:, :-1]))
+    greedy = greedy, _at(likeliest, greedy)
+
+    def drawn():
+        log_p = jax.vmap(log_probabilities, (1, None, None), 1)(logits, sampling, active)
+        p, q = jax.nn.softmax(log_p), jax.nn.softmax(log_q)
+        u = jax.vmap(_uniform, (None, 0))(sampling.seed, position + jnp.arange(drafts.shape[1])[:, None]).T
+        p_of, q_of = (jnp.take_along_axis(d, drafts[..., None], axis=-1)[..., 0] for d in (p[:, :-1], q))
+        stay = _leading(proposed & (u * q_of < p_of))
+        # In place of a draft what q has too much of is left out.
+        rest = jnp.maximum(_at(p, stay) - _at(jnp.pad(q, ((0, 0), (0, 1), (0, 0))), stay), 0.0)
+        is_rest = (stay < count) & (rest.sum(axis=-1) > 0)  # equal but for rounding, they leave no rest
+        log_of = jnp.where(is_rest[:, None], jnp.log(rest), _at(log_p, stay))
+        behind = jax.vmap(draw)(log_of, sampling.seed, position + stay)
+        return tuple(jnp.where(sampling.temperature > 0, *pair) for pair in zip((stay, behind), greedy, strict=True))
+
+    return jax.lax.cond(_any_drawn(sampling, active), drawn, lambda: greedy)
+
+
+def _any_drawn(sampling: Sampling, active):
+    return jnp.any(active & (sampling.temperature > 0))
+
+
+def _leading(stay: Bool[Array, "batch drafts"]) -> Int[Array, "batch"]:
+    return jnp.cumprod(stay.astype(jnp.int32), axis=1).sum(axis=1)
+
+
+def _at(array, index):
+    """[batch, window, ...] -> [batch, ...]."""
+    return jnp.take_along_axis(array, index.reshape(-1, *[1] * (array.ndim - 1)), axis=1)[:, 0]
+
+
+def _uniform(seeds, positions):
+    return jax.vmap(lambda seed, at: jax.random.uniform(noise_key(seed, at, _VERDICT)))(seeds, positions)

@@ -1,0 +1,125 @@
+"""When a token stops integrating: a rule on what the rest of the flow would change, read off the steps so far.
+
+    velocity   |x_k - x_{k-1}| (L - k) / |x_k|, how far the rest would carry it at this speed, as a share of it
+    kl         KL(p_k | p_{k-1}) of its predictions after and before the last step, in nats
+    margin     1 - (p - p'), with p and p' the two largest probabilities of its prediction
+
+A token stops after the first step k >= min_steps at which this is below the threshold; none is below 0. Predictions are
+what norm and head make of the state. The rule sees a token's own state, which depends on its prefix alone.
+Sources: `margin`, Schuster et al., Confident Adaptive Language Modeling (arXiv 2207.07061); `kl`, Geiping et al.,
+Scaling up Test-Time Compute with Latent Reasoning (arXiv 2502.05171).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import equinox as eqx
+import haliax as hax
+import haliax.nn as hnn
+import jax.numpy as jnp
+from haliax import Axis, NamedArray
+from jaxtyping import Array, Float, Int
+
+from qkvflow.axes import EMBED
+from qkvflow.errors import UserError
+from qkvflow.ranges import Count, NotNegative, check_ranges
+
+RULES = ("kl", "velocity", "margin")
+_VOCAB = "vocab"
+
+
+@dataclass(frozen=True)
+class ExitConfig:
+    """`--exit '{rule: kl, threshold: 0.01, min_steps: 1}'`. threshold: 0 is the full model. min_steps: that every token
+    makes."""
+
+    rule: str
+    threshold: NotNegative
+    min_steps: Count = 1
+
+    def __post_init__(self):
+        check_ranges(self)
+        if self.rule not in RULES:
+            raise UserError(f"exit: rule: {self.rule!r} is not known. Choices: {', '.join(RULES)}.")
+
+
+class Exit(eqx.Module):
+    """A rule with its threshold, which may be traced."""
+
+    threshold: Float[Array, ""]
+    rule: str = eqx.field(static=True)
+    min_steps: int = eqx.field(static=True)
+
+    @staticmethod
+    def of(config: ExitConfig, steps: int, has_coda: bool) -> "Exit":
+        """For a flow of `steps` steps.
+
+        Raises:
+            UserError: the rule cannot be asked there.
+        """
+        if config.min_steps >= steps:
+            raise UserError(
+                f"exit: min_steps must be below the {steps} steps of the model, or no token ever leaves; got"
+                f" {config.min_steps}."
+            )
+        if has_coda and config.rule != "velocity":
+            raise UserError(
+                f"exit: rule: {config.rule} reads a prediction off the state of the flow, which this model's coda would"
+                " change first (model.coda_layers). Use rule: velocity."
+            )
+        return Exit(jnp.asarray(config.threshold, jnp.float32), config.rule, config.min_steps)
+
+    def leaves(self, k: int, before: NamedArray, after: NamedArray, steps: int, logits: Callable) -> NamedArray:
+        """{batch, position} bool: which tokens stop after k of `steps` steps. logits: of a state."""
+        return self._rest(k, before, after, steps, logits) < self.threshold.astype(jnp.float32)
+
+    def _rest(self, k: int, before, after, steps: int, logits: Callable) -> NamedArray:
+        if self.rule == "velocity":
+            moved, length = (_length(x.astype(jnp.float32)) for x in (after - before, after))
+            return moved * (steps - k) / hax.maximum(length, 1e-30)
+        log_p = hnn.log_softmax(logits(after), _VOCAB)
+        if self.rule == "kl":
+            kl = hax.sum(hax.exp(log_p) * (log_p - hnn.log_softmax(logits(before), _VOCAB)), _VOCAB)
+            return hax.maximum(kl, 0.0)  # rounding may leave less
+        largest = hax.top_k(hax.exp(log_p), _VOCAB, 2)[0]
+        return hax.maximum(1.0 - (largest[_VOCAB, 0] - largest[_VOCAB, 1]), 0.0)
+
+
+class ExitMemory(eqx.Module):
+    """The memories of a flow's evaluations.
+
+    Attributes:
+        spent: {batch, 2}: steps and tokens so far. of: steps that there are.
+    """
+
+    evaluations: tuple
+    spent: Int[Array, "batch 2"]
+    of: int = eqx.field(static=True)
+
+    @staticmethod
+    def empty(evaluations: tuple, Batch: Axis, of: int) -> "ExitMemory":
+        return ExitMemory(evaluations, jnp.zeros((Batch.size, 2), jnp.int32), of)
+
+
+@dataclass(frozen=True)
+class Exited:
+    """What exits came to. steps: that all `tokens` together have made, of `of` each."""
+
+    steps: int
+    tokens: int
+    of: int
+
+    def __add__(self, other: "Exited") -> "Exited":
+        return Exited(self.steps + other.steps, self.tokens + other.tokens, self.of)
+
+    @property
+    def mean(self) -> float:
+        """Steps per token."""
+        return self.steps / max(1, self.tokens)
+
+    def __str__(self) -> str:
+        return f"exits: {self.mean:.2f} of {self.of} steps per token"
+
+
+def _length(x: NamedArray) -> NamedArray:
+    return hax.sqrt(hax.sum(hax.square(x), EMBED))
