@@ -39,7 +39,7 @@ from qkvflow.runs.directory import location_of
 from qkvflow.runs.evaluate import RunEvaluator, on_other_text
 from qkvflow.runs.load import find_run, stored_config
 from qkvflow.runs.made import new_run, refuse_existing
-from qkvflow.runs.places import Place
+from qkvflow.places import Place
 from qkvflow.weights import BasisConfig, Fit, WeightsConfig
 
 _ROUNDING = 1e-5  # a relative error that fp32 does not explain

@@ -41,9 +41,10 @@ class CachedFlow(eqx.Module):
         Raises:
             UserError: there are too many.
         """
-        if flow.plan.evaluations > MOST_EVALUATIONS:
+        evaluations = flow.plan.evaluations or 0  # None where steps adapt, which is refused elsewhere
+        if evaluations > MOST_EVALUATIONS:
             raise UserError(
-                f"This flow has {flow.plan.evaluations:,} evaluations of its field, and at most {MOST_EVALUATIONS} can"
+                f"This flow has {evaluations:,} evaluations of its field, and at most {MOST_EVALUATIONS} can"
                 " be cached: each is compiled by itself, and keeps keys and values of its own. Take fewer steps, or"
                 " read the whole text again for each token (use_cache false)."
             )
