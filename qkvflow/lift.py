@@ -31,6 +31,7 @@ from qkvflow.models import NeuralOdeLMHeadModel
 from qkvflow.models.alignment import Roughness, layer_roughness
 from qkvflow.models.levanter_twin import enter, enter_config
 from qkvflow.models.lifting import aligned, check_liftable, lift
+from qkvflow.places import Place
 from qkvflow.progress import Progress
 from qkvflow.ranges import Count
 from qkvflow.runs import Run, load_run
@@ -39,7 +40,6 @@ from qkvflow.runs.directory import location_of
 from qkvflow.runs.evaluate import RunEvaluator, on_other_text
 from qkvflow.runs.load import find_run, stored_config
 from qkvflow.runs.made import new_run, refuse_existing
-from qkvflow.places import Place
 from qkvflow.weights import BasisConfig, Fit, WeightsConfig
 
 _ROUNDING = 1e-5  # a relative error that fp32 does not explain
