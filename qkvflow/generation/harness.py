@@ -196,7 +196,7 @@ def run_tasks(
         torch_random_seed=None,  # nothing here draws with torch
     )
     assert found is not None
-    return {task: _numbers(values) for task, values in found["results"].items()}
+    return {task: _numbers(values) for task, values in (found.get("results") or {}).items()}
 
 
 def _manager_of(names: Sequence[str], folder: str | None) -> TaskManager:
