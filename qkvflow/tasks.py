@@ -49,7 +49,7 @@ class Tasks:
     def __init__(self, options: TaskOptions):
         """
         Raises:
-            UserError: the harness is not installed, or there is no such task or folder.
+            UserError: the harness is not installed, there is no such task or folder, or a task's data cannot be had.
         """
         try:
             from qkvflow.generation import harness
@@ -65,11 +65,7 @@ class Tasks:
         self._manager = harness.task_manager(options.names, None if folder is None else str(folder))
 
     def read(self, run: Run, model: LmHeadModel) -> TaskReading:
-        """Asks the tasks of a model, which is that of the run or the same flow at another depth.
-
-        Raises:
-            UserError: a task's data cannot be had, or the task cannot be asked of a model of text.
-        """
+        """Asks the tasks of a model, which is that of the run or the same flow at another depth."""
         options, writer = self._options, writer_of(run, model)
         # W(t) is evaluated once for all texts.
         whole = model.discretise() if isinstance(model, NeuralOdeLMHeadModel) else model

@@ -111,6 +111,9 @@ def test_tasks_that_there_are_not(folder):
     pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not here: make setup EXTRA=dev,eval")
     with pytest.raises(UserError, match="no task 'nothing'"):
         run_eval("--run", OLD / "flow", "--tasks", "own_choices,nothing", "--tasks_folder", folder)
+    (folder.parent / "questions.jsonl").unlink()
+    with pytest.raises(UserError, match="own_choices cannot be loaded"):
+        run_eval("--run", OLD / "flow", "--tasks", "own_choices", "--tasks_folder", folder)
     with pytest.raises(UserError, match="there is no folder"):
         run_eval("--run", OLD / "flow", "--tasks", "own_choices", "--tasks_folder", folder / "none")
 

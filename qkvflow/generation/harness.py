@@ -154,22 +154,26 @@ class HarnessModel(TemplateLM):
 
 
 def task_manager(names: Sequence[str], folder: str | None) -> TaskManager:
-    """The harness's tasks, with those of a folder.
+    """The harness's tasks, with those of a folder; their data is there.
 
     Raises:
-        UserError: there is no task of one of these names.
+        UserError: there is no task of one of these names, or its data cannot be had.
     """
-    if folder is not None:  # reading the harness's own takes half a minute
-        own = TaskManager(include_path=folder, include_defaults=False)
-        if all(own.match_tasks([name]) for name in names):
-            return own
-    manager = TaskManager(include_path=folder)
+    manager = _manager_of(names, folder)
     missing = [name for name in names if not manager.match_tasks([name])]
     if missing:
         raise UserError(
             f"lm-evaluation-harness has no task {', '.join(map(repr, missing))}: `lm_eval ls tasks` lists those it has;"
             " --tasks_folder DIR adds your own"
         )
+    try:
+        manager.load(list(names))
+    except Exception as error:  # the harness and datasets raise many kinds
+        reason = next(iter(str(error).splitlines()), "") or type(error).__name__
+        raise UserError(
+            f"the tasks {', '.join(names)} cannot be loaded: {reason[:300]}. Tasks of --tasks_folder DIR with data on"
+            " this machine need no network"
+        ) from None
     return manager
 
 
@@ -181,25 +185,26 @@ def run_tasks(
     Args:
         limit: of the documents of each task; all by default.
         shots: examples in front of each question; as the task says by default.
-
-    Raises:
-        UserError: a task's data cannot be had, or the task cannot be asked.
     """
-    try:
-        found = simple_evaluate(
-            model,
-            tasks=list(names),
-            task_manager=manager,
-            num_fewshot=shots,
-            limit=limit,
-            log_samples=False,
-            torch_random_seed=None,  # nothing here draws with torch
-        )
-    except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
-        reason = next(iter(str(error).splitlines()), "") or type(error).__name__
-        raise UserError(f"the tasks {', '.join(names)} cannot be run: {reason[:300]}") from error
+    found = simple_evaluate(
+        model,
+        tasks=list(names),
+        task_manager=manager,
+        num_fewshot=shots,
+        limit=limit,
+        log_samples=False,
+        torch_random_seed=None,  # nothing here draws with torch
+    )
     assert found is not None
-    return {task: _numbers(values) for task, values in found["results"].items()}
+    return {task: _numbers(values) for task, values in (found.get("results") or {}).items()}
+
+
+def _manager_of(names: Sequence[str], folder: str | None) -> TaskManager:
+    if folder is not None:  # reading the harness's own takes half a minute
+        own = TaskManager(include_path=folder, include_defaults=False)
+        if all(own.match_tasks([name]) for name in names):
+            return own
+    return TaskManager(include_path=folder)
 
 
 def _numbers(values: dict[str, Any]) -> dict[str, float]:

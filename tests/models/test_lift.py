@@ -11,14 +11,16 @@ import numpy as np
 import optax
 import pytest
 from levanter.layers.attention import AttentionMask
+from levanter.models.llama import LlamaConfig
 from levanter.models.lm_model import LmExample
-from support.models import VOCAB, build, heavy, llama, random_tokens, small_config
+from support.models import VOCAB, build, heavy, is_float, llama, random_tokens, small_config
 
 from qkvflow.blocks import SsmBlockConfig
 from qkvflow.depth import DepthConfig
 from qkvflow.errors import UserError
 from qkvflow.models import ControlConfig
 from qkvflow.models.alignment import align, layer_roughness
+from qkvflow.models.levanter_twin import enter
 from qkvflow.models.lifting import aligned, check_liftable, lift
 from qkvflow.named import map_named, named_leaves
 from qkvflow.time import grid
@@ -190,6 +192,17 @@ def test_a_smooth_path_is_found_again(block, orders):
     logits = eqx.filter_jit(lambda m: m(random_tokens()).array)
     put = lambda w: eqx.tree_at(lambda m: m.transformer.flow.weights, smooth, w)  # noqa: E731
     np.testing.assert_allclose(logits(put(shuffled)), logits(smooth), atol=2e-5)
+
+
+def test_a_llama_of_levanters():
+    """Whose query heads stand in groups: aligned, and read as a flow, it says what it said."""
+    config = LlamaConfig(max_seq_len=12, hidden_dim=32, intermediate_dim=24, num_layers=3, num_heads=4, num_kv_heads=2)
+    model = jax.tree.map(lambda x: x + 0.05 if is_float(x) else x, config.build(VOCAB, key=jax.random.PRNGKey(0)))
+    flow, _ = lift(aligned(enter(model)), BasisConfig("cosine", 3))
+    given, found = (
+        eqx.filter_jit(lambda m: m(random_tokens(), attn_mask=AttentionMask.causal()).array)(m) for m in (model, flow)
+    )
+    np.testing.assert_allclose(found, given, atol=1e-4)
 
 
 def test_roughness_by_hand():
