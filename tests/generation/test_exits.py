@@ -209,3 +209,5 @@ def test_generation_with_exits():
     np.testing.assert_array_equal(drafted.array, left)
     with pytest.raises(UserError, match="threshold"):
         qkvflow.generate(model, tokens, 4, exit={"rule": "kl", "threshold": -1.0})
+    with pytest.raises(UserError, match="keys such as"):
+        qkvflow.generate(model, tokens, 4, exit={"rule": "kl", "treshold": 1.0})
