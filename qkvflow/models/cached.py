@@ -14,6 +14,7 @@ from haliax import Axis, NamedArray
 
 from qkvflow.axes import EMBED, LAYERS, POSITION
 from qkvflow.blocks import Inputs
+from qkvflow.blocks.memory import keys_of
 from qkvflow.depth import FixedPlan, integrate_until_exit, integrate_with_memory
 from qkvflow.errors import UserError
 from qkvflow.models.config import NeuralOdeConfig
@@ -124,7 +125,8 @@ class CachedModel(eqx.Module):
             return rule.leaves(k, before, after, plan.steps, lambda x: self.logits(self.norm(x)))
 
         x, kept, steps = integrate_until_exit(
-            _field,
+            lambda *given: _field(*given)[1],
+            _reading,
             self.flow.blocks,
             x,
             plan,
@@ -168,6 +170,12 @@ def _in_whole_panels(head: NamedArray) -> NamedArray:
 
 def _row(stacked, k: int):
     return map_named(lambda a: a[LAYERS, k] if LAYERS in {axis.name for axis in a.axes} else a, stacked)
+
+
+def _reading(block, x: NamedArray, inputs: Inputs, before, after) -> NamedArray:
+    """dx/dt of positions whose keys are in the memory already."""
+    inputs = dataclasses.replace(inputs, window=dataclasses.replace(inputs.window, written=True))
+    return block.extend(x, inputs, keys_of(after, before))[0]
 
 
 def _field(block, x: NamedArray, inputs: Inputs, memory):
