@@ -1,8 +1,8 @@
 """Fixed-step integration with memory in which each token stops on its own: from then on its state stays as it is.
 
-The field still sees the states that stay, for what it puts into its memory: later tokens read it. What else an evaluation
-would give is left out as soon as no token of the batch moves. Memories are written outside that branch: by the same
-kernels for tokens that move and those that stay, and in place, where XLA would copy them into and out of a branch.
+The field still sees the states that stay, for what it puts into its memory: later tokens read it. What else an
+evaluation would give is left out as soon as no token of the batch moves. Memories are written outside that branch: by
+the same kernels for tokens that move and those that stay, and in place, where XLA would copy them into and out of it.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,8 +17,8 @@ from qkvflow.depth.steps import advance, increment, read, start
 
 
 def integrate_until_exit(
-    remember: Callable[[Any, NamedArray, Any, Any], Any],
-    field: Callable[[Any, NamedArray, Any, Any, Any], NamedArray],
+    remember: Callable[[Any, NamedArray, Any, Any], tuple[Any, Any]],
+    field: Callable[[Any, NamedArray, Any, Any], NamedArray],
     weights: Sequence,
     x: NamedArray,
     plan: FixedPlan,
@@ -32,8 +32,8 @@ def integrate_until_exit(
     """x(1), the memory after it, and the steps that each token has made.
 
     Args:
-        remember: (weights, x, args, memory) -> the memory with the positions of x.
-        field: (weights, x, args, memory before, memory after) -> dx/dt.
+        remember: (weights, x, args, memory) -> the memory with the positions of x, and what `field` reads.
+        field: (weights, x, args, what it reads) -> dx/dt.
         weights, memory: as of `integrate_with_memory`.
         going: {batch, position} bool, false for tokens that nobody asks for.
         leaves: (steps made, x before the last of them, x after it) -> {batch, position} bool, which tokens stop there.
@@ -46,21 +46,22 @@ def integrate_until_exit(
     for k, rows in enumerate(plan.grid.time_rows):
         before, some_go = read(state, dtype), hax.any(going).array
 
-        def psi(
-            x: NamedArray, backward: bool, rows=rows, k=k, before=before, going=going, some_go=some_go
-        ) -> NamedArray:
+        def psi(x: NamedArray, backward: bool, rows=rows, k=k, now=(before, going, some_go)) -> NamedArray:
+            before, going, some_go = now
+
             def evaluate(slot: int, x: NamedArray) -> NamedArray:
-                seen, own = x.astype(dtype), memory[len(after)]
-                if k >= min_steps:
-                    seen = _where(going, seen, before)
-                after.append(remember(weights[rows[slot]], seen, args, own))
-                operands = (seen, own, after[-1])
-                move = lambda seen, own, new: field(weights[rows[slot]], seen, args, own, new)  # noqa: E731
-                if k < min_steps:
-                    return move(*operands).astype(x.dtype)
-                return jax.lax.cond(some_go, move, lambda seen, own, new: hax.zeros_like(seen), *operands).astype(
-                    x.dtype
-                )
+                seen = x.astype(dtype) if k < min_steps else _where(going, x.astype(dtype), before)
+                remembered, read_from = remember(weights[rows[slot]], seen, args, memory[len(after)])
+                after.append(remembered)
+
+                def move(seen, memory):
+                    return field(weights[rows[slot]], seen, args, memory).rearrange(seen.axes)
+
+                def stay(seen, memory):
+                    return hax.zeros_like(seen)
+
+                dx = move(seen, read_from) if k < min_steps else jax.lax.cond(some_go, move, stay, seen, read_from)
+                return dx.astype(x.dtype)
 
             return increment(evaluate, x, plan.grid, plan.step, backward=backward)
 

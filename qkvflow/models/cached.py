@@ -125,7 +125,7 @@ class CachedModel(eqx.Module):
             return rule.leaves(k, before, after, plan.steps, lambda x: self.logits(self.norm(x)))
 
         x, kept, steps = integrate_until_exit(
-            lambda *given: _field(*given)[1],
+            _remembering,
             _reading,
             self.flow.blocks,
             x,
@@ -172,10 +172,16 @@ def _row(stacked, k: int):
     return map_named(lambda a: a[LAYERS, k] if LAYERS in {axis.name for axis in a.axes} else a, stacked)
 
 
-def _reading(block, x: NamedArray, inputs: Inputs, before, after) -> NamedArray:
+def _remembering(block, x: NamedArray, inputs: Inputs, memory):
+    """The memory with the positions of x, and what their evaluation reads: keys after them, states before them."""
+    after = block.extend(x, inputs, memory)[1]
+    return after, keys_of(after, memory)
+
+
+def _reading(block, x: NamedArray, inputs: Inputs, memory) -> NamedArray:
     """dx/dt of positions whose keys are in the memory already."""
     inputs = dataclasses.replace(inputs, window=dataclasses.replace(inputs.window, written=True))
-    return block.extend(x, inputs, keys_of(after, before))[0]
+    return block.extend(x, inputs, memory)[0]
 
 
 def _field(block, x: NamedArray, inputs: Inputs, memory):
