@@ -210,4 +210,4 @@ def test_generation_with_exits():
     with pytest.raises(UserError, match="threshold"):
         qkvflow.generate(model, tokens, 4, exit={"rule": "kl", "threshold": -1.0})
     with pytest.raises(UserError, match="keys such as"):
-        qkvflow.generate(model, tokens, 4, exit={"rule": "kl", "treshold": 1.0})
+        qkvflow.generate(model, tokens, 4, exit={"rule": "kl", "limit": 1.0})
