@@ -24,11 +24,14 @@ class Window(eqx.Module):
     Attributes:
         trial: some of the positions may be taken back. Keys need nothing for that; states of recurrences are kept after
             each position, until `settled` says how many of them stay.
+        written: the memory has the keys of these positions already, and is only read; states of recurrences are given
+            from before them.
     """
 
     start: NamedArray  # {batch}, int32
     count: NamedArray  # {batch}, int32
     trial: bool = eqx.field(static=True, default=False)
+    written: bool = eqx.field(static=True, default=False)
 
     def positions(self, New: Axis) -> NamedArray:
         """{batch, position}: the places in the sequence of the new positions `New`."""
@@ -56,6 +59,8 @@ class KeysValues(eqx.Module):
 
     def extended(self, k: NamedArray, v: NamedArray, window: Window) -> "KeysValues":
         """With the keys and values of the window's positions: {batch, heads, position, head_size}."""
+        if window.written:
+            return self
         return KeysValues(_write(self.k, k, window.start), _write(self.v, v, window.start))
 
     def merged(self, q: NamedArray, Heads: Axis) -> NamedArray:
@@ -82,6 +87,11 @@ def with_states(memory, states: Sequence[NamedArray]):
     leaves, structure = _leaves(memory)
     new = iter(states)
     return jax.tree.unflatten(structure, [next(new) if isinstance(leaf, NamedArray) else leaf for leaf in leaves])
+
+
+def keys_of(memory, before):
+    """The memory with the states of recurrences that it had `before` a window: what a `written` one reads."""
+    return with_states(memory, states(before))
 
 
 def settled(memory, last: NamedArray):

@@ -1,7 +1,8 @@
 """Fixed-step integration with memory in which each token stops on its own: from then on its state stays as it is.
 
-The field is still evaluated at the states that stay, for what it puts into its memory: later tokens read it. What else
-an evaluation would give is left out as soon as no token of the batch moves.
+The field still sees the states that stay, for what it puts into its memory: later tokens read it. What else an
+evaluation would give is left out as soon as no token of the batch moves. Memories are written outside that branch: by
+the same kernels for tokens that move and those that stay, and in place, where XLA would copy them into and out of it.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,7 +17,8 @@ from qkvflow.depth.steps import advance, increment, read, start
 
 
 def integrate_until_exit(
-    field: Callable[[Any, NamedArray, Any, Any], tuple[NamedArray, Any]],
+    remember: Callable[[Any, NamedArray, Any, Any], tuple[Any, Any]],
+    field: Callable[[Any, NamedArray, Any, Any], NamedArray],
     weights: Sequence,
     x: NamedArray,
     plan: FixedPlan,
@@ -30,54 +32,51 @@ def integrate_until_exit(
     """x(1), the memory after it, and the steps that each token has made.
 
     Args:
-        field, weights, memory: as of `integrate_with_memory`.
+        remember: (weights, x, args, memory) -> the memory with the positions of x, and what `field` reads.
+        field: (weights, x, args, what it reads) -> dx/dt.
+        weights, memory: as of `integrate_with_memory`.
         going: {batch, position} bool, false for tokens that nobody asks for.
         leaves: (steps made, x before the last of them, x after it) -> {batch, position} bool, which tokens stop there.
         min_steps: that every token makes.
     """
     dtype, coupling = x.dtype, plan.grid.coupling
-    each = plan.evaluations // plan.steps
     state, after = start(x, coupling), []
     steps = going.astype("int32") * 0
 
-    def step(k: int, state, own: tuple, going: NamedArray | None):
-        """The state and the memory after step k. going: None if all go, else states of others stay."""
-        before, kept = read(state, dtype), []
+    for k, rows in enumerate(plan.grid.time_rows):
+        before, some_go = read(state, dtype), hax.any(going).array
 
-        def psi(x: NamedArray, backward: bool) -> NamedArray:
+        def psi(x: NamedArray, backward: bool, rows=rows, k=k, now=(before, going, some_go)) -> NamedArray:
+            before, going, some_go = now
+
             def evaluate(slot: int, x: NamedArray) -> NamedArray:
-                x = x.astype(dtype)
-                seen = x if going is None else _where(going, x, before)
-                dx, remembered = field(weights[plan.grid.time_rows[k][slot]], seen, args, own[len(kept)])
-                kept.append(remembered)
+                seen = x.astype(dtype) if k < min_steps else _where(going, x.astype(dtype), before)
+                remembered, read_from = remember(weights[rows[slot]], seen, args, memory[len(after)])
+                after.append(remembered)
+
+                def move(seen, memory):
+                    return field(weights[rows[slot]], seen, args, memory).rearrange(seen.axes)
+
+                def stay(seen, memory):
+                    return hax.zeros_like(seen)
+
+                dx = move(seen, read_from) if k < min_steps else jax.lax.cond(some_go, move, stay, seen, read_from)
                 return dx.astype(x.dtype)
 
             return increment(evaluate, x, plan.grid, plan.step, backward=backward)
 
         moved = advance(psi, state, coupling)
-        if going is not None:
-            moved = jax.tree.map(lambda new, old: _where(going, new, old), moved, state, is_leaf=_is_named)
-        return moved, tuple(kept)
-
-    for k in range(plan.steps):
-        own = tuple(memory[k * each : (k + 1) * each])
-        all_go, may_leave = k < min_steps, min_steps <= k + 1 < plan.steps
-
-        def move(state, going, own, k=k, all_go=all_go, may_leave=may_leave):
-            moved, kept = step(k, state, own, None if all_go else going)
-            if may_leave:
-                going = going & ~leaves(k + 1, read(state, dtype), read(moved, dtype)).rearrange(going.axes)
-            return moved, going, kept
-
-        def stay(state, going, own, k=k):
-            return state, going, step(k, state, own, hax.zeros_like(going))[1]
-
         steps = steps + going.astype("int32")
-        if all_go:
-            state, going, own = move(state, going, own)
-        else:
-            state, going, own = jax.lax.cond(hax.any(going).array, move, stay, state, going, own)
-        after += own
+        if k >= min_steps:
+            moved = jax.tree.map(lambda new, old, g=going: _where(g, new, old), moved, state, is_leaf=_is_named)
+        if min_steps <= k + 1 < plan.steps:
+
+            def ask(before, x, k=k, going=going):
+                return leaves(k + 1, before, x).rearrange(going.axes)
+
+            left = jax.lax.cond(some_go, ask, lambda *_, going=going: hax.zeros_like(going), before, read(moved, dtype))
+            going = going & ~left
+        state = moved
     return read(state, dtype), tuple(after), steps
 
 

@@ -10,7 +10,6 @@ from haliax import Axis, NamedArray
 from levanter.models.lm_model import LmHeadModel
 
 from qkvflow.axes import BATCH, CONTROL, POSITION
-from qkvflow.config import decode
 from qkvflow.errors import UserError
 from qkvflow.generation.drafting import Drafted, Drafting
 from qkvflow.generation.prepare import PreparedModel
@@ -84,7 +83,7 @@ def generate(
     options = [SamplingOptions(temperature, top_k, top_p, seed + i) for i in range(Batch.size)]
 
     drafting = Drafting.of(draft_steps, draft_tokens)
-    exits = decode(ExitConfig, dict(exit), "exit") if isinstance(exit, Mapping) else exit
+    exits = ExitConfig.of(exit) if isinstance(exit, Mapping) else exit
     if report is not None and drafting is None and exits is None:
         raise UserError("report tells what drafting and exits came to: give draft_steps or exit, or leave it out.")
     prepared = PreparedModel(model, use_cache, dtype, drafting, exits)

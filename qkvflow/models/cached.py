@@ -14,6 +14,7 @@ from haliax import Axis, NamedArray
 
 from qkvflow.axes import EMBED, LAYERS, POSITION
 from qkvflow.blocks import Inputs
+from qkvflow.blocks.memory import keys_of
 from qkvflow.depth import FixedPlan, integrate_until_exit, integrate_with_memory
 from qkvflow.errors import UserError
 from qkvflow.models.config import NeuralOdeConfig
@@ -138,7 +139,8 @@ class CachedModel(eqx.Module):
             return rule.leaves(k, before, after, plan.steps, lambda x: self.logits(self.norm(x)))
 
         x, kept, steps = integrate_until_exit(
-            _field,
+            _remembering,
+            _reading,
             self.flow.blocks,
             x,
             plan,
@@ -182,6 +184,18 @@ def _in_whole_panels(head: NamedArray) -> NamedArray:
 
 def _row(stacked, k: int):
     return map_named(lambda a: a[LAYERS, k] if LAYERS in {axis.name for axis in a.axes} else a, stacked)
+
+
+def _remembering(block, x: NamedArray, inputs: Inputs, memory):
+    """The memory with the positions of x, and what their evaluation reads: keys after them, states before them."""
+    after = block.extend(x, inputs, memory)[1]
+    return after, keys_of(after, memory)
+
+
+def _reading(block, x: NamedArray, inputs: Inputs, memory) -> NamedArray:
+    """dx/dt of positions whose keys are in the memory already."""
+    inputs = dataclasses.replace(inputs, window=dataclasses.replace(inputs.window, written=True))
+    return block.extend(x, inputs, memory)[0]
 
 
 def _field(block, x: NamedArray, inputs: Inputs, memory):

@@ -10,8 +10,9 @@ Sources: `margin`, Schuster et al., Confident Adaptive Language Modeling (arXiv 
 Scaling up Test-Time Compute with Latent Reasoning (arXiv 2502.05171).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import equinox as eqx
 import haliax as hax
@@ -41,6 +42,20 @@ class ExitConfig:
         check_ranges(self)
         if self.rule not in RULES:
             raise UserError(f"exit: rule: {self.rule!r} is not known. Choices: {', '.join(RULES)}.")
+
+    @staticmethod
+    def of(keys: Mapping[str, Any]) -> "ExitConfig":
+        """From keys and values.
+
+        Raises:
+            UserError: a key is missing or not known, or a value is wrong.
+        """
+        try:
+            config = ExitConfig(**keys)
+        except TypeError:
+            known = '{"rule": "kl", "threshold": 0.01, "min_steps": 1}'
+            raise UserError(f"exit must have keys such as {known}, got {dict(keys)!r:.80}.") from None
+        return config
 
 
 class Exit(eqx.Module):
