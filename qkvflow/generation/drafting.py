@@ -141,7 +141,7 @@ def add_tokens(
     biased = jax.vmap(state.bias.add, (1, None), 1)(logits, active)
     stay, behind = judge(biased, drafts, log_q, wanted, state.sampling, state.length, active)
 
-    places = jnp.arange(window.shape[1])
+    places = jnp.arange(window.shape[1])[None]
     tokens = jnp.where(places < stay[:, None], jnp.pad(drafts, ((0, 0), (0, 1))), behind[:, None])
     stops = jnp.isin(tokens, jnp.asarray(stop_tokens, jnp.int32)) & (places <= stay[:, None]) & active[:, None]
     stopped = jnp.any(stops, axis=1)
@@ -188,7 +188,7 @@ def _draft(model: DraftedModel, state: State, wanted: Int[Array, "batch"], vocab
         return jax.lax.dynamic_update_index_in_dim(all, one, at, 1)
 
     padded = jnp.pad(state.text, ((0, 0), (0, _BEHIND)))
-    unread = jnp.take_along_axis(padded, filled[:, None] + jnp.arange(_BEHIND), axis=1)
+    unread = jnp.take_along_axis(padded, filled[:, None] + jnp.arange(_BEHIND)[None], axis=1)
     count = jnp.where(wanted > 0, state.length - filled, 0)
     x, memory = extend(coarse, state, unread, count, state.memory.coarse, filled)
     token, log_q = chosen(x, jnp.maximum(count - 1, 0), 0)

@@ -45,7 +45,7 @@ def judge(
 
     logits: with their bias, at the places of the drafts (the first at `position`) and behind the last.
     """
-    proposed = jnp.arange(drafts.shape[1]) < count[:, None]
+    proposed = jnp.arange(drafts.shape[1])[None] < count[:, None]
     likeliest = jnp.argmax(logits, axis=-1).astype(jnp.int32)
     greedy = _leading(proposed & (drafts == likeliest[:, :-1]))
     greedy = greedy, _at(likeliest, greedy)
@@ -53,7 +53,7 @@ def judge(
     def drawn():
         log_p = jax.vmap(log_probabilities, (1, None, None), 1)(logits, sampling, active)
         p, q = jax.nn.softmax(log_p), jax.nn.softmax(log_q)
-        u = jax.vmap(_uniform, (None, 0))(sampling.seed, position + jnp.arange(drafts.shape[1])[:, None]).T
+        u = jax.vmap(_uniform, (None, 0))(sampling.seed, position[None] + jnp.arange(drafts.shape[1])[:, None]).T
         p_of, q_of = (jnp.take_along_axis(d, drafts[..., None], axis=-1)[..., 0] for d in (p[:, :-1], q))
         stay = _leading(proposed & (u * q_of < p_of))
         # In place of a draft what q has too much of is left out.

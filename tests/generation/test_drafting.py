@@ -37,6 +37,7 @@ class Counter(eqx.Module):
     state has its row of logits. As with recurrences, the state must go back when tokens do."""
 
     flow: jax.Array  # [state, vocab]
+    exit: None = None
 
     def memory(self, Batch, length):
         return hax.zeros(Batch, dtype=jnp.int32)
