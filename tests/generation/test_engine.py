@@ -162,11 +162,11 @@ def test_log_probabilities_are_those_of_the_model(use_cache):
     whole = hax.named(jnp.asarray([tokens + made]), ("batch", "position"))
     logits = eqx.filter_jit(lambda m, t: m(t).rearrange(("batch", "position", "vocab")).array[0])(model, whole)
     expected = np.asarray(jax.nn.log_softmax(logits))
-    values = np.concatenate([p.token for p in pieces] + [step.logprobs.token[:1] for step in steps])
+    values = np.concatenate([p.token for p in pieces] + [step.logprobs.token[0, :1] for step in steps])
     # As for logits, see `test_generation`: 1e-5, which the sum over the vocabulary does not make worse.
     np.testing.assert_allclose(values, expected[np.arange(35), (tokens + made)[1:]], atol=1e-5)
-    top = np.concatenate([p.top for p in pieces] + [step.logprobs.top[:1] for step in steps])
-    likeliest = np.concatenate([p.top_logprobs for p in pieces] + [step.logprobs.top_logprobs[:1] for step in steps])
+    top = np.concatenate([p.top for p in pieces] + [step.logprobs.top[0, :1] for step in steps])
+    likeliest = np.concatenate([p.top_logprobs for p in pieces] + [step.logprobs.top_logprobs[0, :1] for step in steps])
     np.testing.assert_allclose(likeliest, -np.sort(-expected[:35])[:, :MOST], atol=1e-5)
     np.testing.assert_allclose(np.take_along_axis(expected[:35], top, axis=1), likeliest, atol=1e-5)
     stands = top == np.asarray((tokens + made)[1:])[:, None]
