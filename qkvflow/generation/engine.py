@@ -186,8 +186,8 @@ class Engine:
         unread, and waits for them."""
         out = compiled.decode(self._model, self._state, np.int32(steps), self._options, kinds=self._both)
         self._state, newest, added = out
-        token, length, limit = self._by_slot(jax.device_get(newest))
-        tokens, count = self._by_slot(jax.device_get((added.tokens, added.count)))
+        # All that every step needs, in one transfer.
+        token, length, limit, tokens, count = self._by_slot(jax.device_get((*newest, added.tokens, added.count)))
         logprobs = Logprobs(*self._by_slot(jax.device_get(added.logprobs))) if self._wants_logprobs else None
         drafted = () if added.drafted is None else [Drafted(*row) for row in self._by_slot([added.drafted])[0].tolist()]
         picks = self._rows.after_step()

@@ -96,11 +96,11 @@ def generate(
         engine.admit(i, prompt, max_new_tokens, options[i], controls[i])
     engine.prefill_all(max(counts) - 1)
     step = engine.decode(max_new_tokens)
-    exited = engine.exited()
-    if report is not None and drafting is not None:
-        report(sum(step.drafted, Drafted()))
-    if report is not None and exited is not None:
-        report(exited)
+    if report is not None:
+        if drafting is not None:
+            report(sum(step.drafted, Drafted()))
+        if (exited := engine.exited()) is not None:
+            report(exited)
     text, ends, _ = engine.read()
 
     end = Pos.size + max_new_tokens

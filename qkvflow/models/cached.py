@@ -26,7 +26,7 @@ from qkvflow.named import map_named
 from qkvflow.time import grid
 from qkvflow.weights import evaluate
 
-MOST_EVALUATIONS = 256
+MOST_EVALUATIONS = 256  # of a field that are cached: each is compiled by itself, with keys and values of its own
 
 
 class CachedFlow(eqx.Module):
@@ -93,8 +93,10 @@ class CachedModel(eqx.Module):
         prelude, flow, coda = (None if f is None else CachedFlow.of(f) for f in (parts.prelude, parts.flow, parts.coda))
         # A tied head lies the other way round: turned once, it is not turned for each token.
         head = _in_whole_panels(model.get_lm_head().rearrange((EMBED, ...)))
-        leaving = None if exits is None else Exit.of(exits, flow.plan.steps, coda is not None)
-        leaving = leaving if exits is not None and exits.threshold > 0 else None
+        leaving = None
+        if exits is not None:
+            asked = Exit.of(exits, flow.plan.steps, coda is not None)  # refuses what cannot be, at a threshold of 0 too
+            leaving = asked if exits.threshold > 0 else None
         modules = (model.embeddings, prelude, flow, coda, parts.norm, head)
         return CachedModel(*modules, model.Vocab.size, model.config, leaving)
 

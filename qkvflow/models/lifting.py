@@ -69,9 +69,7 @@ def lift(model: NeuralOdeLMHeadModel, weights: BasisConfig) -> tuple[NeuralOdeLM
 
 
 def _with_weights(model: NeuralOdeLMHeadModel, block, weights: WeightsConfig) -> NeuralOdeLMHeadModel:
-    config = dataclasses.replace(model.config, weights=weights)
-    flow = dataclasses.replace(model.transformer.flow, weights=block, **config.travel)
-    return dataclasses.replace(model, transformer=dataclasses.replace(model.transformer, flow=flow), _config=config)
+    return model.with_weights(block, dataclasses.replace(model.config, weights=weights))
 
 
 def _kind(config) -> str:

@@ -200,7 +200,11 @@ class NeuralOdeLMHeadModel(LmHeadModel[NeuralOdeConfig]):
         config = dataclasses.replace(self.config, depth=depth)
         if isinstance(self.transformer.flow.weights, PerLayer):
             self.transformer.flow.weights.at(grid(config.plan.times))  # refuses times that it does not know
-        flow = dataclasses.replace(self.transformer.flow, **config.travel)
+        return self.with_weights(self.transformer.flow.weights, config)
+
+    def with_weights(self, weights: eqx.Module, config: NeuralOdeConfig) -> "NeuralOdeLMHeadModel":
+        """The same model around another block W(t), travelled as `config` says, which is its configuration then."""
+        flow = dataclasses.replace(self.transformer.flow, weights=weights, **config.travel)
         return dataclasses.replace(self, transformer=dataclasses.replace(self.transformer, flow=flow), _config=config)
 
     def get_lm_head(self) -> NamedArray:

@@ -75,11 +75,8 @@ class FlowMode(FinetuneMode):
     def adapt(self, base: LmHeadModel, config: Any, *, key: jax.Array) -> LmHeadModel:
         del key
         if self.refine is not None:
-            transformer = base.transformer
-            weights, error = refine_with_error(transformer.flow.weights, self.refine)
-            flow = dataclasses.replace(transformer.flow, weights=weights)
-            refined = dataclasses.replace(base.config, weights=config.weights)
-            base = dataclasses.replace(base, transformer=dataclasses.replace(transformer, flow=flow), _config=refined)
+            weights, error = refine_with_error(base.transformer.flow.weights, self.refine)
+            base = base.with_weights(weights, dataclasses.replace(base.config, weights=config.weights))
             if error:
                 text = (
                     f"{config.weights.basis} with {self.refine} functions cannot hold W(t) exactly: the nearest in the"
@@ -165,13 +162,11 @@ class StackMode(FinetuneMode):
 
     def adapt(self, base: LmHeadModel, config: Any, *, key: jax.Array) -> LmHeadModel:
         del key
-        flow, times = base.transformer.flow, config.plan.times
-        layers = len(flow.weights.times)
+        weights, times = base.transformer.flow.weights, config.plan.times
+        layers = len(weights.times)
         copies = len(times) // layers
         rows = [k % layers if self.order == "stack" else k // copies for k in range(len(times))]
-        deeper = dataclasses.replace(flow, weights=flow.weights.copied(rows, times), **config.travel)
-        transformer = dataclasses.replace(base.transformer, flow=deeper)
-        return dataclasses.replace(base, transformer=transformer, _config=config)
+        return base.with_weights(weights.copied(rows, times), config)
 
 
 @FinetuneMode.register_subclass("lora")
