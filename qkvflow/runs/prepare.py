@@ -51,7 +51,7 @@ class PreparedRun(Generic[C]):
         data: what the training data is, see `check_data`.
         lock: of a run in a bucket, in its first process.
         is_committed: whether it is a run that can be continued.
-        has_begun: whether an earlier start made a step. Without one there is nothing to continue, so nothing can differ.
+        has_begun: whether an earlier start made a step. Without one there is nothing that could differ.
     """
 
     directory: RunDirectory
