@@ -27,6 +27,7 @@ class PreparedModel:
 
     Attributes:
         model: of qkvflow or of Levanter.
+        draft_steps: of the grid that drafts; 0 where nothing is drafted.
         draft_tokens: drafts for each pass of the full grid; 0 where nothing is drafted.
 
     use_cache: False reads the whole text again for each token. Levanter's models other than GPT-2 and Llama are always
@@ -58,7 +59,7 @@ class PreparedModel:
         model = inference_mode(model, True)
         self.max_seq_len = model.Pos.size
         self.is_cached = use_cache and isinstance(model, NeuralOdeLMHeadModel)
-        self.draft_tokens = 0 if drafting is None else drafting.tokens
+        self.draft_steps, self.draft_tokens = (0, 0) if drafting is None else (drafting.steps, drafting.tokens)
         if drafting is not None:
             self._check_drafting(model, drafting)
         if exits is not None and not self.is_cached:

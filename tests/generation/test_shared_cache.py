@@ -64,7 +64,7 @@ def read(model, tokens, cuts=()):
 
 
 def by_hand(model, tokens, source, own):
-    """Logits, token by token: evaluation e reads keys and values of evaluation source(e), of the token itself own(e)."""
+    """Logits, token by token: evaluation e reads keys and values of evaluation source(e), its own of own(e)."""
     flow, steps = model.flow, model.flow.plan.evaluations
     keys: dict = {}
     states = []
