@@ -2,7 +2,7 @@
 
 - `training_step`: weights per layer (the ordinary transformer in our code) stand between Levanter's GPT-2 of the same
   shape and the neural ODE transformer: what is lost there is overhead of ours, what is lost beyond it is the price of
-  generating the weights.
+  generating the weights, or of adding up K basis functions.
 - `ssm`: at two lengths; for growth the mixer alone, for attention, which every block has, is quadratic by itself.
 - `adjoints`: constant weights show the states alone; generated weights, `batched` and `in_scan`, what W(t) adds. Memory
   is XLA's own count of temporary memory.
@@ -28,11 +28,12 @@ from experiments.bench.frame import Benchmark, Call, Rows, interleaved, run
 from qkvflow.blocks import Gpt2BlockConfig, Inputs, SsmBlockConfig, SsmMixer
 from qkvflow.depth import DepthConfig
 from qkvflow.models import NeuralOdeConfig
-from qkvflow.weights import ConstantConfig, GeneratedConfig, ModulatedConfig, PerLayerConfig, at
+from qkvflow.weights import BasisConfig, ConstantConfig, GeneratedConfig, ModulatedConfig, PerLayerConfig, at
 
 HEADS = 4
 Vocab = hax.Axis("vocab", 257)
 GENERATED = GeneratedConfig(time_embed_dim=64, sinusoidal_dim=32)
+BASIS = BasisConfig(dim=4)
 SMALL = GeneratedConfig(time_embed_dim=16, sinusoidal_dim=32)
 
 
@@ -96,9 +97,11 @@ def training(name: str, make: Callable[[LmConfig, int], Call]) -> Benchmark:
         "generated, in scan": flow(width, sequence, steps=layers, evaluate="in_scan"),
         "generated, batched": flow(width, sequence, steps=layers, evaluate="batched"),
         "generated, rk4": flow(width, sequence, steps=layers, solver="rk4"),
+        "basis, in scan": flow(width, sequence, BASIS, steps=layers, evaluate="in_scan"),
+        "basis, batched": flow(width, sequence, BASIS, steps=layers, evaluate="batched"),
     }
     settings = {"width": width, "heads": HEADS, "layers": layers, "sequence": sequence, "batch": batch}
-    settings |= {"T": GENERATED.time_embed_dim, "S": GENERATED.sinusoidal_dim}
+    settings |= {"T": GENERATED.time_embed_dim, "S": GENERATED.sinusoidal_dim, "K": BASIS.dim}
     return Benchmark(name, settings, lambda: interleaved({name: make(c, batch) for name, c in models.items()}))
 
 

@@ -1,0 +1,54 @@
+"""Trains a model, makes flows with fewer weights of it, and heals them, beside the same model with layers dropped.
+
+    python -m experiments.lift --config experiments/lift/wikitext2.yaml [--text.folder DIR]
+    python -m experiments.lift --smoke                (minutes; a text that Python carries)
+    python -m experiments.lift --config FILE --redraw (table and figure, from the JSON)
+
+Every training is a run below `run_dir`. Given again, the command continues where it stopped. Results go to `output`:
+`results.json`, `results.md`, `runs.csv` and `figure.png`.
+"""
+
+import dataclasses
+from pathlib import Path
+
+from experiments.jobs import Job, at_work, reported
+from experiments.lift import report
+from experiments.lift.plan import LiftStudyConfig, healed, make_runs, trained
+from experiments.lift.report import Lifted, Trained
+from experiments.measure import Measure
+from experiments.study import Study
+from qkvflow.runs import load_run
+from qkvflow.runs.evaluate import RunEvaluator
+from qkvflow.runs.load import Run
+
+
+def make(config: LiftStudyConfig, run_dir: Path) -> Lifted:
+    text = config.text.prepare(run_dir / "texts")
+    base = trained(config, text, run_dir)
+    measure = Measure(Trained, config, run_dir, _before)
+    results = measure.all(reported([base], config.seeds))
+    for seed in config.seeds:
+        jobs = healed(config, base, seed, run_dir)
+        if Job.of(base, seed).recipe.is_finished:  # otherwise there are readings of all
+            with at_work(run_dir):
+                make_runs(config, base, seed, run_dir)
+        results += measure.all(jobs)
+    costs = {"trained": base.cost.parameters}
+    costs |= {job.arm.label: job.arm.cost.parameters for job in healed(config, base, config.seeds[0], run_dir)}
+    healing = healed(config, base, config.seeds[0], run_dir)[0].recipe
+    protocol = report.LiftProtocol.of(config, text, base.recipe, steps=base.recipe.steps, healing=healing.steps)
+    return Lifted(protocol=protocol, parameters=costs, results=results)
+
+
+def _before(job: Job, found: Trained, run: Run, evaluator: RunEvaluator | None) -> Trained:
+    """With the loss before healing."""
+    made = job.recipe.raw.get("run")
+    if made is None or evaluator is None:
+        return found
+    return dataclasses.replace(found, before=evaluator.loss(load_run(made).model))
+
+
+STUDY = Study("lift", LiftStudyConfig, Lifted, make, report.page, report.files, report.draw)
+
+if __name__ == "__main__":
+    STUDY.program()

@@ -1,0 +1,126 @@
+"""What is made of a trained model: the YAML of the study; flows of K functions of time, models of K of its layers."""
+
+import dataclasses
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from experiments.cost import cost_of
+from experiments.jobs import Arm, Job
+from experiments.protocol import StudyConfig
+from experiments.recipes import Recipe
+from experiments.texts import Text
+from qkvflow.data import copy_tokenizer
+from qkvflow.errors import UserError
+from qkvflow.models import NeuralOdeLMHeadModel
+from qkvflow.models.levanter_twin import enter
+from qkvflow.models.lifting import aligned, lift
+from qkvflow.runs import load_run
+from qkvflow.runs.config import RunTrainerConfig, TrainConfig
+from qkvflow.runs.made import new_run
+from qkvflow.weights import BasisConfig
+
+KINDS = {
+    "aligned": "W(t) of K functions of time, fitted to aligned layers",
+    "not aligned": "W(t) of K functions of time, fitted to the layers as they are",
+    "dropped": "K of the layers, at equal distances; the others are dropped",
+}
+
+
+@dataclass
+class LiftStudyConfig(StudyConfig):
+    """Besides what `StudyConfig` says (learning rates are those of `train` and `heal`, not searched for):
+
+    Attributes:
+        train: keys of train_lm, of a model with ordinary layers (`weights: {type: per_layer}`, steps of length 1).
+        heal: keys of finetune_lm, all but its mode. basis: of functions of time. dims: values of K.
+    """
+
+    train: dict[str, Any] = field(default_factory=dict)
+    heal: dict[str, Any] = field(default_factory=dict)
+    basis: str = "cosine"
+    dims: list[int] = field(default_factory=list)
+
+    @property
+    def layers(self) -> int:
+        """Of the trained model."""
+        return self.train["model"]["depth"]["steps"]
+
+    def check(self) -> None:
+        if self.learning_rates:
+            raise UserError("`learning_rates` are not searched here: give those of `train` and `heal`")
+        super().check()
+        self.check_least(dims=1)
+        if max(self.dims) >= self.layers:
+            raise UserError(f"`dims` must be below the {self.layers} layers of the trained model, got {self.dims}")
+
+
+@dataclass(frozen=True)
+class Model:
+    """kind: `trained`, or one of KINDS. k: functions of time, or layers; of the trained model all of them."""
+
+    kind: str
+    k: int
+
+
+def trained(config: LiftStudyConfig, text: Text, run_dir: Path) -> Arm:
+    """The model that everything is made of."""
+    recipe = config.recipe(None, text, run_dir, config.train)
+    return Arm(label="trained", recipe=recipe, cost=cost_of(recipe), what=Model("trained", config.layers), text=text)
+
+
+def healed(config: LiftStudyConfig, base: Arm, seed: int, run_dir: Path) -> list[Job]:
+    """Fine-tunes of everything that is made of the model of one seed. What they begin from is made by `make_runs`."""
+    jobs = []
+    for k in config.dims:
+        smaller = {"type": "basis", "basis": config.basis, "dim": k}
+        models = {kind: {"weights": smaller} for kind in KINDS} | {"dropped": {"depth": {"steps": k}}}
+        for kind, changes in models.items():
+            mode = {"type": "full" if kind == "dropped" else "flow"}
+            begins = {"run": str(_made(run_dir, kind, k, seed)), "mode": mode}
+            recipe = Recipe(config.overrides).but(config.heal, begins)
+            arm = Arm(
+                label=f"{kind.replace(' ', '_')}_{k}",
+                recipe=recipe.on(base.text, run_dir, config.select_batches, config.evaluations),
+                cost=cost_of(base.recipe.but({"model": changes})),
+                what=Model(kind, k),
+                text=base.text,
+                asks={"base": Job.of(base, seed).recipe.digest(), "basis": config.basis},
+            )
+            jobs.append(Job.of(arm, seed))
+    return jobs
+
+
+def make_runs(config: LiftStudyConfig, base: Arm, seed: int, run_dir: Path) -> None:
+    """The runs that the fine-tunes of one seed begin from; those that are there are left as they are."""
+    wanted = {(kind, k): _made(run_dir, kind, k, seed) for kind in KINDS for k in config.dims}
+    if all(target.exists() for target in wanted.values()):
+        return
+    run = load_run(Job.of(base, seed).recipe.run.path)
+    model = enter(run.model)
+    assert isinstance(model, NeuralOdeLMHeadModel)
+    layers = {"aligned": aligned(model), "not aligned": model}
+    for (kind, k), target in wanted.items():
+        if not target.exists():
+            made = dropped(model, k) if kind == "dropped" else lift(layers[kind], BasisConfig(config.basis, k))[0]
+            trainer = RunTrainerConfig(num_train_steps=1, train_batch_size=run.config.trainer.train_batch_size)
+            about = TrainConfig(made.config, run.config.data, trainer, vocab_size=model.Vocab.size)
+            with new_run(target, about, made) as fresh:
+                copy_tokenizer(run.directory.tokenizer, fresh.tokenizer)
+
+
+def dropped(model: NeuralOdeLMHeadModel, k: int) -> NeuralOdeLMHeadModel:
+    """The model with K of its layers."""
+    depth = model.config.depth
+    shallow = dataclasses.replace(model.config, depth=depth.on_grid(k))
+    kept = model.transformer.flow.weights.copied(rows(depth.reading_steps, k), shallow.plan.times)
+    return model.with_weights(kept, shallow)
+
+
+def rows(layers: int, k: int) -> list[int]:
+    """The layers that stay: of K equal parts the middle of each."""
+    return [int((i + 0.5) * layers / k) for i in range(k)]
+
+
+def _made(run_dir: Path, kind: str, k: int, seed: int) -> Path:
+    return run_dir / f"made-{kind.replace(' ', '_')}-{k}-seed{seed}"

@@ -1,0 +1,76 @@
+"""The study of lifted models: which layers stay, what is made, and that it is made once."""
+
+import jax
+import numpy as np
+import pytest
+from support.models import build, random_tokens, small_config
+from support.studies import smoke
+
+from experiments.lift.__main__ import STUDY
+from experiments.lift.plan import KINDS, Model, dropped, healed, rows, trained
+from qkvflow.blocks import Inputs
+from qkvflow.depth import DepthConfig
+from qkvflow.errors import UserError
+from qkvflow.runs.config import FinetuneConfig
+
+
+def test_layers_at_equal_distances_stay():
+    assert rows(12, 12) == list(range(12))
+    assert rows(12, 3) == [2, 6, 10]
+    assert rows(12, 1) == [6]
+    assert rows(4, 2) == [1, 3]
+
+
+def test_a_model_without_some_layers():
+    """The layers that stay are applied one after the other, as they were."""
+    model = build(small_config("per_layer", "sequential", DepthConfig(steps=4, step_size="residual")))
+    tokens = random_tokens()
+    same = dropped(model, 4)
+    np.testing.assert_array_equal(same(tokens).array, model(tokens).array)
+    shallow = dropped(model, 2)
+    x = model.embeddings(tokens)
+    for k in (1, 3):
+        x = x + model.transformer.flow.increment(k, x, Inputs.of())
+    expected = model.transformer.norm(x).array
+    found = shallow.activations(tokens).rearrange(("batch", "position", "embed")).array
+    np.testing.assert_allclose(found, jax.numpy.reshape(expected, found.shape), rtol=1e-5, atol=1e-5)
+
+
+def test_everything_is_healed_at_every_k(tmp_path):
+    config = smoke(STUDY)
+    base = trained(config, config.text.prepare(tmp_path / "texts"), tmp_path)
+    jobs = healed(config, base, 1, tmp_path)
+    assert [job.arm.what for job in jobs] == [Model(kind, k) for k in config.dims for kind in KINDS]
+    assert len({job.name for job in jobs}) == len(jobs)
+    for job in jobs:
+        assert isinstance(job.recipe.config, FinetuneConfig)
+        assert job.recipe.config.mode.get_choice_name(type(job.recipe.config.mode)) == (
+            "full" if job.arm.what.kind == "dropped" else "flow"
+        )
+        assert job.arm.cost.parameters < base.cost.parameters
+    flow, layers = (next(j.arm.cost for j in jobs if j.arm.what == Model(kind, 1)) for kind in ("aligned", "dropped"))
+    assert flow.parameters == layers.parameters
+    assert (flow.evaluations, layers.evaluations) == (4, 1)
+
+
+def test_what_cannot_be_made_is_refused():
+    for changes, message in (
+        ({"dims": [4]}, "below the 4 layers"),
+        ({"dims": [0]}, "`dims` must be at least 1"),
+        ({"learning_rates": [1e-3, 2e-3]}, "not searched"),
+    ):
+        with pytest.raises(UserError, match=message):
+            smoke(STUDY, **changes).check()
+
+
+@pytest.mark.slow
+def test_smoke_and_again(tmp_path, capsys):
+    """All trainings, and a second start that makes none."""
+    config = smoke(STUDY, run_dir=str(tmp_path / "runs"))
+    first = STUDY.carry_out(config)
+    assert len(first.results) == 2 * (1 + 2 * len(KINDS))
+    assert all(r.before is not None and r.causal_at for r in first.results if r.kind != "trained")
+    page = capsys.readouterr().out
+    again = STUDY.carry_out(config)
+    assert again.results == first.results
+    assert capsys.readouterr().out == page
