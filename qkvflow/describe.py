@@ -2,10 +2,11 @@
 
 python -m qkvflow.describe --config_path A.yaml [B.yaml ...] [--vocab_size N] [--model.depth.steps 24 ...]
 python -m qkvflow.describe --run DIR [DIR ...] [--checkpoint_step N]
-python -m qkvflow.describe --mesh 8x8 --config_path A.yaml [--run DIR] [--json FILE]
+python -m qkvflow.describe --mesh 8x8 [--target v5e] --config_path A.yaml [--run DIR] [--json FILE]
 
 Runs also show how much each weight varies with layer-time: sqrt(mean_t |W(t) - mean W|^2) / |mean W|.
-`--mesh` also compiles the training step for that many virtual devices (data x model) and says what each of them needs.
+`--mesh` also compiles the training step for that many virtual devices (data x model) and says what each of them needs;
+with `--target` it does so by the compiler of that machine (v4, v5e, v5p, v6e; a100, h100, h200, b200; or `v5e:4x4`).
 """
 
 import contextlib
@@ -27,8 +28,8 @@ from qkvflow.cli import parse, run_program
 from qkvflow.cli.quiet import quiet_libraries
 from qkvflow.data.tokenizers import load_tokenizer, resolve_tokenizer
 from qkvflow.errors import UserError
-from qkvflow.meshes import MeshReport, MeshShape, describe_mesh
-from qkvflow.meshes.report import as_dict
+from qkvflow.meshes import MeshReport, MeshShape, Target, describe_mesh
+from qkvflow.meshes.report import as_dict, summary
 from qkvflow.models import NeuralOdeConfig, NeuralOdeLMHeadModel, cost
 from qkvflow.models.levanter_twin import enter, enter_config
 from qkvflow.progress import Progress
@@ -60,6 +61,8 @@ class DescribeConfig:
         vocab_size: of the models of configurations; by default that of their tokenizer.
         overrides: `--key.subkey value` for every configuration, as words.
         mesh: the devices to compile the training step for, see `qkvflow.meshes.shape`.
+        target: the machine to compile for, see `qkvflow.meshes.target`; without `mesh` all its devices divide the batch
+            as `trainer.mesh` says.
         json: a file that everything is also written to.
     """
 
@@ -69,6 +72,7 @@ class DescribeConfig:
     vocab_size: Count | None = None
     overrides: list[str] = field(default_factory=list)
     mesh: str | None = None
+    target: str | None = None
     json: str | None = None
 
 
@@ -83,6 +87,8 @@ def main(config: DescribeConfig) -> None:
     if config.run and config.overrides:
         raise UserError(f"{config.overrides[0]} changes configurations; a run is described as it is. Leave it out")
     shape = None if config.mesh is None else MeshShape.read(config.mesh)
+    target = None if config.target is None else Target.read(config.target, shape and shape.devices)
+    shape = MeshShape(target.devices) if target is not None and shape is None else shape
     columns: dict[str, Sections] = {}
     reports: dict[str, MeshReport] = {}
     with quiet_libraries() as quiet:
@@ -94,8 +100,9 @@ def main(config: DescribeConfig) -> None:
             columns[name] = describe(train, vocab, start)
             if shape is not None:
                 size = None if config.vocab_size and run is None else train.vocab_size
-                with progress.phase(f"Compiling {name} for {shape.devices} devices"):
-                    reports[name] = describe_mesh(dataclasses.replace(train, vocab_size=size), vocab, shape, run)
+                with progress.phase(f"Compiling {name} for {target or f'{shape.devices} devices'}"):
+                    sized = dataclasses.replace(train, vocab_size=size)
+                    reports[name] = describe_mesh(sized, vocab, shape, run, target)
                 columns[name] |= reports[name].sections()
 
         for path in config.files:
@@ -125,9 +132,10 @@ def _read(path: str, overrides: list[str]) -> tuple[TrainConfig, Start | None]:
 
 
 def _write(path: Path, columns: dict[str, Sections], reports: dict[str, MeshReport]) -> None:
-    found = {name: {"sections": sections} for name, sections in columns.items()}
+    found: dict[str, dict] = {name: {"sections": sections} for name, sections in columns.items()}
     for name, report in reports.items():
         found[name]["mesh"] = as_dict(report)
+        found[name] |= {} if report.target is None else summary(report)
     try:
         path.write_text(json.dumps(found, indent=1) + "\n")
     except OSError as error:
@@ -239,7 +247,7 @@ def arguments(argv: Sequence[str]) -> list[str]:
     for word in argv:
         key = word.removeprefix("--").partition("=")[0]
         if word in ("-h", "--help") or (
-            word.startswith("--") and key in ("vocab_size", "checkpoint_step", "mesh", "json")
+            word.startswith("--") and key in ("vocab_size", "checkpoint_step", "mesh", "target", "json")
         ):
             own.append(word)
             target = own
