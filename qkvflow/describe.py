@@ -16,6 +16,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import equinox as eqx
@@ -29,6 +30,8 @@ from qkvflow.cli.quiet import quiet_libraries
 from qkvflow.data.tokenizers import load_tokenizer, resolve_tokenizer
 from qkvflow.errors import UserError
 from qkvflow.meshes import MeshReport, MeshShape, Target, describe_mesh
+from qkvflow.meshes.compilers import compiler_environment
+from qkvflow.meshes.fitting import Change, Trial, as_record, changes, told, try_changes
 from qkvflow.meshes.report import as_dict, summary
 from qkvflow.models import NeuralOdeConfig, NeuralOdeLMHeadModel, cost
 from qkvflow.models.levanter_twin import enter, enter_config
@@ -63,6 +66,7 @@ class DescribeConfig:
         mesh: the devices to compile the training step for, see `qkvflow.meshes.shape`.
         target: the machine to compile for, see `qkvflow.meshes.target`; without `mesh` all its devices divide the batch
             as `trainer.mesh` says.
+        suggest: of a configuration that does not fit the target, changes that may make it fit are compiled too.
         json: a file that everything is also written to.
     """
 
@@ -73,6 +77,7 @@ class DescribeConfig:
     overrides: list[str] = field(default_factory=list)
     mesh: str | None = None
     target: str | None = None
+    suggest: bool = True
     json: str | None = None
 
 
@@ -89,8 +94,11 @@ def main(config: DescribeConfig) -> None:
     shape = None if config.mesh is None else MeshShape.read(config.mesh)
     target = None if config.target is None else Target.read(config.target, shape and shape.devices)
     shape = MeshShape(target.devices) if target is not None and shape is None else shape
+    if target is not None:
+        compiler_environment(target.chip.platform)  # refuses, if there is none
     columns: dict[str, Sections] = {}
     reports: dict[str, MeshReport] = {}
+    trials: dict[str, list[Trial]] = {}
     with quiet_libraries() as quiet:
         progress = Progress(quiet.terminal)
 
@@ -108,7 +116,11 @@ def main(config: DescribeConfig) -> None:
         for path in config.files:
             train, start = _read(path, config.overrides)
             vocab = config.vocab_size or vocabulary_size(train)
-            add(path.removesuffix(".yaml").removeprefix("configs/"), train, vocab, start)
+            name = path.removesuffix(".yaml").removeprefix("configs/")
+            add(name, train, vocab, start)
+            if target is not None and shape is not None and config.suggest and not reports[name].fits_target:
+                made = partial(_changed, path, config, vocab, shape, target, progress)
+                trials[name] = try_changes(changes(train, target.devices), made)
         for path in config.run:
             run = load_run(path, config.checkpoint_step)
             train, start = start_of(run.directory)
@@ -118,8 +130,10 @@ def main(config: DescribeConfig) -> None:
     print(table(columns), flush=True)
     for name, report in reports.items():
         print("\n".join([f"\n{name}:", *report.notes()]) if report.notes() else "", flush=True)
+    for name, found in trials.items():
+        print("\n".join([f"\n{name} does not fit {target}. Tried:", *told(found)]), flush=True)
     if config.json is not None:
-        _write(Path(config.json), columns, reports)
+        _write(Path(config.json), columns, reports, trials)
 
 
 def _read(path: str, overrides: list[str]) -> tuple[TrainConfig, Start | None]:
@@ -131,11 +145,28 @@ def _read(path: str, overrides: list[str]) -> tuple[TrainConfig, Start | None]:
     return parse(TrainConfig, words)[0], None
 
 
-def _write(path: Path, columns: dict[str, Sections], reports: dict[str, MeshReport]) -> None:
+def _changed(
+    path: str, config: DescribeConfig, vocab: int, shape: MeshShape, target: Target, progress: Progress, change: Change
+) -> MeshReport:
+    """The report of a configuration with a change."""
+    words = list(change.words)
+    if change.what == "mesh":
+        shape, words = MeshShape.read(words[1]), []
+    train, _ = _read(path, [*config.overrides, *words])
+    with progress.phase(f"Trying {change}"):
+        sized = dataclasses.replace(train, vocab_size=None if config.vocab_size else train.vocab_size)
+        return describe_mesh(sized, vocab, shape, None, target)
+
+
+def _write(
+    path: Path, columns: dict[str, Sections], reports: dict[str, MeshReport], trials: dict[str, list[Trial]]
+) -> None:
     found: dict[str, dict] = {name: {"sections": sections} for name, sections in columns.items()}
     for name, report in reports.items():
         found[name]["mesh"] = as_dict(report)
         found[name] |= {} if report.target is None else summary(report)
+    for name, tried in trials.items():
+        found[name]["would_fit"] = as_record(tried)
     try:
         path.write_text(json.dumps(found, indent=1) + "\n")
     except OSError as error:
@@ -247,7 +278,7 @@ def arguments(argv: Sequence[str]) -> list[str]:
     for word in argv:
         key = word.removeprefix("--").partition("=")[0]
         if word in ("-h", "--help") or (
-            word.startswith("--") and key in ("vocab_size", "checkpoint_step", "mesh", "target", "json")
+            word.startswith("--") and key in ("vocab_size", "checkpoint_step", "mesh", "target", "suggest", "json")
         ):
             own.append(word)
             target = own

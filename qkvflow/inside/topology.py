@@ -1,5 +1,6 @@
-"""Of JAX and Haliax: the devices of a machine that is not here, in place of those of this process."""
+"""Of JAX, Haliax and Levanter: the devices of a machine that is not here, in place of those of this process."""
 
+import contextlib
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import haliax.jax_utils
 import haliax.partitioning
 import jax
+import levanter.layers.rotary
 from jax._src import core
 
 
@@ -35,6 +37,17 @@ def be_elsewhere(devices: Sequence[Any], platform: str) -> None:
         if getattr(module, "is_in_jit", None) is haliax.jax_utils.is_in_jit and module is not haliax.jax_utils:
             module.is_in_jit = _is_traced
     haliax.jax_utils.is_in_jit = _is_traced
+    # Reason: Levanter computes tables of rotary embeddings beforehand, on a device; here they are part of the program.
+    levanter.layers.rotary.jax = _Untimely()
+
+
+class _Untimely:
+    """JAX, but for what is computed while a program is traced."""
+
+    ensure_compile_time_eval = contextlib.nullcontext
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(jax, name)
 
 
 def _is_traced() -> bool:
