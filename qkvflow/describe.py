@@ -3,6 +3,7 @@
 python -m qkvflow.describe --config_path A.yaml [B.yaml ...] [--vocab_size N] [--model.depth.steps 24 ...]
 python -m qkvflow.describe --run DIR [DIR ...] [--checkpoint_step N]
 python -m qkvflow.describe --mesh 8x8 [--target v5e] --config_path A.yaml [--run DIR] [--json FILE]
+python -m qkvflow.describe --serve --target v5e [--slots 8] [--dtype bf16] --config_path A.yaml
 
 Runs also show how much each weight varies with layer-time: sqrt(mean_t |W(t) - mean W|^2) / |mean W|.
 `--mesh` also compiles the training step for that many virtual devices (data x model) and says what each of them needs;
@@ -66,6 +67,8 @@ class DescribeConfig:
         mesh: the devices to compile the training step for, see `qkvflow.meshes.shape`.
         target: the machine to compile for, see `qkvflow.meshes.target`; without `mesh` all its devices divide the batch
             as `trainer.mesh` says.
+        serve: compiles a decoding step for one device of the target, in place of the training step: a token of each of
+            `slots` texts of full length, in `dtype` (f32, bf16; that of the weights if not given).
         suggest: of a configuration that does not fit the target, changes that may make it fit are compiled too.
         json: a file that everything is also written to.
     """
@@ -77,6 +80,9 @@ class DescribeConfig:
     overrides: list[str] = field(default_factory=list)
     mesh: str | None = None
     target: str | None = None
+    serve: bool = False
+    slots: Count = 8
+    dtype: str | None = None
     suggest: bool = True
     json: str | None = None
 
@@ -92,10 +98,14 @@ def main(config: DescribeConfig) -> None:
     if config.run and config.overrides:
         raise UserError(f"{config.overrides[0]} changes configurations; a run is described as it is. Leave it out")
     shape = None if config.mesh is None else MeshShape.read(config.mesh)
-    target = None if config.target is None else Target.read(config.target, shape and shape.devices)
+    if config.serve and config.target is None:
+        raise UserError("--serve compiles a decoding step for a machine: say which, --target v5e")
+    wanted = 1 if config.serve and shape is None and ":" not in (config.target or "") else shape and shape.devices
+    target = None if config.target is None else Target.read(config.target, wanted)
     shape = MeshShape(target.devices) if target is not None and shape is None else shape
     if target is not None:
         compiler_environment(target.chip.platform)  # refuses, if there is none
+    slots = config.slots if config.serve else None
     columns: dict[str, Sections] = {}
     reports: dict[str, MeshReport] = {}
     trials: dict[str, list[Trial]] = {}
@@ -110,7 +120,7 @@ def main(config: DescribeConfig) -> None:
                 size = None if config.vocab_size and run is None else train.vocab_size
                 with progress.phase(f"Compiling {name} for {target or f'{shape.devices} devices'}"):
                     sized = dataclasses.replace(train, vocab_size=size)
-                    reports[name] = describe_mesh(sized, vocab, shape, run, target)
+                    reports[name] = describe_mesh(sized, vocab, shape, run, target, slots, config.dtype)
                 columns[name] |= reports[name].sections()
 
         for path in config.files:
@@ -118,7 +128,13 @@ def main(config: DescribeConfig) -> None:
             vocab = config.vocab_size or vocabulary_size(train)
             name = path.removesuffix(".yaml").removeprefix("configs/")
             add(name, train, vocab, start)
-            if target is not None and shape is not None and config.suggest and not reports[name].fits_target:
+            if (
+                target is not None
+                and shape is not None
+                and config.suggest
+                and not config.serve
+                and not reports[name].fits_target
+            ):
                 made = partial(_changed, path, config, vocab, shape, target, progress)
                 trials[name] = try_changes(changes(train, target.devices), made)
         for path in config.run:
@@ -278,7 +294,8 @@ def arguments(argv: Sequence[str]) -> list[str]:
     for word in argv:
         key = word.removeprefix("--").partition("=")[0]
         if word in ("-h", "--help") or (
-            word.startswith("--") and key in ("vocab_size", "checkpoint_step", "mesh", "target", "suggest", "json")
+            word.startswith("--")
+            and key in ("vocab_size", "checkpoint_step", "mesh", "target", "serve", "slots", "dtype", "suggest", "json")
         ):
             own.append(word)
             target = own

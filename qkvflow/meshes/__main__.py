@@ -10,6 +10,7 @@ import qkvflow as qkvflow  # registers the models
 from qkvflow.cli import run_program
 from qkvflow.config import read_config
 from qkvflow.meshes.ahead import compile_ahead
+from qkvflow.meshes.decoding import compile_decoding
 from qkvflow.meshes.devices import move_to
 from qkvflow.meshes.target import Target
 from qkvflow.runs.config import FinetuneConfig
@@ -28,6 +29,7 @@ class ChildConfig:
         tokens: size of the tokenizer's vocabulary.
         found: where the report goes.
         target: the machine to compile for; None for the virtual devices of this process.
+        slots: of a decoding step, which is compiled in place of one of training; dtype: of its model.
     """
 
     given: str
@@ -35,6 +37,8 @@ class ChildConfig:
     found: str
     run: str | None = None
     target: str | None = None
+    slots: int | None = None
+    dtype: str | None = None
 
 
 def main(config: ChildConfig) -> None:
@@ -47,7 +51,10 @@ def main(config: ChildConfig) -> None:
     configure_jax(train.trainer)
     target = None if config.target is None else Target.read(config.target)
     machine = None if target is None else move_to(target)
-    report = compile_ahead(train, config.tokens, start=start, target=target, machine=machine)
+    if config.slots is not None and target is not None:
+        report = compile_decoding(train, config.tokens, config.slots, config.dtype, target)
+    else:
+        report = compile_ahead(train, config.tokens, start=start, target=target, machine=machine)
     Path(config.found).write_text(json.dumps(dataclasses.asdict(report)))
 
 

@@ -71,7 +71,7 @@ def compile_ahead(
         state, batch = state_shape(trainer, model, trainable), batch_shape(config, trainer)
         lowered = lower_step(trainer, state, batch)
         devices = trainer.device_mesh.devices.reshape(-1)
-        compiled = _compiled(lowered)
+        compiled = compiled_or_needed(lowered)
     seconds = time.monotonic() - began
     common = dict(
         mesh=_mesh(trainer_config),
@@ -114,7 +114,7 @@ def compile_ahead(
     )
 
 
-def _compiled(lowered: Lowered) -> Compiled | int:
+def compiled_or_needed(lowered: Lowered) -> Compiled | int:
     """The program, or the bytes that its compiler says a device would need, if that is more than it has."""
     try:
         return lowered.compile(_QUICK if jax.default_backend() == "cpu" else None)

@@ -35,7 +35,7 @@ class Chip:
         flops, flops_fp32: products of matrices per second, of bf16 and of fp32 arrays.
         memory: bytes.  bandwidth: of the memory, bytes per second.
         links: bytes per second to other chips of the same slice (TPU) or machine (GPU), one way, all links together.
-        network: bytes per second to other machines, one way; for a TPU, whose slice is one network, the same as `links`.
+        network: bytes per second to other machines, one way; the same as `links` for a TPU slice.
         dimensions: of a slice's torus, for a TPU.
         name: as JAX names such a device.
     """

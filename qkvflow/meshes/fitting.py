@@ -109,7 +109,10 @@ def told(trials: list[Trial]) -> list[str]:
         least = "" if trial.seconds is None else f", a step takes at least {1000 * trial.seconds:.4g} ms"
         lines.append(f"{trial.change}: {in_bytes(trial.report.memory)}, {fits}{least}")
     best = cheapest(trials)
-    return [*lines, f"the cheapest that fits: {best.change}" if best else "none of these fits: take more or larger chips"]
+    return [
+        *lines,
+        f"the cheapest that fits: {best.change}" if best else "none of these fits: take more or larger chips",
+    ]
 
 
 def cheapest(trials: list[Trial]) -> Trial | None:

@@ -38,6 +38,7 @@ class MeshReport:
         model_flops: of a step, all devices, as training counts them for its MFU.
         compiled: whether there is a program: a TPU's compiler makes none that does not fit. Without one there are no
             FLOPs and no traffic, and `temporary` is what that compiler asked for.
+        texts: that a decoding step continues; 0 for a step of training.
     """
 
     mesh: dict[str, int]
@@ -66,6 +67,7 @@ class MeshReport:
     bytes_accessed: float = 0.0
     model_flops: float = 0.0
     compiled: bool = True
+    texts: int = 0
 
     @staticmethod
     def too_large(**known) -> "MeshReport":
@@ -121,7 +123,7 @@ class MeshReport:
             "mesh": {"devices": axes or "1 device", **self._target_rows()},
             "memory per device": {
                 "parameters": _share(self.parameters, self.all_parameters),
-                "optimizer": _share(self.optimizer, self.all_optimizer),
+                **({} if self.texts else {"optimizer": _share(self.optimizer, self.all_optimizer)}),
                 "arguments": in_bytes(self.arguments),
                 "arguments that results replace": in_bytes(self.donated) if self.compiled else None,
                 "activations, gradients, other temporary": in_bytes(self.temporary),
@@ -171,7 +173,7 @@ class MeshReport:
         for whole in self.whole_temporaries:
             if whole.bytes > NOTABLE * self.memory and whole.times <= 1:
                 found.append(f"{list(whole.sizes)}, {in_bytes(whole.bytes)}, is made whole on every device")
-        if self.compiled and self.donated < 0.99 * (self.parameters + self.optimizer):
+        if self.compiled and not self.texts and self.donated < 0.99 * (self.parameters + self.optimizer):
             found.append(
                 f"only {in_bytes(self.donated)} of the old state's memory serve the new one: for a moment both exist"
             )
@@ -185,7 +187,10 @@ class MeshReport:
         return found
 
     def _target_rows(self) -> dict[str, str]:
-        return {} if self.target is None else {"compiled for": self.target, "attention": self.attention or "-"}
+        if self.target is None:
+            return {}
+        what = {"decoding": f"a token of each of {self.texts} texts"} if self.texts else {}
+        return {"compiled for": self.target, **what, "attention": self.attention or "-"}
 
     def _fits(self) -> dict[str, str]:
         if self.chip is None or self.memory_limit is None:
@@ -210,6 +215,7 @@ class MeshReport:
                 **{f"{name} alone": f"{1000 * seconds:.4g} ms" for name, seconds in times.items()},
                 "a step takes at least": f"{1000 * line.seconds:.4g} ms ({line.bound})",
                 "MFU at most": f"{mfu:.1%}" if self.model_flops else None,
+                **({"tokens per second, at most": round(self.texts / line.seconds)} if self.texts else {}),
             }
         }
 
@@ -249,6 +255,7 @@ def summary(report: MeshReport) -> dict:
         "roofline_seconds": line and line.seconds,
         "roofline": line and {**dataclasses.asdict(line), "bound": line.bound},
         "model_flops": report.model_flops,
+        **({"texts": report.texts} if report.texts else {}),
         "mfu_bound": line and line.mfu(report.model_flops, chip, report.devices),
     }
 

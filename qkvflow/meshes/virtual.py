@@ -28,13 +28,21 @@ _GATHERED = b"Involuntary full rematerialization"
 
 
 def describe_mesh(
-    config: TrainConfig, tokens: int, shape: MeshShape, run: RunDirectory | None = None, target: Target | None = None
+    config: TrainConfig,
+    tokens: int,
+    shape: MeshShape,
+    run: RunDirectory | None = None,
+    target: Target | None = None,
+    slots: int | None = None,
+    dtype: str | None = None,
 ) -> MeshReport:
     """What a training step of `config` costs on a mesh of that shape; see `compile_ahead`.
 
     Args:
         run: the run whose configuration it is, if it is that of one.
         target: the machine to compile for; virtual CPUs if not given.
+        slots: texts of a decoding step on one of the target's devices, which is compiled in place of the training step;
+            dtype: of its model.
 
     Raises:
         UserError: a configuration that cannot be trained on that mesh, a compiler that is not installed, and if this
@@ -48,6 +56,8 @@ def describe_mesh(
         words = ["--given", str(given), "--tokens", str(tokens), "--found", str(found)]
         words += [] if run is None else ["--run", str(run.place)]
         words += [] if target is None else ["--target", str(target)]
+        words += [] if slots is None else ["--slots", str(slots)]
+        words += [] if dtype is None else ["--dtype", dtype]
         status = _run([sys.executable, "-m", "qkvflow.meshes", *words], environment, output)
         output.seek(0)
         said = output.read()
@@ -59,7 +69,9 @@ def describe_mesh(
         raise UserError(re.split(r"^error: ", text, flags=re.MULTILINE)[-1].strip())
     if status in (-signal.SIGKILL, 128 + signal.SIGKILL):
         raise UserError("compiling was killed, usually because this machine has too little memory for it")
-    raise RuntimeError(f"compiling for {target or f'{shape.devices} virtual devices'} failed with status {status}:\n{text[-6000:]}")
+    raise RuntimeError(
+        f"compiling for {target or f'{shape.devices} virtual devices'} failed with status {status}:\n{text[-6000:]}"
+    )
 
 
 def _virtual(devices: int) -> dict[str, str]:

@@ -21,7 +21,7 @@ from qkvflow.meshes.collectives import Collective, collectives
 from qkvflow.meshes.compilers import FOLDER, compiler_environment
 from qkvflow.meshes.fitting import Change, changes, cheapest, told, try_changes
 from qkvflow.meshes.groups import axes_of, first_group
-from qkvflow.meshes.hlo import Array, Instruction, Program
+from qkvflow.meshes.hlo import Instruction, Program
 from qkvflow.meshes.report import TIGHT, MeshReport, summary
 from qkvflow.meshes.roofline import roofline
 from qkvflow.meshes.target import Target
@@ -81,8 +81,8 @@ def test_a_tpus_text_is_read():
     assert matrix_flops(program) == turns * 2 * 8 * 16 * 16
     assert matrix_flops(program, "f32") == 0
     array = 8 * 16 * 2
-    # Each turn reads and writes the array and adds 2 (4 bytes) to its counter, of which it makes a copy on the chip, and
-    # compares it once more than it turns; the copy to the chip reads the array; the kernel reads it and writes 16 bytes.
+    # Each turn reads and writes the array, copies its counter to the chip, adds 2 to it, compares it; the copy to the chip
+    # reads the array; the kernel reads it and writes 16 bytes.
     counting = turns * (4 + 4 + 4) + turns * (4 + 4 + 1)
     assert memory_traffic(program) == turns * 2 * array + counting + array + (array + 16)
 
@@ -145,9 +145,7 @@ def test_groups_lie_along_axes_of_the_mesh(groups, expected, axes):
 
 
 def test_a_collective_that_goes_on_counts_once():
-    gather = (
-        '  %g = f32[8]{0} all-gather(%p), channel_id=7, replica_groups={{0,1,2,3}}, metadata={op_name="w"}\n'
-    )
+    gather = '  %g = f32[8]{0} all-gather(%p), channel_id=7, replica_groups={{0,1,2,3}}, metadata={op_name="w"}\n'
     parts = "".join(
         f"%async_collective_fusion.{n} (p: f32[2]) -> f32[8] {{\n  %p = f32[2]{{0}} parameter(0)\n{gather}}}\n\n"
         for n in (1, 2)
@@ -213,8 +211,11 @@ def test_every_figure_of_a_chip_has_a_source():
     import qkvflow.meshes.chips as chips
 
     for kind, chip in CHIPS.items():
-        (source,) = [part for part in chips.__doc__.split("\n    v" if chip.platform == "tpu" else "\n    ")
-                     if part.startswith(kind.removeprefix("v") if chip.platform == "tpu" else kind)]
+        (source,) = [
+            part
+            for part in chips.__doc__.split("\n    v" if chip.platform == "tpu" else "\n    ")
+            if part.startswith(kind.removeprefix("v") if chip.platform == "tpu" else kind)
+        ]
         assert f"{chip.flops / 1e12:g} TFLOP/s" in source.replace("as h100", "989.5 TFLOP/s")
         assert f"{chip.bandwidth / 1e9:g} GB/s" in source
         assert chip.dimensions in ((2, 3) if chip.platform == "tpu" else (0,))
@@ -267,8 +268,11 @@ def test_what_a_target_is_told():
     assert not large.fits_target
     assert large.sections()["memory per device"]["fits in 16 GiB"] == "no, 1.6 GiB above 90%"
     refused = MeshReport.too_large(
-        **{k: v for k, v in vars(large).items() if k not in ("collectives", "whole_temporaries", "flops", "xla_flops",
-                                                             "unknown_loops", "compiled")}
+        **{
+            k: v
+            for k, v in vars(large).items()
+            if k not in ("collectives", "whole_temporaries", "flops", "xla_flops", "unknown_loops", "compiled")
+        }
     )
     assert refused.sections()["memory per device"]["fits in 16 GiB"] == "no, the compiler refuses it"
     assert summary(refused)["roofline_seconds"] is None
@@ -332,7 +336,9 @@ def described(tmp_path: Path, *words: str) -> dict:
         [*command, *words, "--json", str(out)], cwd=ROOT, env=os.environ, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(out.read_text())["configs/quickstart" if "configs/quickstart" in out.read_text() else "quickstart"]
+    return json.loads(out.read_text())[
+        "configs/quickstart" if "configs/quickstart" in out.read_text() else "quickstart"
+    ]
 
 
 def skip_without(platform: str) -> None:
