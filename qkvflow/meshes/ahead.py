@@ -3,6 +3,7 @@
 import re
 import resource
 import time
+import warnings
 from typing import Any
 
 import jax
@@ -69,7 +70,9 @@ def compile_ahead(
         make_trainer(config, trainer_config, optimizer, start and start.in_step) as trainer,
     ):
         state, batch = state_shape(trainer, model, trainable), batch_shape(config, trainer)
-        lowered = lower_step(trainer, state, batch)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            lowered = lower_step(trainer, state, batch)
         devices = trainer.device_mesh.devices.reshape(-1)
         compiled = compiled_or_needed(lowered)
     seconds = time.monotonic() - began
@@ -80,6 +83,7 @@ def compile_ahead(
         optimizer=_on_device(state.opt_state),
         all_parameters=tree_bytes(state.model),
         all_optimizer=tree_bytes(state.opt_state),
+        given=_on_device(state) + _on_device(batch),
         whole_arguments=whole_arguments(state, large),
         large=large,
         rematerialised=0,
@@ -87,6 +91,7 @@ def compile_ahead(
         compile_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         target=None if target is None else str(target),
         model_flops=_model_flops(config, Vocab.size),
+        fallbacks=sorted({str(w.message) for w in said if "alling back" in str(w.message)}),
     )
     if isinstance(compiled, int):
         arguments = _on_device(state) + _on_device(batch)

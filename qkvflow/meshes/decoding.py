@@ -67,6 +67,7 @@ def compile_decoding(config: TrainConfig, tokens: int, slots: int, dtype: str | 
         optimizer=0,
         all_parameters=model_bytes,
         all_optimizer=0,
+        given=model_bytes + tree_bytes(state),
         whole_arguments=[],
         large=LARGE,
         rematerialised=0,

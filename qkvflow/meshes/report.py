@@ -1,7 +1,7 @@
 """What `describe --mesh` tells: memory, work and traffic of one device in one training step, and what to look at."""
 
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from qkvflow.meshes.chips import CHIPS, Chip
 from qkvflow.meshes.collectives import Collective
@@ -38,6 +38,8 @@ class MeshReport:
         model_flops: of a step, all devices, as training counts them for its MFU.
         compiled: whether there is a program: a TPU's compiler makes none that does not fit. Without one there are no
             FLOPs and no traffic, and `temporary` is what that compiler asked for.
+        given: bytes of the arrays in `arguments`: a TPU fills up the tiles that they lie in.
+        fallbacks: why kernels that were tried first could not be taken, as Levanter tells it.
         texts: that a decoding step continues; 0 for a step of training.
     """
 
@@ -67,6 +69,8 @@ class MeshReport:
     bytes_accessed: float = 0.0
     model_flops: float = 0.0
     compiled: bool = True
+    given: int = 0
+    fallbacks: list[str] = field(default_factory=list)
     texts: int = 0
 
     @staticmethod
@@ -125,6 +129,7 @@ class MeshReport:
                 "parameters": _share(self.parameters, self.all_parameters),
                 **({} if self.texts else {"optimizer": _share(self.optimizer, self.all_optimizer)}),
                 "arguments": in_bytes(self.arguments),
+                **self._filled(),
                 "arguments that results replace": in_bytes(self.donated) if self.compiled else None,
                 "activations, gradients, other temporary": in_bytes(self.temporary),
                 "in all": in_bytes(self.memory),
@@ -163,7 +168,7 @@ class MeshReport:
 
     def warnings(self) -> list[str]:
         """What makes a device need much more than its part, or the numbers uncertain."""
-        found = []
+        found = [] if self.target is None else list(self.fallbacks)
         many = sum(w.bytes for w in self.whole_arguments)
         if many > NOTABLE * self.memory:
             found.append(
@@ -191,6 +196,10 @@ class MeshReport:
             return {}
         what = {"decoding": f"a token of each of {self.texts} texts"} if self.texts else {}
         return {"compiled for": self.target, **what, "attention": self.attention or "-"}
+
+    def _filled(self) -> dict[str, str]:
+        filled = self.arguments - self.given
+        return {"of these filled up in tiles": in_bytes(filled)} if self.given and filled > 0.01 * self.given else {}
 
     def _fits(self) -> dict[str, str]:
         if self.chip is None or self.memory_limit is None:
@@ -245,6 +254,7 @@ def summary(report: MeshReport) -> dict:
         "memory_limit_bytes": report.memory_limit,
         "chip_memory_bytes": chip.memory,
         "arguments_bytes": report.arguments,
+        "arguments_arrays_bytes": report.given,
         "temporary_bytes": report.temporary,
         "donated_bytes": report.donated,
         "fits": report.fits_target,

@@ -81,8 +81,8 @@ def test_a_tpus_text_is_read():
     assert matrix_flops(program) == turns * 2 * 8 * 16 * 16
     assert matrix_flops(program, "f32") == 0
     array = 8 * 16 * 2
-    # Each turn reads and writes the array, copies its counter to the chip, adds 2 to it, compares it; the copy to the chip
-    # reads the array; the kernel reads it and writes 16 bytes.
+    # Each turn reads and writes the array, copies its counter to the chip, adds 2 to it, compares it; the copy to the
+    # chip reads the array; the kernel reads it and writes 16 bytes.
     counting = turns * (4 + 4 + 4) + turns * (4 + 4 + 1)
     assert memory_traffic(program) == turns * 2 * array + counting + array + (array + 16)
 
@@ -363,10 +363,12 @@ def test_a_step_compiled_for_a_machine(tmp_path, target, kernel):
     # The same work as on virtual CPUs but for what is computed again: products of matrices alone.
     virtual = described(tmp_path, "--mesh", "4")["mesh"]
     assert found["flops"] == pytest.approx(virtual["flops"], rel=0.1)
-    by_hand = found["mesh"]["parameters"] + found["mesh"]["optimizer"] + 4 * 3 * 16 // 4 * 128
+    parameters, optimizer = found["mesh"]["parameters"], found["mesh"]["optimizer"]
+    batch = found["arguments_arrays_bytes"] - parameters - optimizer  # and counters
+    assert 0 < batch < 0.01 * parameters
     if target.startswith("h"):  # a TPU fills up tiles of 8 x 128, which is much of arrays as small as these
-        assert found["arguments_bytes"] == pytest.approx(by_hand, rel=0.01)
-    assert found["arguments_bytes"] >= by_hand
+        assert found["arguments_bytes"] == pytest.approx(found["arguments_arrays_bytes"], rel=0.01)
+    assert found["arguments_bytes"] >= 0.999 * found["arguments_arrays_bytes"]
     assert 0 < found["mfu_bound"] < 1
 
 
