@@ -25,7 +25,7 @@ def splash(monkeypatch):
     kernel = levanter_attention.splash_attention_kernel
     interpreted = functools.partial(kernel.make_splash_mha, interpret=True)
     monkeypatch.setattr(levanter_attention.splash_attention_kernel, "make_splash_mha", interpreted)
-    with set_mesh(jax.make_mesh((1,), ("data",))), hax.axis_mapping({}):
+    with set_mesh(jax.sharding.Mesh(np.array(jax.devices()[:1]), ("data",))), hax.axis_mapping({}):
         yield
 
 

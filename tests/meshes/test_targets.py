@@ -376,7 +376,7 @@ def test_a_step_compiled_for_a_machine(tmp_path, target, kernel):
 @pytest.mark.program
 def test_what_is_too_large_is_told_with_numbers_and_a_way_out(tmp_path):
     skip_without("tpu")
-    words = ["--target", "v5e:1x1", "--trainer.train_batch_size", "16384"]
+    words = ["--target", "v5e:1x1", "--trainer.train_batch_size", "8192"]
     found = described(tmp_path, *words)
     assert not found["fits"]
     assert found["memory_bytes"] > found["memory_limit_bytes"]
