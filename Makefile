@@ -1,25 +1,31 @@
-# Verbs: setup, train, sample, test, check, bench. Each sets up .venv first if it is not there.
+# Verbs: setup, train, sample, test, check, bench, targets. Each sets up .venv first if it is not there.
 SHELL := /bin/bash
 VENV  := .venv
 PY    := $(VENV)/bin/python
 EXTRA ?= dev
 ARGS  ?=
 
+comma := ,
+EXTRAS := $(subst $(comma), ,$(EXTRA))
+# Compilers for TPUs and GPUs lie beside the environment's packages: JAX would load them wherever it can import them.
+COMPILERS := $(VENV)/targets/.installed
+
 # Two workers: most of a test's time is compilation, which uses one core.
 PYTEST := $(PY) -m pytest tests -n 2 --dist loadfile
 
-.PHONY: setup train sample test test-slow lint check bench help
+.PHONY: setup train sample test test-slow lint check bench targets help
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make setup   create .venv and install qkvflow with exactly pinned dependencies (EXTRA=dev,cuda12 for a GPU; dev,torch and dev,eval for the tests of hub and of lm-eval)"
+	@echo "make setup   create .venv and install qkvflow with exactly pinned dependencies (EXTRA=dev,cuda12 for a GPU; dev,torch and dev,eval for the tests of hub and of lm-eval; dev,targets for make targets)"
 	@echo "make train   train the quickstart: a small continuous-depth language model, on this machine, in minutes"
 	@echo "make sample  let the quickstart write (ARGS='--prompt \"Once\" --temperature 0.5' for another beginning)"
 	@echo "make test    all tests but the slow ones (make test-slow: those)"
 	@echo "make check   what to run before a commit: ruff, codespell, pyright, fast tests"
 	@echo "make bench   benchmarks, JSON and a table"
+	@echo "make targets compile every configuration for the TPUs and GPUs that it is meant for, without them (hours)"
 
-setup: $(VENV)/.installed
+setup: $(VENV)/.installed $(if $(filter targets,$(EXTRAS)),$(COMPILERS))
 
 # constraints.txt is the one place with exact versions.
 $(VENV)/.installed: pyproject.toml constraints.txt
@@ -29,7 +35,13 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	if [ -z "$$python" ]; then echo "qkvflow needs Python 3.11 or 3.12 with the venv module: install one and run make again." >&2; exit 1; fi; \
 	echo "Setting up $(VENV) with $$($$python --version) (a few minutes, once)"; \
 	test -x $(PY) || $$python -m venv $(VENV)
-	@$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[$(EXTRA)]"
+	@$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[$(subst $() ,$(comma),$(filter-out targets,$(EXTRAS)))]"
+	@touch $@
+
+$(COMPILERS): $(VENV)/.installed constraints.txt
+	@echo "Setting up the compilers for TPUs and GPUs in $(@D) (1.2 GB)"
+	@$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --upgrade -c constraints.txt \
+	  --target $(@D) libtpu jax-cuda12-plugin jax-cuda12-pjrt
 	@touch $@
 
 train: setup
@@ -52,3 +64,6 @@ check: lint
 
 bench: setup
 	@$(PY) -m experiments.bench $(ARGS)
+
+targets: setup $(COMPILERS)
+	@$(PY) -m experiments.bench.targets $(ARGS)

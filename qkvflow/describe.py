@@ -2,10 +2,12 @@
 
 python -m qkvflow.describe --config_path A.yaml [B.yaml ...] [--vocab_size N] [--model.depth.steps 24 ...]
 python -m qkvflow.describe --run DIR [DIR ...] [--checkpoint_step N]
-python -m qkvflow.describe --mesh 8x8 --config_path A.yaml [--run DIR] [--json FILE]
+python -m qkvflow.describe --mesh 8x8 [--target v5e] --config_path A.yaml [--run DIR] [--json FILE]
+python -m qkvflow.describe --serve --target v5e [--slots 8] [--dtype bf16] --config_path A.yaml
 
 Runs also show how much each weight varies with layer-time: sqrt(mean_t |W(t) - mean W|^2) / |mean W|.
-`--mesh` also compiles the training step for that many virtual devices (data x model) and says what each of them needs.
+`--mesh` also compiles the training step for that many virtual devices (data x model) and says what each of them needs;
+with `--target` it does so by the compiler of that machine (v4, v5e, v5p, v6e; a100, h100, h200, b200; or `v5e:4x4`).
 """
 
 import contextlib
@@ -15,6 +17,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import equinox as eqx
@@ -27,8 +30,10 @@ from qkvflow.cli import parse, run_program
 from qkvflow.cli.quiet import quiet_libraries
 from qkvflow.data.tokenizers import load_tokenizer, resolve_tokenizer
 from qkvflow.errors import UserError
-from qkvflow.meshes import MeshReport, MeshShape, describe_mesh
-from qkvflow.meshes.report import as_dict
+from qkvflow.meshes import MeshReport, MeshShape, Target, describe_mesh
+from qkvflow.meshes.compilers import compiler_environment
+from qkvflow.meshes.fitting import Change, Trial, as_record, changes, told, try_changes
+from qkvflow.meshes.report import as_dict, summary
 from qkvflow.models import NeuralOdeConfig, NeuralOdeLMHeadModel, cost
 from qkvflow.models.levanter_twin import enter, enter_config
 from qkvflow.progress import Progress
@@ -60,6 +65,11 @@ class DescribeConfig:
         vocab_size: of the models of configurations; by default that of their tokenizer.
         overrides: `--key.subkey value` for every configuration, as words.
         mesh: the devices to compile the training step for, see `qkvflow.meshes.shape`.
+        target: the machine to compile for, see `qkvflow.meshes.target`; without `mesh` all its devices divide the batch
+            as `trainer.mesh` says.
+        serve: compiles a decoding step for one device of the target, in place of the training step: a token of each of
+            `slots` texts of full length, in `dtype` (f32, bf16; that of the weights if not given).
+        suggest: of a configuration that does not fit the target, changes that may make it fit are compiled too.
         json: a file that everything is also written to.
     """
 
@@ -69,6 +79,11 @@ class DescribeConfig:
     vocab_size: Count | None = None
     overrides: list[str] = field(default_factory=list)
     mesh: str | None = None
+    target: str | None = None
+    serve: bool = False
+    slots: Count = 8
+    dtype: str | None = None
+    suggest: bool = True
     json: str | None = None
 
 
@@ -83,8 +98,17 @@ def main(config: DescribeConfig) -> None:
     if config.run and config.overrides:
         raise UserError(f"{config.overrides[0]} changes configurations; a run is described as it is. Leave it out")
     shape = None if config.mesh is None else MeshShape.read(config.mesh)
+    if config.serve and config.target is None:
+        raise UserError("--serve compiles a decoding step for a machine: say which, --target v5e")
+    wanted = 1 if config.serve and shape is None and ":" not in (config.target or "") else shape and shape.devices
+    target = None if config.target is None else Target.read(config.target, wanted)
+    shape = MeshShape(target.devices) if target is not None and shape is None else shape
+    if target is not None:
+        compiler_environment(target.chip.platform)  # refuses, if there is none
+    slots = config.slots if config.serve else None
     columns: dict[str, Sections] = {}
     reports: dict[str, MeshReport] = {}
+    trials: dict[str, list[Trial]] = {}
     with quiet_libraries() as quiet:
         progress = Progress(quiet.terminal)
 
@@ -94,14 +118,25 @@ def main(config: DescribeConfig) -> None:
             columns[name] = describe(train, vocab, start)
             if shape is not None:
                 size = None if config.vocab_size and run is None else train.vocab_size
-                with progress.phase(f"Compiling {name} for {shape.devices} devices"):
-                    reports[name] = describe_mesh(dataclasses.replace(train, vocab_size=size), vocab, shape, run)
+                with progress.phase(f"Compiling {name} for {target or f'{shape.devices} devices'}"):
+                    sized = dataclasses.replace(train, vocab_size=size)
+                    reports[name] = describe_mesh(sized, vocab, shape, run, target, slots, config.dtype)
                 columns[name] |= reports[name].sections()
 
         for path in config.files:
             train, start = _read(path, config.overrides)
             vocab = config.vocab_size or vocabulary_size(train)
-            add(path.removesuffix(".yaml").removeprefix("configs/"), train, vocab, start)
+            name = path.removesuffix(".yaml").removeprefix("configs/")
+            add(name, train, vocab, start)
+            if (
+                target is not None
+                and shape is not None
+                and config.suggest
+                and not config.serve
+                and not reports[name].fits_target
+            ):
+                made = partial(_changed, path, config, vocab, shape, target, progress)
+                trials[name] = try_changes(changes(train, target.devices), made)
         for path in config.run:
             run = load_run(path, config.checkpoint_step)
             train, start = start_of(run.directory)
@@ -111,8 +146,10 @@ def main(config: DescribeConfig) -> None:
     print(table(columns), flush=True)
     for name, report in reports.items():
         print("\n".join([f"\n{name}:", *report.notes()]) if report.notes() else "", flush=True)
+    for name, found in trials.items():
+        print("\n".join([f"\n{name} does not fit {target}. Tried:", *told(found)]), flush=True)
     if config.json is not None:
-        _write(Path(config.json), columns, reports)
+        _write(Path(config.json), columns, reports, trials)
 
 
 def _read(path: str, overrides: list[str]) -> tuple[TrainConfig, Start | None]:
@@ -124,10 +161,28 @@ def _read(path: str, overrides: list[str]) -> tuple[TrainConfig, Start | None]:
     return parse(TrainConfig, words)[0], None
 
 
-def _write(path: Path, columns: dict[str, Sections], reports: dict[str, MeshReport]) -> None:
-    found = {name: {"sections": sections} for name, sections in columns.items()}
+def _changed(
+    path: str, config: DescribeConfig, vocab: int, shape: MeshShape, target: Target, progress: Progress, change: Change
+) -> MeshReport:
+    """The report of a configuration with a change."""
+    words = list(change.words)
+    if change.what == "mesh":
+        shape, words = MeshShape.read(words[1]), []
+    train, _ = _read(path, [*config.overrides, *words])
+    with progress.phase(f"Trying {change}"):
+        sized = dataclasses.replace(train, vocab_size=None if config.vocab_size else train.vocab_size)
+        return describe_mesh(sized, vocab, shape, None, target)
+
+
+def _write(
+    path: Path, columns: dict[str, Sections], reports: dict[str, MeshReport], trials: dict[str, list[Trial]]
+) -> None:
+    found: dict[str, dict] = {name: {"sections": sections} for name, sections in columns.items()}
     for name, report in reports.items():
         found[name]["mesh"] = as_dict(report)
+        found[name] |= {} if report.target is None else summary(report)
+    for name, tried in trials.items():
+        found[name]["would_fit"] = as_record(tried)
     try:
         path.write_text(json.dumps(found, indent=1) + "\n")
     except OSError as error:
@@ -239,7 +294,8 @@ def arguments(argv: Sequence[str]) -> list[str]:
     for word in argv:
         key = word.removeprefix("--").partition("=")[0]
         if word in ("-h", "--help") or (
-            word.startswith("--") and key in ("vocab_size", "checkpoint_step", "mesh", "json")
+            word.startswith("--")
+            and key in ("vocab_size", "checkpoint_step", "mesh", "target", "serve", "slots", "dtype", "suggest", "json")
         ):
             own.append(word)
             target = own

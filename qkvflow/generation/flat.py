@@ -38,9 +38,10 @@ class Kind:
 
 
 def flat(tree) -> tuple[list, Kind]:
-    """The arrays of a pytree, and what it is besides them."""
+    """The arrays of a pytree, or their shapes, and what it is besides them."""
     leaves, structure = jax.tree.flatten(tree)
-    arrays = [jnp.asarray(leaf) for leaf in leaves if _is_array(leaf)]
+    shape = jax.ShapeDtypeStruct
+    arrays = [leaf if isinstance(leaf, shape) else jnp.asarray(leaf) for leaf in leaves if _is_array(leaf)]
     return arrays, Kind(structure, tuple(_ARRAY if _is_array(leaf) else leaf for leaf in leaves))
 
 
@@ -51,4 +52,4 @@ def kind_of(make) -> Kind:
 
 
 def _is_array(leaf) -> bool:
-    return isinstance(leaf, jax.Array | np.ndarray)
+    return isinstance(leaf, jax.Array | np.ndarray | jax.ShapeDtypeStruct)

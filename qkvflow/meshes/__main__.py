@@ -1,4 +1,5 @@
-"""The process that `describe --mesh` starts: reads a configuration, compiles for its virtual devices, writes JSON."""
+"""The process that `describe --mesh` starts: reads a configuration, compiles it for virtual CPUs or for a machine that
+is not here, writes JSON."""
 
 import dataclasses
 import json
@@ -9,6 +10,9 @@ import qkvflow as qkvflow  # registers the models
 from qkvflow.cli import run_program
 from qkvflow.config import read_config
 from qkvflow.meshes.ahead import compile_ahead
+from qkvflow.meshes.decoding import compile_decoding
+from qkvflow.meshes.devices import move_to
+from qkvflow.meshes.target import Target
 from qkvflow.runs.config import FinetuneConfig
 from qkvflow.runs.load import find_run
 from qkvflow.training.finetune import finetune_start
@@ -24,12 +28,17 @@ class ChildConfig:
         run: the run that it is of, if it is of one.
         tokens: size of the tokenizer's vocabulary.
         found: where the report goes.
+        target: the machine to compile for; None for the virtual devices of this process.
+        slots: of a decoding step, which is compiled in place of one of training; dtype: of its model.
     """
 
     given: str
     tokens: int
     found: str
     run: str | None = None
+    target: str | None = None
+    slots: int | None = None
+    dtype: str | None = None
 
 
 def main(config: ChildConfig) -> None:
@@ -40,7 +49,12 @@ def main(config: ChildConfig) -> None:
     elif train.mode is not None:
         train, start = finetune_start(train)
     configure_jax(train.trainer)
-    report = compile_ahead(train, config.tokens, start=start)
+    target = None if config.target is None else Target.read(config.target)
+    machine = None if target is None else move_to(target)
+    if config.slots is not None and target is not None:
+        report = compile_decoding(train, config.tokens, config.slots, config.dtype, target)
+    else:
+        report = compile_ahead(train, config.tokens, start=start, target=target, machine=machine)
     Path(config.found).write_text(json.dumps(dataclasses.asdict(report)))
 
 

@@ -1,20 +1,26 @@
 """Compiles the training step for the devices of this process, from shapes alone, and reads what it will cost."""
 
+import re
 import resource
 import time
+import warnings
 from typing import Any
 
 import jax
 import levanter.tracker
 from haliax import NamedArray
+from jax.stages import Compiled, Lowered
 from levanter.tracker import NoopTracker
 from levanter.trainer import TrainerConfig
 
 from qkvflow.errors import UserError
 from qkvflow.meshes.collectives import collectives
 from qkvflow.meshes.hlo import Program
+from qkvflow.meshes.kernels import attention_kernel
 from qkvflow.meshes.report import MeshReport
+from qkvflow.meshes.target import Target
 from qkvflow.meshes.whole import LARGE, whole_arguments, whole_temporaries
+from qkvflow.meshes.work import matrix_flops, memory_traffic
 from qkvflow.named import is_named
 from qkvflow.runs.config import TrainConfig
 from qkvflow.training.checks import check_config, check_devices, model_shape, tree_bytes
@@ -26,20 +32,30 @@ from qkvflow.training.step import batch_shape, lower_step, make_trainer, state_s
 _QUICK = {"xla_backend_optimization_level": 0}
 
 
-def compile_ahead(config: TrainConfig, tokens: int, large: int = LARGE, start: Start | None = None) -> MeshReport:
+def compile_ahead(
+    config: TrainConfig,
+    tokens: int,
+    large: int = LARGE,
+    start: Start | None = None,
+    target: Target | None = None,
+    machine: list[int] | None = None,
+) -> MeshReport:
     """The report for `config` on all devices of this process; nothing is allocated.
 
     Args:
         tokens: size of the tokenizer's vocabulary; what the model has follows as in training.
         large: bytes above which an undivided array is told.
         start: where the model comes from, if it is not drawn at random: what a fine-tune trains of it.
+        target: the machine that the devices stand for.
+        machine: for each of its devices the machine that it is in.
 
     Raises:
         UserError: everything that training would refuse, before anything is compiled.
     """
     check_config(config)
     trainer_config = config.trainer
-    _check_kernel(config.model)
+    if target is None:
+        _check_kernel(config.model)
     check_devices(trainer_config)
     Vocab = vocabulary(config, tokens, trainer_config)
     optimizer = config.build_optimizer()
@@ -53,34 +69,73 @@ def compile_ahead(config: TrainConfig, tokens: int, large: int = LARGE, start: S
         levanter.tracker.current_tracker(NoopTracker()),
         make_trainer(config, trainer_config, optimizer, start and start.in_step) as trainer,
     ):
-        state = state_shape(trainer, model, trainable)
-        lowered = lower_step(trainer, state, batch_shape(config, trainer))
-        compiled = lowered.compile(_QUICK if jax.default_backend() == "cpu" else None)
+        state, batch = state_shape(trainer, model, trainable), batch_shape(config, trainer)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            lowered = lower_step(trainer, state, batch)
+        devices = trainer.device_mesh.devices.reshape(-1)
+        compiled = compiled_or_needed(lowered)
     seconds = time.monotonic() - began
-    program = Program.read(compiled.as_text() or "")
-    memory: Any = compiled.memory_analysis()
-    costs: Any = compiled.cost_analysis()
-    return MeshReport(
+    common = dict(
         mesh=_mesh(trainer_config),
+        devices=len(devices),
         parameters=_on_device(state.model),
         optimizer=_on_device(state.opt_state),
         all_parameters=tree_bytes(state.model),
         all_optimizer=tree_bytes(state.opt_state),
-        arguments=memory.argument_size_in_bytes,
-        outputs=memory.output_size_in_bytes,
-        donated=memory.alias_size_in_bytes,
-        temporary=memory.temp_size_in_bytes,
-        flops=program.matrix_flops(),
-        xla_flops=float(costs.get("flops", 0.0)),
-        unknown_loops=program.unknown_loops,
-        collectives=collectives(program),
+        given=_on_device(state) + _on_device(batch),
         whole_arguments=whole_arguments(state, large),
-        whole_temporaries=whole_temporaries(program, lowered.as_text(), large),
         large=large,
         rematerialised=0,
         compile_seconds=seconds,
         compile_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        target=None if target is None else str(target),
+        model_flops=_model_flops(config, Vocab.size),
+        fallbacks=sorted({str(w.message) for w in said if "alling back" in str(w.message)}),
     )
+    if isinstance(compiled, int):
+        arguments = _on_device(state) + _on_device(batch)
+        needed = dict(arguments=arguments, temporary=max(0, compiled - arguments), outputs=0, donated=0)
+        return MeshReport.too_large(**common, **needed)
+    program = Program.read(compiled.as_text() or "")
+    memory: Any = compiled.memory_analysis()
+    costs: Any = compiled.cost_analysis() or {}
+    axes = dict(trainer_config.device_mesh.shape)
+    places = None if machine is None else [machine[d.id] for d in devices]
+    return MeshReport(
+        **common,
+        arguments=memory.argument_size_in_bytes,
+        outputs=memory.output_size_in_bytes,
+        donated=memory.alias_size_in_bytes,
+        temporary=memory.temp_size_in_bytes,
+        flops=matrix_flops(program),
+        fp32_flops=matrix_flops(program, "f32"),
+        bytes_accessed=memory_traffic(program),
+        xla_flops=float(costs.get("flops", 0.0)),
+        unknown_loops=program.unknown_loops,
+        collectives=collectives(program, axes, places),
+        whole_temporaries=whole_temporaries(program, lowered.as_text(), large),
+        attention=attention_kernel(program),
+    )
+
+
+def compiled_or_needed(lowered: Lowered) -> Compiled | int:
+    """The program, or the bytes that its compiler says a device would need, if that is more than it has."""
+    try:
+        return lowered.compile(_QUICK if jax.default_backend() == "cpu" else None)
+    except jax.errors.JaxRuntimeError as error:
+        needed = re.search(r"Total hbm usage >= ([\d.]+)([KMGT]?)", str(error))
+        needed = needed or re.search(r"Used ([\d.]+)([KMGT]?) of [\d.]+[KMGT]? hbm", str(error))
+        if needed is None:
+            raise
+        return int(float(needed[1]) * 1024 ** ("KMGT".index(needed[2]) + 1 if needed[2] else 0))
+
+
+def _model_flops(config: TrainConfig, vocab_size: int) -> float:
+    """Of a step on all devices, as training counts them for its MFU: three times the forward pass, without the
+    generation of W(t) and what is computed again; 0 if the number of evaluations is not known."""
+    per_token = config.model.flops_per_token(vocab_size, config.Pos.size) or 0.0
+    return 3.0 * per_token * config.Pos.size * config.trainer.batch_schedule.batch_size_at_step(0)
 
 
 def _check_kernel(model: Any) -> None:

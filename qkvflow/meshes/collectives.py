@@ -1,9 +1,9 @@
-"""What devices send each other in a compiled step: kind, number and bytes of collectives."""
+"""What devices send each other in a compiled step: kind, number, bytes and mesh axes of collectives."""
 
 import re
 from dataclasses import dataclass
-from math import prod
 
+from qkvflow.meshes.groups import axes_of, first_group
 from qkvflow.meshes.hlo import Instruction, Program
 
 KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute", "collective-broadcast")
@@ -16,43 +16,73 @@ class Collective:
         kind: as XLA names it.
         count: executions in one step.
         bytes: summed over executions: for each the larger of what a device gives and what it gets.
+        axes: of the mesh, along which the devices lie; empty if it is not known.
+        sent: bytes that a device sends, by the best algorithm: (g-1)/g of `bytes` in a group of g, twice that to reduce
+            for all.
+        devices: of a group; 0 if it is not known.
+        machines: among how many machines the devices of a group are; 1 if not asked for.
     """
 
     kind: str
     count: float
     bytes: float
+    axes: str = ""
+    sent: float = 0.0
+    devices: int = 0
+    machines: int = 1
 
 
-def collectives(program: Program) -> list[Collective]:
-    """The collectives of one step on one device, the largest sum first; those among a single device are left out."""
-    sums: dict[str, list[float]] = {}
-    for found in program.computations.values():
+def collectives(
+    program: Program, mesh: dict[str, int] | None = None, machine: list[int] | None = None
+) -> list[Collective]:
+    """The collectives of one step on one device, the largest sum first; those among a single device are left out.
+
+    Args:
+        mesh: axis -> size, all axes, in the order of the devices.
+        machine: for each device of the mesh the machine that it is in.
+    """
+    sums: dict[tuple[str, str, int, int], list[float]] = {}
+    seen: set[tuple[str, float]] = set()
+    for name, found in program.computations.items():
         shapes = {i.name: i.results for i in found}
         for i in found:
             kind = i.op.removesuffix("-start")
-            if kind not in KINDS or group_size(i) == 1:
+            if kind not in KINDS:
                 continue
-            given = sum(a.bytes for name in i.operands for a in shapes.get(name, ()))
-            taken = sum(a.bytes for a in i.results)
-            total = sums.setdefault(kind, [0.0, 0.0])
+            group = first_group(i, None if machine is None else len(machine))
+            channel = re.search(r"channel_id=(\d+)", i.rest)
+            # A TPU lets one collective go on through several fusions, in each of which it is written again.
+            again = (channel[1], i.times) if channel and "async_collective_fusion" in name else None
+            if (group is not None and len(group) == 1) or (again is not None and again in seen):
+                continue
+            seen |= set() if again is None else {again}
+            # A TPU's reduce-scatter is a fusion of that name, around an all-reduce.
+            kind = "reduce-scatter" if kind == "all-reduce" and name.startswith("all-reduce-scatter") else kind
+            size = _bytes(i, shapes)
+            machines = 1 if machine is None or group is None else len({machine[d] for d in group if d < len(machine)})
+            axes = axes_of(group, mesh) if mesh and group else ""
+            total = sums.setdefault((kind, axes, len(group or ()), machines), [0.0, 0.0, 0.0])
             total[0] += i.times
-            total[1] += i.times * max(given, taken)
-    return sorted((Collective(kind, *total) for kind, total in sums.items()), key=lambda c: -c.bytes)
+            total[1] += i.times * size
+            total[2] += i.times * _sent(kind, size, len(group) if group else None)
+    found_all = (Collective(k, n, b, axes, sent, *who) for (k, axes, *who), (n, b, sent) in sums.items())
+    return sorted(found_all, key=lambda c: -c.bytes)
 
 
 def group_size(collective: Instruction) -> int | None:
     """How many devices take part in each group of a collective; None if it is not told."""
-    rest = collective.rest
-    explicit = re.search(r"replica_groups=\{\{([\d,]*)\}", rest)
-    if explicit:
-        return len(explicit[1].split(","))
-    counted = re.search(r"replica_groups=\[\d+,(\d+)\]<=", rest)
-    if counted:
-        return int(counted[1])
-    by_axis = re.search(r"replica_groups=mesh\[([^\]]*)\][^{]*\{([^}]*)\}", rest)
-    if by_axis:
-        sizes = {name: int(n) for name, n in re.findall(r"'([^']+)'=(\d+)", by_axis[1])}
-        # A part of an axis is written 'axis':(before)size.
-        parts = re.findall(r"'([^']+)'(?::\(\d+\)(\d+))?", by_axis[2])
-        return prod(int(part) if part else sizes[name] for name, part in parts)
-    return None
+    group = first_group(collective)
+    return None if group is None else len(group)
+
+
+def _bytes(i: Instruction, shapes: dict) -> int:
+    given = sum(a.bytes for name in i.operands for a in shapes.get(name, ()))
+    taken = sum(a.bytes for a in i.results)
+    if i.op.endswith("-start") and taken > given:
+        taken -= given  # what it gives holds its operands too
+    return max(given, taken)
+
+
+def _sent(kind: str, size: float, devices: int | None) -> float:
+    share = 1.0 if devices is None or kind in ("collective-permute", "collective-broadcast") else 1 - 1 / devices
+    return size * share * (2 if kind == "all-reduce" else 1)

@@ -1,9 +1,11 @@
 """What `describe --mesh` tells: memory, work and traffic of one device in one training step, and what to look at."""
 
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from qkvflow.meshes.chips import CHIPS, Chip
 from qkvflow.meshes.collectives import Collective
+from qkvflow.meshes.roofline import Roofline, roofline
 from qkvflow.meshes.whole import Whole
 from qkvflow.units import in_bytes
 
@@ -28,6 +30,17 @@ class MeshReport:
         whole_arguments, whole_temporaries: arrays above `large` bytes that every device holds whole.
         rematerialised: warnings of XLA that it gathers an array only to divide it in another way.
         compile_seconds, compile_bytes: what compiling took on this machine.
+        devices: how many.
+        target: the machine that was compiled for; None for virtual CPUs.
+        attention: the kernel of self-attention.
+        fp32_flops: the part of `flops` that multiplies fp32 arrays.
+        bytes_accessed: between a device and its memory in a step.
+        model_flops: of a step, all devices, as training counts them for its MFU.
+        compiled: whether there is a program: a TPU's compiler makes none that does not fit. Without one there are no
+            FLOPs and no traffic, and `temporary` is what that compiler asked for.
+        given: bytes of the arrays in `arguments`: a TPU fills up the tiles that they lie in.
+        fallbacks: why kernels that were tried first could not be taken, as Levanter tells it.
+        texts: that a decoding step continues; 0 for a step of training.
     """
 
     mesh: dict[str, int]
@@ -49,6 +62,22 @@ class MeshReport:
     rematerialised: int
     compile_seconds: float
     compile_bytes: int
+    devices: int = 0
+    target: str | None = None
+    attention: str = ""
+    fp32_flops: float = 0.0
+    bytes_accessed: float = 0.0
+    model_flops: float = 0.0
+    compiled: bool = True
+    given: int = 0
+    fallbacks: list[str] = field(default_factory=list)
+    texts: int = 0
+
+    @staticmethod
+    def too_large(**known) -> "MeshReport":
+        """Of a step that the compiler refused, since a device has too little memory."""
+        nothing = {name: [] for name in ("collectives", "whole_temporaries")}
+        return MeshReport(**known, **nothing, flops=0.0, xla_flops=0.0, unknown_loops=0, compiled=False)
 
     @staticmethod
     def read(plain: dict) -> "MeshReport":
@@ -70,22 +99,51 @@ class MeshReport:
         """Device memory in GiB -> whether the step fits with room for the runtime."""
         return {size: self.memory <= TIGHT * size * GIB for size in DEVICES}
 
+    @property
+    def chip(self) -> Chip | None:
+        return None if self.target is None else CHIPS[self.target.partition(":")[0]]
+
+    @property
+    def memory_limit(self) -> int | None:
+        """Bytes of the target's device that a step may take: the rest is for the runtime and fragmentation."""
+        return None if self.chip is None else int(TIGHT * self.chip.memory)
+
+    @property
+    def fits_target(self) -> bool:
+        """Whether the step fits the target; True without one."""
+        return self.compiled and (self.memory_limit is None or self.memory <= self.memory_limit)
+
+    @property
+    def roofline(self) -> Roofline | None:
+        """The shortest time of a step on the target; None without a target or a program."""
+        if self.chip is None or not self.compiled:
+            return None
+        return roofline(self.chip, self.flops, self.fp32_flops, self.bytes_accessed, self.collectives)
+
     def sections(self) -> dict[str, dict[str, str | float | int | None]]:
         """As rows of `describe`."""
         axes = " x ".join(f"{name} {n}" for name, n in self.mesh.items())
         return {
-            "mesh": {"devices": axes or "1 device"},
+            "mesh": {"devices": axes or "1 device", **self._target_rows()},
             "memory per device": {
                 "parameters": _share(self.parameters, self.all_parameters),
-                "optimizer": _share(self.optimizer, self.all_optimizer),
+                **({} if self.texts else {"optimizer": _share(self.optimizer, self.all_optimizer)}),
+                "arguments": in_bytes(self.arguments),
+                **self._filled(),
+                "arguments that results replace": in_bytes(self.donated) if self.compiled else None,
                 "activations, gradients, other temporary": in_bytes(self.temporary),
                 "in all": in_bytes(self.memory),
-                **{f"fits in {size} GiB": self._fit(size) for size in DEVICES},
+                **self._fits(),
             },
             "a step, per device": {
-                "FLOPs of matrix products": self.flops,
-                **{f"{c.kind}, {round(c.count)} times": in_bytes(c.bytes) for c in self.collectives},
+                "FLOPs of matrix products": self.flops if self.compiled else None,
+                "bytes read and written": in_bytes(self.bytes_accessed) if self.compiled else None,
+                **{
+                    f"{c.kind} over {c.axes}" if c.axes else c.kind: f"{in_bytes(c.bytes)}, {round(c.count)} times"
+                    for c in self.collectives
+                },
             },
+            **self._roofline_rows(),
             f"whole on every device, each > {in_bytes(self.large)}": {
                 "parameters and optimizer": _arrays(self.whole_arguments),
                 "made in the step": _arrays(self.whole_temporaries),
@@ -110,7 +168,7 @@ class MeshReport:
 
     def warnings(self) -> list[str]:
         """What makes a device need much more than its part, or the numbers uncertain."""
-        found = []
+        found = [] if self.target is None else list(self.fallbacks)
         many = sum(w.bytes for w in self.whole_arguments)
         if many > NOTABLE * self.memory:
             found.append(
@@ -120,7 +178,7 @@ class MeshReport:
         for whole in self.whole_temporaries:
             if whole.bytes > NOTABLE * self.memory and whole.times <= 1:
                 found.append(f"{list(whole.sizes)}, {in_bytes(whole.bytes)}, is made whole on every device")
-        if self.donated < 0.99 * (self.parameters + self.optimizer):
+        if self.compiled and not self.texts and self.donated < 0.99 * (self.parameters + self.optimizer):
             found.append(
                 f"only {in_bytes(self.donated)} of the old state's memory serve the new one: for a moment both exist"
             )
@@ -133,6 +191,43 @@ class MeshReport:
             )
         return found
 
+    def _target_rows(self) -> dict[str, str]:
+        if self.target is None:
+            return {}
+        what = {"decoding": f"a token of each of {self.texts} texts"} if self.texts else {}
+        return {"compiled for": self.target, **what, "attention": self.attention or "-"}
+
+    def _filled(self) -> dict[str, str]:
+        filled = self.arguments - self.given
+        return {"of these filled up in tiles": in_bytes(filled)} if self.given and filled > 0.01 * self.given else {}
+
+    def _fits(self) -> dict[str, str]:
+        if self.chip is None or self.memory_limit is None:
+            return {f"fits in {size} GiB": self._fit(size) for size in DEVICES}
+        size = in_bytes(self.chip.memory)
+        if self.fits_target:
+            return {f"fits in {size}": f"yes, {1 - self.memory / self.chip.memory:.0%} free"}
+        over = self.memory - self.memory_limit
+        told = "the compiler refuses it" if not self.compiled else f"{in_bytes(over)} above {TIGHT:.0%}"
+        return {f"fits in {size}": f"no, {told}"}
+
+    def _roofline_rows(self) -> dict[str, dict[str, str | float | int | None]]:
+        line = self.roofline
+        if self.target is None:
+            return {}
+        if line is None or self.chip is None:
+            return {"roofline": {"a step takes at least": None}}
+        times = {"compute": line.compute, "memory": line.memory, "links": line.links}
+        mfu = line.mfu(self.model_flops, self.chip, self.devices)
+        return {
+            "roofline": {
+                **{f"{name} alone": f"{1000 * seconds:.4g} ms" for name, seconds in times.items()},
+                "a step takes at least": f"{1000 * line.seconds:.4g} ms ({line.bound})",
+                "MFU at most": f"{mfu:.1%}" if self.model_flops else None,
+                **({"tokens per second, at most": round(self.texts / line.seconds)} if self.texts else {}),
+            }
+        }
+
     def _fit(self, size: int) -> str:
         if self.fits[size]:
             return f"yes, {1 - self.memory / (size * GIB):.0%} free"
@@ -143,6 +238,36 @@ def as_dict(report: MeshReport) -> dict:
     """For JSON: the fields, and what follows from them."""
     fits = {str(size): fit for size, fit in report.fits.items()}
     return dataclasses.asdict(report) | {"memory": report.memory, "fits_gib": fits, "warnings": report.warnings()}
+
+
+def summary(report: MeshReport) -> dict:
+    """What a target's report comes down to, for JSON; None where there is no program."""
+    line, chip = report.roofline, report.chip
+    assert chip is not None
+    known = None if line is None else report
+    return {
+        "target": report.target,
+        "devices": report.devices,
+        "mesh_axes": report.mesh,
+        "attention": report.attention,
+        "memory_bytes": report.memory,
+        "memory_limit_bytes": report.memory_limit,
+        "chip_memory_bytes": chip.memory,
+        "arguments_bytes": report.arguments,
+        "arguments_arrays_bytes": report.given,
+        "temporary_bytes": report.temporary,
+        "donated_bytes": report.donated,
+        "fits": report.fits_target,
+        "flops": known and report.flops,
+        "bytes_accessed": known and report.bytes_accessed,
+        "collective_bytes": known and sum(c.bytes for c in report.collectives),
+        "collectives": [dataclasses.asdict(c) for c in report.collectives],
+        "roofline_seconds": line and line.seconds,
+        "roofline": line and {**dataclasses.asdict(line), "bound": line.bound},
+        "model_flops": report.model_flops,
+        **({"texts": report.texts} if report.texts else {}),
+        "mfu_bound": line and line.mfu(report.model_flops, chip, report.devices),
+    }
 
 
 def _share(part: int, of: int) -> str:

@@ -13,7 +13,6 @@ from haliax.nn.scan import Stacked
 from jaxtyping import PRNGKeyArray
 from levanter.layers.attention import AttentionMask
 from levanter.models.lm_model import LmExample, LmHeadModel
-from levanter.models.loss import maybe_fused_next_token_loss
 
 from qkvflow.axes import CONTROL, EMBED
 from qkvflow.blocks import Controlled, Inputs
@@ -22,6 +21,7 @@ from qkvflow.errors import UserError
 from qkvflow.models.config import NeuralOdeConfig
 from qkvflow.models.embeddings import Embeddings, init_head
 from qkvflow.models.flow import Flow
+from qkvflow.models.loss import next_token_loss
 from qkvflow.time import grid
 from qkvflow.weights import PerLayer, PerLayerConfig, TimeShift
 
@@ -166,7 +166,7 @@ class NeuralOdeLMHeadModel(LmHeadModel[NeuralOdeConfig]):
     ) -> tuple[jax.Array | NamedArray, Solution]:
         """Levanter's loss under all inputs that the example carries (`Inputs.of_example`), and the flow's solution."""
         solution = self.solve(example.tokens, Inputs.of_example(example), key=key)
-        loss = maybe_fused_next_token_loss(
+        loss = next_token_loss(
             self.Pos,
             self.Embed,
             self.Vocab,

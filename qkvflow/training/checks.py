@@ -107,10 +107,15 @@ def _memory_of(device: jax.Device) -> int | None:
 def model_shape(model: LmConfig, vocab: Axis) -> eqx.Module:
     """The model's shapes without its arrays; a `UserError` if the configuration cannot be built."""
     try:
-        return eqx.filter_eval_shape(lambda key: model.build(vocab, key=key), jax.random.PRNGKey(0))
+        return eqx.filter_eval_shape(lambda key: model.build(vocab, key=key), key_shape())
     except (ValueError, AssertionError) as error:
         reason = next(iter(str(error).strip().splitlines()), "")
         raise UserError(f"the model cannot be built from `model`: {reason or _assertion_line(error)}") from error
+
+
+def key_shape() -> jax.ShapeDtypeStruct:
+    """The shape of a random key: a key itself would be an array on a device, which need not be here."""
+    return jax.eval_shape(lambda: jax.random.PRNGKey(0))
 
 
 def tree_bytes(tree: object) -> int:

@@ -25,6 +25,7 @@ from qkvflow.models import NeuralOdeLMHeadModel
 from qkvflow.models.metrics import penalised
 from qkvflow.named import is_named
 from qkvflow.runs.config import TrainConfig
+from qkvflow.training.checks import key_shape
 from qkvflow.training.finite import FiniteTrainer
 
 InStep = Callable[[LmHeadModel, jax.Array | None], LmHeadModel]
@@ -89,7 +90,7 @@ def state_shape(trainer: FiniteTrainer, model: eqx.Module, trainable: FilterTree
             model_averaging=trainer.config.model_averaging,
         )
 
-    shape = eqx.filter_eval_shape(init, model, jax.random.PRNGKey(0))
+    shape = eqx.filter_eval_shape(init, model, key_shape())
     return _sharded(shape, trainer, trainer.parameter_axis_mapping)
 
 

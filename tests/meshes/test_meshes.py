@@ -18,6 +18,7 @@ from qkvflow.meshes.hlo import Program
 from qkvflow.meshes.report import GIB, MeshReport, as_dict
 from qkvflow.meshes.shape import MeshShape
 from qkvflow.meshes.whole import Whole, whole_temporaries
+from qkvflow.meshes.work import matrix_flops
 from qkvflow.runs.config import TrainConfig
 from qkvflow.training.checks import model_shape
 from qkvflow.training.mesh import check_mesh, complete_mesh
@@ -70,10 +71,12 @@ ENTRY %main (x: (s32[], f32[2,4]), y: f32[4]) -> f32[4] {
 def test_what_is_in_loops_counts_as_often_as_they_turn():
     program = Program.read(HLO)
     assert program.unknown_loops == 1
-    assert program.matrix_flops() == (6 + 1) * 2 * 8 * 8 * 4
+    assert matrix_flops(program) == (6 + 1) * 2 * 8 * 8 * 4
     assert collectives(program) == [
-        Collective("all-gather", 7.0, 7.0 * 8 * 4 * 4),  # the larger side
-        Collective("all-reduce", 0.5, 0.5 * 16),  # one of two branches; the other has groups of one device
+        Collective("all-gather", 7.0, 7.0 * 8 * 4 * 4, sent=7.0 * 8 * 4 * 4 * 3 / 4, devices=4),  # the larger side
+        Collective(
+            "all-reduce", 0.5, 0.5 * 16, sent=2 * 0.5 * 16 / 2, devices=2
+        ),  # one of two branches; the other has groups of one device
     ]
 
 

@@ -1,0 +1,173 @@
+"""One device in minutes: `python -m experiments.bench.device`, on a TPU or GPU (or, small, on a CPU).
+
+Training steps (Adam, buffers donated, bf16 and fp32) of Levanter's GPT-2, of the same transformer in our code and of
+the flow by each adjoint: time, memory that the compiler counts, and MFU by the chip's peak. Decoding and drafting:
+tokens per second. The result is results/device_<its name>.json.
+"""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import equinox as eqx
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import jmp
+import numpy as np
+import optax
+from levanter.models.gpt2 import Gpt2Config
+from levanter.models.lm_model import LmConfig
+from levanter.utils.tree_utils import inference_mode
+
+from experiments.bench.frame import Benchmark, Call, Rows, interleaved, run
+from experiments.bench.gradients import build, example
+from experiments.records import device_name
+from qkvflow.blocks import Gpt2BlockConfig
+from qkvflow.depth import DepthConfig
+from qkvflow.generation import SamplingOptions
+from qkvflow.generation.drafting import Drafting
+from qkvflow.generation.prepare import PreparedModel
+from qkvflow.meshes.chips import CHIPS
+from qkvflow.models import NeuralOdeConfig
+from qkvflow.weights import GeneratedConfig, PerLayerConfig
+
+ROUNDS = 7
+
+
+@dataclass(frozen=True)
+class Size:
+    """What is measured; tokens: new ones in a timed decode."""
+
+    width: int
+    heads: int
+    layers: int
+    sequence: int
+    batch: int
+    vocab: int
+    time_embed_dim: int = 20
+    tokens: int = 32
+
+
+LARGE = Size(768, 12, 12, 1024, 8, 50304)  # GPT-2 small
+SMALL = Size(64, 4, 4, 64, 2, 257, tokens=8)
+
+
+def peak_flops() -> float | None:
+    """Of this device, in bf16; None if it is not in the table of chips."""
+    kind = jax.devices()[0].device_kind.lower()
+    names = {"v4": "v4", "v5 lite": "v5e", "v5e": "v5e", "v5p": "v5p", "v5": "v5p", "v6": "v6e"} | {k: k for k in CHIPS}
+    found = next((CHIPS[chip] for mark, chip in names.items() if mark in kind), None)
+    return found and found.flops
+
+
+def models(size: Size) -> dict[str, LmConfig]:
+    """Levanter's GPT-2 first: all others are compared with it."""
+
+    def flow(weights, **depth) -> NeuralOdeConfig:
+        depth = DepthConfig(**{"solver": "euler", "steps": size.layers} | depth)
+        block = Gpt2BlockConfig(num_heads=size.heads)
+        return NeuralOdeConfig(size.sequence, size.width, block=block, weights=weights, depth=depth)
+
+    generated = GeneratedConfig(time_embed_dim=size.time_embed_dim)
+    shape = {"hidden_dim": size.width, "num_heads": size.heads, "num_layers": size.layers}
+    return {
+        "levanter gpt2": Gpt2Config(max_seq_len=size.sequence, **shape),
+        "per layer": flow(PerLayerConfig()),
+        "flow, checkpoint": flow(generated),
+        "flow, checkpoint, in scan": flow(generated, evaluate="in_scan"),
+        "flow, direct": flow(generated, adjoint="direct"),
+        "flow, reversible": flow(generated, adjoint="reversible"),
+        "flow, backsolve": flow(generated, adjoint="backsolve", endpoint="left"),
+    }
+
+
+def training_step(config: LmConfig, size: Size, policy: str) -> tuple[Call, int]:
+    """(a call that takes one Adam step, bytes that the device needs for it)."""
+    mp, optimizer = jmp.get_policy(policy), optax.adamw(1e-4)
+    params, static = eqx.partition(build(config, hax.Axis("vocab", size.vocab)), eqx.is_inexact_array)
+    data = example(size.sequence, size.batch)
+
+    def loss(params):
+        return eqx.combine(mp.cast_to_compute(params), static).compute_next_token_loss(data).scalar()
+
+    def update(carry):
+        params, state = carry
+        value, grads = jax.value_and_grad(loss)(params)
+        updates, state = optimizer.update(grads, state, params)
+        return (optax.apply_updates(params, updates), state), value
+
+    carry = [(params, optimizer.init(params))]
+    program = jax.jit(update, donate_argnums=0).lower(carry[0]).compile()
+    memory = program.memory_analysis()
+    needed = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+
+    def step():
+        carry[0], value = program(carry[0])
+        return carry[0], value
+
+    return step, needed + memory.temp_size_in_bytes
+
+
+def training(size: Size) -> Rows:
+    """Rows by model and precision; those that the device has no memory for are left out, and told."""
+    rows: dict[str, dict[str, float]] = {}
+    for name, policy in (("bf16", "p=f32,c=bf16"), ("fp32", "p=f32,c=f32")):
+        calls, needed = {}, {}
+        for model, config in models(size).items():
+            calls[model], needed[model] = training_step(config, size, policy)
+        for model, row in interleaved(calls, ROUNDS).items():
+            tokens = size.batch * size.sequence
+            rows[f"{model}, {name}"] = row | {
+                "GiB": needed[model] / 2**30,
+                "tokens_per_second": tokens / row["seconds"],
+            }
+            per_token, peak = models(size)[model].flops_per_token(size.vocab, size.sequence), peak_flops()
+            if per_token and peak:
+                rows[f"{model}, {name}"]["mfu"] = 3 * per_token * tokens / row["seconds"] / peak
+    return rows
+
+
+def decoding(size: Size) -> Rows:
+    """Tokens per second of one text: Levanter's GPT-2 and the flow in our engine, and the flow with drafts."""
+    vocab = hax.Axis("vocab", size.vocab)
+    trained = {
+        name: inference_mode(build(models(size)[name], vocab), True) for name in ("levanter gpt2", "flow, checkpoint")
+    }
+    cases = {
+        "levanter gpt2": PreparedModel(trained["levanter gpt2"], dtype="bf16"),
+        "flow": PreparedModel(trained["flow, checkpoint"], dtype="bf16"),
+        "flow, drafted": PreparedModel(
+            trained["flow, checkpoint"], dtype="bf16", drafting=Drafting(size.layers // 2, 4)
+        ),
+    }
+    prompt = (np.arange(size.sequence // 4) * 7 % size.vocab).tolist()
+
+    def decoder(prepared: PreparedModel) -> Callable[[], object]:
+        engine = prepared.engine(1, size.sequence)
+
+        def decode():
+            engine.admit(0, prompt, size.tokens, SamplingOptions())
+            engine.prefill_all(len(prompt) - 1)
+            engine.wait()
+            return jnp.asarray(engine.decode(size.tokens).length)
+
+        return decode
+
+    rows = interleaved({name: decoder(prepared) for name, prepared in cases.items()}, ROUNDS)
+    return {name: row | {"tokens_per_second": size.tokens / row["seconds"]} for name, row in rows.items()}
+
+
+def benchmark(size: Size | None = None) -> Benchmark:
+    """Of this device; by default as large as it deserves."""
+    size = size or (SMALL if jax.default_backend() == "cpu" else LARGE)
+    name = f"device_{re.sub('[^a-z0-9]+', '_', device_name().lower()).strip('_')}"
+
+    def measure() -> Rows:
+        return {**training(size), **{f"decoding: {name}": row for name, row in decoding(size).items()}}
+
+    return Benchmark(name, vars(size), measure)
+
+
+if __name__ == "__main__":
+    run([benchmark()])

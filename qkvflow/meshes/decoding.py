@@ -1,0 +1,107 @@
+"""Compiles a decoding step, as `serve_lm` makes it on one device, from shapes alone, and reads what it will cost."""
+
+import resource
+import time
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from haliax import Axis
+from jax.sharding import SingleDeviceSharding
+from levanter.utils.tree_utils import inference_mode
+
+from qkvflow.errors import UserError
+from qkvflow.generation import compiled
+from qkvflow.generation.engine import CHUNKS
+from qkvflow.generation.flat import flat
+from qkvflow.generation.precision import cast
+from qkvflow.generation.state import State
+from qkvflow.meshes.ahead import compiled_or_needed
+from qkvflow.meshes.collectives import collectives
+from qkvflow.meshes.hlo import Program
+from qkvflow.meshes.kernels import attention_kernel
+from qkvflow.meshes.report import MeshReport
+from qkvflow.meshes.target import Target
+from qkvflow.meshes.whole import LARGE
+from qkvflow.meshes.work import matrix_flops, memory_traffic
+from qkvflow.models import NeuralOdeLMHeadModel
+from qkvflow.models.cached import CachedModel
+from qkvflow.models.levanter_twin import enter
+from qkvflow.runs.config import TrainConfig
+from qkvflow.training.checks import key_shape, tree_bytes
+
+
+def compile_decoding(config: TrainConfig, tokens: int, slots: int, dtype: str | None, target: Target) -> MeshReport:
+    """The report for one token of each of `slots` texts as long as the model was trained at.
+
+    Args:
+        tokens: size of the tokenizer's vocabulary.
+        dtype: `bf16` or `f32`; that of the weights if not given.
+
+    Raises:
+        UserError: the model keeps no keys and values.
+    """
+    Vocab, length = Axis("vocab", config.vocab_size or tokens), config.model.max_seq_len
+
+    def make(key) -> CachedModel:
+        model = enter(inference_mode(config.model.build(Vocab, key=key), True))
+        if not isinstance(model, NeuralOdeLMHeadModel):
+            raise UserError(f"--serve: a decoding step of {type(model).__name__} is not compiled here")
+        return cast(CachedModel.of(model), dtype)
+
+    model = eqx.filter_eval_shape(make, key_shape())
+    room = -(-length // CHUNKS[-1]) * CHUNKS[-1]
+    control = getattr(config, "control_dim", None)
+    state = jax.eval_shape(lambda: State.empty(model, slots, length, room, control))
+    (model_arrays, model_kind), (state_arrays, state_kind) = _placed(model), _placed(state)
+    began = time.monotonic()
+    steps = jax.ShapeDtypeStruct((), jnp.int32)
+    lowered = compiled.decode.lower(model_arrays, state_arrays, steps, ((), tokens), kinds=(model_kind, state_kind))
+    done = compiled_or_needed(lowered)
+    model_bytes = tree_bytes(model)
+    common: dict[str, Any] = dict(
+        mesh={},
+        devices=1,
+        parameters=model_bytes,
+        optimizer=0,
+        all_parameters=model_bytes,
+        all_optimizer=0,
+        given=model_bytes + tree_bytes(state),
+        whole_arguments=[],
+        large=LARGE,
+        rematerialised=0,
+        compile_seconds=time.monotonic() - began,
+        compile_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        target=str(target),
+        model_flops=slots * (config.model.flops_per_token(Vocab.size, length) or 0.0),
+        texts=slots,
+    )
+    if isinstance(done, int):
+        arguments = model_bytes + tree_bytes(state)
+        needed = dict(arguments=arguments, temporary=max(0, done - arguments), outputs=0, donated=0)
+        return MeshReport.too_large(**common, **needed)
+    program = Program.read(done.as_text() or "")
+    memory: Any = done.memory_analysis()
+    return MeshReport(
+        **common,
+        arguments=memory.argument_size_in_bytes,
+        outputs=memory.output_size_in_bytes,
+        donated=memory.alias_size_in_bytes,
+        temporary=memory.temp_size_in_bytes,
+        flops=matrix_flops(program),
+        fp32_flops=matrix_flops(program, "f32"),
+        bytes_accessed=memory_traffic(program),
+        xla_flops=0.0,
+        unknown_loops=0,  # the one over tokens is entered once
+        collectives=collectives(program),
+        whole_temporaries=[],
+        attention=attention_kernel(program),
+    )
+
+
+def _placed(tree):
+    """The shapes of a tree's arrays on the first device, and what it is besides them."""
+    here = SingleDeviceSharding(jax.devices()[0])
+    shapes, kind = flat(tree)
+    return [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=here) for a in shapes], kind

@@ -1,0 +1,121 @@
+"""What would make a step fit that does not: a few changes of the configuration, each compiled, the cheapest first.
+
+`per_device_parallelism` adds up gradients over parts of the batch, a mesh divides more of what is large, and the others
+compute again what they do not keep: the same training, but for `adjoint: reversible`, which travels by a scheme of its
+own.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from qkvflow.errors import UserError
+from qkvflow.meshes.report import MeshReport
+from qkvflow.runs.config import TrainConfig
+from qkvflow.units import in_bytes
+
+
+@dataclass(frozen=True)
+class Change:
+    """
+    Attributes:
+        what: `batch`, `mesh`, `adjoint`, `evaluate` or `remat`.
+        words: of a command line, that make it.
+    """
+
+    what: str
+    words: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return " ".join(self.words)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A change, and what came of it: a report, or the reason why there is none."""
+
+    change: Change
+    report: MeshReport | None
+    refused: str = ""
+
+    @property
+    def seconds(self) -> float | None:
+        """Of a step, at least; None if it does not fit."""
+        line = None if self.report is None or not self.report.fits_target else self.report.roofline
+        return None if line is None else line.seconds
+
+
+def changes(config: TrainConfig, devices: int) -> Iterator[Change]:
+    """What may help, for a configuration as it is compiled for so many devices."""
+    model: Any = config.model
+    depth = getattr(model, "depth", None)
+    if depth is not None and not depth.is_general:
+        if depth.adjoint == "direct":
+            yield Change("remat", ("--model.depth.adjoint", "checkpoint"))
+        if (model.weights.evaluate if depth.evaluate == "auto" else depth.evaluate) == "batched":
+            yield Change("evaluate", ("--model.depth.evaluate", "in_scan"))
+        if depth.adjoint != "reversible":
+            yield Change("adjoint", ("--model.depth.adjoint", "reversible"))
+    elif getattr(model, "gradient_checkpointing", True) is False:
+        yield Change("remat", ("--model.gradient_checkpointing", "true"))
+    batch, trainer = config.trainer.batch_schedule.batch_size_at_step(0), config.trainer
+    each = trainer.per_device_parallelism if trainer.per_device_parallelism > 0 else batch // devices
+    for part in (2, 4, 8):
+        if each % part == 0:
+            yield Change("batch", ("--trainer.per_device_parallelism", str(each // part)))
+    for model_axis in (2, 4, 8):
+        if devices % model_axis == 0 and model_axis < devices:
+            yield Change("mesh", ("--mesh", f"{devices // model_axis}x{model_axis}"))
+
+
+def try_changes(found: Iterator[Change], compiled: Callable[[Change], MeshReport]) -> list[Trial]:
+    """Compiles each change; after the first of a kind that fits, no further one of that kind: it would cost more."""
+    trials: list[Trial] = []
+    for change in found:
+        if any(t.seconds is not None and t.change.what == change.what for t in trials):
+            continue
+        try:
+            trials.append(Trial(change, compiled(change)))
+        except UserError as error:
+            trials.append(Trial(change, None, str(error)))
+    return trials
+
+
+def as_record(trials: list[Trial]) -> dict[str, Any]:
+    """For JSON."""
+    tried = [
+        {
+            "change": str(t.change),
+            "what": t.change.what,
+            "memory_bytes": t.report and t.report.memory,
+            "fits": t.report is not None and t.report.fits_target,
+            "roofline_seconds": t.seconds,
+            "refused": t.refused or None,
+        }
+        for t in trials
+    ]
+    best = cheapest(trials)
+    return {"tried": tried, "cheapest": best and str(best.change)}
+
+
+def told(trials: list[Trial]) -> list[str]:
+    """Lines for a person: what was tried, and the cheapest that fits."""
+    lines = []
+    for trial in trials:
+        if trial.report is None:
+            lines.append(f"{trial.change}: cannot be: {trial.refused}")
+            continue
+        fits = "fits" if trial.report.fits_target else "does not fit"
+        least = "" if trial.seconds is None else f", a step takes at least {1000 * trial.seconds:.4g} ms"
+        lines.append(f"{trial.change}: {in_bytes(trial.report.memory)}, {fits}{least}")
+    best = cheapest(trials)
+    return [
+        *lines,
+        f"the cheapest that fits: {best.change}" if best else "none of these fits: take more or larger chips",
+    ]
+
+
+def cheapest(trials: list[Trial]) -> Trial | None:
+    """Of those that fit the one whose step is the shortest."""
+    fitting = [t for t in trials if t.seconds is not None]
+    return min(fitting, key=lambda t: t.seconds or 0.0) if fitting else None

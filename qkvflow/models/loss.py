@@ -1,0 +1,36 @@
+"""The next-token loss by Levanter's blocks of the vocabulary, of whose positions each device computes its own."""
+
+import contextlib
+from collections.abc import Iterator
+
+import haliax as hax
+from haliax import Axis, NamedArray
+from haliax.partitioning import current_thread_local_mapping, physical_axis_size
+from levanter.models.loss import maybe_fused_next_token_loss
+
+from qkvflow.axes import HEADS, POSITION
+
+
+def next_token_loss(
+    Pos: Axis, Embed: Axis, Vocab: Axis, x: NamedArray, head: NamedArray, tokens: NamedArray, **options
+) -> NamedArray:
+    """Levanter's loss, with its options, of what the head makes of x.
+
+    Differs from Levanter: devices that divide the heads of attention among them all hold all of x. There each would
+    compute the whole head, a fifth of the work of a small model; here each takes a part of the positions.
+    """
+    x = hax.auto_sharded(x)  # as in the layers: what follows must not change how those are divided
+    with _positions_divided(x.resolve_axis(POSITION)):
+        return maybe_fused_next_token_loss(Pos, Embed, Vocab, hax.auto_sharded(x), head, tokens, **options)
+
+
+@contextlib.contextmanager
+def _positions_divided(Pos: Axis) -> Iterator[None]:
+    """Positions are mapped as heads are, if they are not mapped yet, and the devices divide them."""
+    mapping = dict(current_thread_local_mapping() or {})
+    over = mapping.get(HEADS)
+    if over is None or POSITION in mapping or Pos.size % (physical_axis_size(HEADS, mapping) or 1):
+        yield
+        return
+    with hax.axis_mapping(mapping | {POSITION: over}):
+        yield
