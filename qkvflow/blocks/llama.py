@@ -46,8 +46,10 @@ class GatedMlp(eqx.Module):
         down = hnn.Linear.init(Mlp, Embed, key=k_down, use_bias=use_bias, out_first=False)
         return GatedMlp(gate, up, down, activation)
 
-    def __call__(self, x: NamedArray) -> NamedArray:
-        return self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))
+    def __call__(self, x: NamedArray, inputs: Inputs = Inputs()) -> NamedArray:
+        gate, up = inputs.see("mlp.gate", self.gate_proj(x)), inputs.see("mlp.up", self.up_proj(x))
+        hidden = inputs.made("mlp.post", lambda gate, up: self.activation(gate) * up, gate, up)
+        return inputs.see("mlp.out", self.down_proj(hidden))
 
 
 class LlamaBlock(eqx.Module):
@@ -66,14 +68,15 @@ class LlamaBlock(eqx.Module):
     def extend(self, x: NamedArray, inputs: Inputs, memory: KeysValues | None, *, key=None):
         """B(x), and the memory extended by the positions of x."""
         k_attn, k_attn_out, k_mlp_out = maybe_rng_split(key, 3)
-        n1 = self.input_layernorm(x)
+        n1 = inputs.see("attn.norm", self.input_layernorm(x))
         attn, memory = self.self_attn.extend(n1, inputs, memory, key=k_attn)
         attn = self.resid_dropout(attn, key=k_attn_out)
         if self.form == "sequential":
-            x = x + attn
+            x = inputs.see("mid", x + attn)
         elif self.form == "official":
             x = n1
-        return attn + self.resid_dropout(self.mlp(self.post_attention_layernorm(x)), key=k_mlp_out), memory
+        mlp = self.mlp(inputs.see("mlp.norm", self.post_attention_layernorm(x)), inputs)
+        return attn + self.resid_dropout(mlp, key=k_mlp_out), memory
 
     def memory(self, Batch: Axis, length: int, dtype) -> KeysValues:
         """An empty memory for `length` positions."""
