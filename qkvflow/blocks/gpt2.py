@@ -39,7 +39,7 @@ class Gpt2Mlp(eqx.Module):
         c_proj = hnn.Linear.init(Mlp, Embed, key=k_proj, use_bias=use_bias, out_first=False)
         return Gpt2Mlp(c_fc, c_proj, activation)
 
-    def __call__(self, x: NamedArray, inputs: Inputs = Inputs()) -> NamedArray:
+    def __call__(self, x: NamedArray, inputs: Inputs) -> NamedArray:
         hidden = inputs.see("mlp.pre", self.c_fc(x))
         hidden = inputs.made("mlp.post", self.activation, hidden)
         return inputs.see("mlp.out", self.c_proj(hidden))

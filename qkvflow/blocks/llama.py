@@ -46,7 +46,7 @@ class GatedMlp(eqx.Module):
         down = hnn.Linear.init(Mlp, Embed, key=k_down, use_bias=use_bias, out_first=False)
         return GatedMlp(gate, up, down, activation)
 
-    def __call__(self, x: NamedArray, inputs: Inputs = Inputs()) -> NamedArray:
+    def __call__(self, x: NamedArray, inputs: Inputs) -> NamedArray:
         gate, up = inputs.see("mlp.gate", self.gate_proj(x)), inputs.see("mlp.up", self.up_proj(x))
         hidden = inputs.made("mlp.post", lambda gate, up: self.activation(gate) * up, gate, up)
         return inputs.see("mlp.out", self.down_proj(hidden))
