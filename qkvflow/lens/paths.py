@@ -3,6 +3,7 @@
 States are x_0, ..., x_L at t = 0, 1/L, ..., 1: {layers = L+1, ..., position, embed}, as `lens.states` gives them.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -102,10 +103,9 @@ def clustering(states: NamedArray, closeness: float = 0.99) -> Clustering:
 def attention_entropy(pattern: NamedArray) -> NamedArray:
     """-sum_j p_ij log p_ij, nats, of attention patterns {..., heads, position, key_position}, such as
     `cache.stack("attn.pattern")`: {..., heads, position}. Token i sees i + 1 tokens, so log(i + 1) is the most."""
-    names = [name for name in pattern.axis_names if name not in (HEADS, POSITION, KEY_POSITION)]
-    ordered = pattern.rearrange((*names, HEADS, POSITION, KEY_POSITION))
-    p = np.asarray(ordered.array, np.float64)
-    return NamedArray(-np.sum(p * _log(p), axis=-1), ordered.axis_names[:-1])
+    names = (*_others(pattern, HEADS, POSITION, KEY_POSITION), HEADS, POSITION)
+    p = _ordered(pattern, (*names, KEY_POSITION))
+    return NamedArray(-np.sum(p * _log(p), axis=-1), names)
 
 
 def cosine(a: np.ndarray, b: np.ndarray) -> np.ndarray:
@@ -115,12 +115,21 @@ def cosine(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def _array(states: NamedArray) -> np.ndarray:
-    array = states.rearrange((LAYERS, ..., POSITION, EMBED)).array
-    return np.asarray(array.astype(jnp.float32) if array.dtype == jnp.bfloat16 else array, np.float64)
+    return _ordered(states, _names(states))
 
 
 def _names(states: NamedArray) -> tuple[str, ...]:
-    return states.rearrange((LAYERS, ..., POSITION, EMBED)).axis_names
+    return (LAYERS, *_others(states, LAYERS, POSITION, EMBED), POSITION, EMBED)
+
+
+def _others(array: NamedArray, *names: str) -> tuple[str, ...]:
+    return tuple(name for name in array.axis_names if name not in names)
+
+
+def _ordered(array: NamedArray, names: Sequence[str]) -> np.ndarray:
+    """In NumPy: JAX would round what is float64 already."""
+    values = array.array.astype(jnp.float32) if array.dtype == jnp.bfloat16 else array.array
+    return np.asarray(values, np.float64).transpose([array.axis_names.index(name) for name in names])
 
 
 def _named(array: np.ndarray, states: NamedArray, first: tuple[str, ...] = (LAYERS,)) -> NamedArray:

@@ -46,7 +46,7 @@ class TunedLens(eqx.Module):
 
     def __call__(self, k, x: jax.Array) -> jax.Array:
         """[..., embed] -> the same."""
-        return x + x @ self.weight[k] + self.bias[k]
+        return x + x @ self.weight[k] + jnp.broadcast_to(self.bias[k], x.shape)
 
 
 def logit_lens(

@@ -76,7 +76,8 @@ def test_entropy_of_attention():
     p = np.random.default_rng(0).dirichlet(np.ones(5), (2, 3, 5))
     entropy = lens.attention_entropy(NamedArray(p, ("layers", "heads", "position", "key_position")))
     np.testing.assert_allclose(entropy.array, -(p * np.log(p)).sum(-1))
-    assert (lens.attention_entropy(NamedArray(np.eye(4), ("position", "key_position"))).array == 0).all()
+    alone = NamedArray(np.eye(4)[None], ("heads", "position", "key_position"))
+    assert (lens.attention_entropy(alone).array == 0).all()
 
 
 def test_logit_and_tuned_lens():
@@ -141,7 +142,7 @@ def test_an_affine_contraction_has_its_exponents():
     assert map_.axis_names == ("layers", "position")
     np.testing.assert_allclose(map_.array, -0.5, atol=1e-4)
     np.testing.assert_allclose(lyapunov.spectrum(model, tokens, 48), np.sort(np.tile(rates, 3))[::-1], atol=1e-4)
-    states = eqx.filter_jit(lens.states)(model, tokens).array.astype(np.float64)
+    states = np.asarray(eqx.filter_jit(lens.states)(model, tokens).array, np.float64)
     fixed = -np.asarray(model.transformer.flow.weights.b.array, np.float64) @ np.linalg.inv(Q * rates @ Q.T)
     expected = (states[0] - fixed) @ scipy.linalg.expm(Q * rates @ Q.T) + fixed
     np.testing.assert_allclose(states[-1], expected, atol=1e-3)
@@ -211,7 +212,7 @@ def test_with_v_the_identity_causal_attention_gathers_all_tokens(seed):
         attention_alone(np.eye(16), 4000, seed), tokens, attn_mask=AttentionMask.causal()
     )
     centred = states - hax.mean(states, "embed")
-    found = lens.clustering(NamedArray(centred.array[[0, 40, 400, 4000]], PATH), 0.98)
+    found = lens.clustering(NamedArray(centred.array[np.array([0, 40, 400, 4000])], PATH), 0.98)
     assert found.clusters.array[0] == 8
     assert found.clusters.array[-1] == 1
     assert (np.diff(found.similarity.array) > 0).all()
