@@ -6,16 +6,16 @@ At the width of GPT-2 small, for a flow and for ordinary layers. All are compile
 import equinox as eqx
 
 from experiments.bench.frame import Benchmark, Call, Rows, interleaved, run
-from experiments.bench.gradients import build, example, flow
+from experiments.bench.gradients import SMALL, build, example, flow
 from qkvflow import lens
 from qkvflow.blocks import Gpt2BlockConfig
 from qkvflow.models import NeuralOdeConfig
-from qkvflow.weights import GeneratedConfig, PerLayerConfig
+from qkvflow.weights import PerLayerConfig
 
 WIDTH, HEADS, LAYERS, SEQUENCE, BATCH = 768, 12, 4, 128, 2
 _ORDINARY = Gpt2BlockConfig(num_heads=HEADS, form="sequential")
 CONFIGS = {
-    "flow": flow(WIDTH, SEQUENCE, GeneratedConfig(), Gpt2BlockConfig(num_heads=HEADS), steps=LAYERS),
+    "flow": flow(WIDTH, SEQUENCE, SMALL, Gpt2BlockConfig(num_heads=HEADS), steps=LAYERS),
     "layers": flow(WIDTH, SEQUENCE, PerLayerConfig(), _ORDINARY, steps=LAYERS, step_size="residual"),
 }
 
@@ -37,7 +37,7 @@ def measure() -> Rows:
     return {
         f"{kind}: {name}": row
         for kind, config in CONFIGS.items()
-        for name, row in interleaved(calls(config), 9).items()
+        for name, row in interleaved(calls(config), 7).items()
     }
 
 

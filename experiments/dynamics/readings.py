@@ -147,8 +147,9 @@ def _log_p(model: LmHeadModel, tokens: NamedArray) -> jax.Array:
 def _correlation(score: np.ndarray, known: np.ndarray) -> float:
     """Spearman's; without the first token, which has no surprise, and the last, towards which scores are taken. 0 where
     one of the two does not vary."""
-    found = stats.spearmanr(score[1:-1], known[1:-1]).statistic
-    return 0.0 if np.isnan(found) else float(found)
+    score, known = score[1:-1], known[1:-1]
+    varies = np.ptp(score) > 0 and np.ptp(known) > 0
+    return float(stats.spearmanr(score, known).statistic) if varies else 0.0
 
 
 def _growth(values: Sequence[float]) -> float:

@@ -72,8 +72,9 @@ class Probe:
 
     def steps(self, count: int, evaluations: int) -> "StepProbe":
         """See `qkvflow.blocks.Probe`."""
+        probe = StepProbe(self._notes, self._part, count, evaluations // count)
         self._notes.parts += 1
-        return StepProbe(self._notes, self._part, count, evaluations // count)
+        return probe
 
 
 class StepProbe:

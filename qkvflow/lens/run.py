@@ -59,8 +59,9 @@ def run_with_edits(
 ) -> NamedArray:
     """Logits of a pass in which values at places are replaced: {name or glob: value -> value with the same axes}.
 
-    Several edits of one place follow each other in the order in which they are given. Everything that does not come
-    after an edit, in the pass and in the sequence, stays as it is. Arguments and errors as of `run_with_cache`.
+    Several edits of one place follow each other in the alphabetical order of their keys, in which JAX keeps a dict.
+    Everything that does not come after an edit, in the pass and in the sequence, stays as it is. Arguments and errors
+    as of `run_with_cache`.
     """
     if not edits:
         return opened(model)(tokens, attn_mask, **inputs)
@@ -101,4 +102,4 @@ def _names(model: NeuralOdeLMHeadModel) -> tuple[str, ...]:
 
 def _by_name(model: NeuralOdeLMHeadModel, edits: Mapping[str, Edit]) -> Edits:
     known = _names(model) if edits else ()
-    return [(chosen(pattern, known), edit) for pattern, edit in edits.items()]
+    return [(chosen(pattern, known), edits[pattern]) for pattern in sorted(edits)]

@@ -178,12 +178,12 @@ def test_an_edit_is_what_it_says():
     _, own = run_with_cache(model, TOKENS, ["1.2.attn.*"], edits={"1.2.attn.pattern": eye})
     heads, v = own["1.2.attn.heads"], own["1.2.attn.v"]
     np.testing.assert_allclose(heads.array, v.rearrange(heads.axes).array, atol=1e-6)
-    # A pair of the reversible scheme is moved as a whole, and its edits follow each other.
+    # A pair of the reversible scheme is moved as a whole, and its edits follow each other in their order.
     model = build(MODELS["reversible"])
-    twice = {"state.1/3": lambda x: x + 1.0, "*.3333": lambda x: x * 2.0}
+    twice = {"state.1/3": lambda x: x + 1.0, "*.3333": lambda x: x * 2.0}  # the glob first
     _, clean = run_with_cache(model, TOKENS, "state.*")
     _, moved = run_with_cache(model, TOKENS, "state.*", edits=twice)
-    np.testing.assert_allclose(moved["state.0.3333"].array, 2 * (clean["state.0.3333"].array + 1), atol=1e-5)
+    np.testing.assert_allclose(moved["state.0.3333"].array, 2 * clean["state.0.3333"].array + 1, atol=1e-5)
     assert not (moved["state.1"].array == clean["state.1"].array).any()
 
 
