@@ -23,6 +23,7 @@ from qkvflow.blocks.config import BlockConfig, check_choice, check_heads
 from qkvflow.blocks.grouped_query import GroupedQueryAttention
 from qkvflow.blocks.inputs import Inputs
 from qkvflow.blocks.memory import KeysValues
+from qkvflow.blocks.probe import apart
 from qkvflow.errors import UserError
 from qkvflow.ranges import Count, Positive, ProperShare
 
@@ -47,9 +48,13 @@ class GatedMlp(eqx.Module):
         return GatedMlp(gate, up, down, activation)
 
     def __call__(self, x: NamedArray, inputs: Inputs) -> NamedArray:
-        gate, up = inputs.see("mlp.gate", self.gate_proj(x)), inputs.see("mlp.up", self.up_proj(x))
-        hidden = inputs.made("mlp.post", lambda gate, up: self.activation(gate) * up, gate, up)
+        gate = inputs.see("mlp.gate", self.gate_proj(x))
+        active, up = self.activation(gate), inputs.see("mlp.up", self.up_proj(x))
+        hidden = inputs.beside("mlp.post", lambda: self._gated(*apart(gate, up)), lambda post: post, active * up)
         return inputs.see("mlp.out", self.down_proj(hidden))
+
+    def _gated(self, gate: NamedArray, up: NamedArray) -> NamedArray:
+        return self.activation(gate) * up
 
 
 class LlamaBlock(eqx.Module):
