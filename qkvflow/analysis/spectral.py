@@ -127,16 +127,16 @@ def over_training(
     steps = checkpoint_steps(RunDirectory(Path(run)).checkpoints) if steps is None else steps
     if not steps:
         raise UserError(f"{run} has no checkpoints. Keep some while training: trainer.checkpointer.keep.")
-    values = []
+    values, at = [], times
     for done, step in enumerate(sorted(steps)):
         model = load_run(run, step).model
-        times = training_times(model) if times is None else times
-        values.append(eigenvalues(model, family, times))
+        at = training_times(model) if at is None else at
+        values.append(eigenvalues(model, family, at))
         if tick is not None:
             tick(done + 1, len(steps))
     heads = ("heads",) if values[0].ndim == 3 else ()
     names = ("checkpoints", "times", *heads, "eigenvalues")
-    return OverTraining(tuple(sorted(steps)), tuple(float(t) for t in times), NamedArray(np.stack(values), names))
+    return OverTraining(tuple(sorted(steps)), tuple(float(t) for t in at or ()), NamedArray(np.stack(values), names))
 
 
 @dataclass

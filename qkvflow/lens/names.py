@@ -42,7 +42,9 @@ def _matches(pattern: str, known: Sequence[str]) -> list[str]:
 def _same_time(one: str, other: str) -> bool:
     """Whether both are the state at the same layer-time, written in other ways (0.50, 1/3)."""
     a, b = _STATE.fullmatch(one), _STATE.fullmatch(other)
-    return bool(a and b) and a["part"] == b["part"] and abs(_time(a) - _time(b)) < _CLOSE
+    if a is None or b is None:
+        return False
+    return a["part"] == b["part"] and abs(_time(a) - _time(b)) < _CLOSE
 
 
 def _time(match: re.Match) -> float:
