@@ -155,6 +155,11 @@ def some_tokens(evaluator: RunEvaluator, sequences: int) -> NamedArray:
     return hax.named(tokens.array[:sequences], ("batch", "position"))
 
 
+def untrained(model: LmHeadModel, *, key: jax.Array) -> LmHeadModel:
+    """A model of the same configuration with parameters drawn anew."""
+    return eqx.filter_jit(lambda key: model.config.build(model.Vocab, key=key))(key)
+
+
 def causal_at(run: Run, name: str) -> list[int]:
     """The positions at which the model of a run passed the test of causality, on the text that it was watched on."""
     some = some_tokens(RunEvaluator(run, batch_size=_SEQUENCES, max_batches=1), _SEQUENCES)

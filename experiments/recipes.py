@@ -118,6 +118,17 @@ def merged(base: Changes, over: Changes) -> dict[str, Any]:
     return result
 
 
+def ordinary(model: Changes, layers: int) -> Changes:
+    """The same model with ordinary layers in place of its flow.
+
+    A flow of per-layer weights in Euler steps of length 1 is a stack of ordinary layers; so embeddings, prelude and
+    coda have the same names, and with the same seed the same initial weights, in all systems.
+    """
+    depth = {"solver": "euler", "steps": layers, "step_size": "residual"}
+    replaced = {"weights": {"type": "per_layer"}, "depth": depth, "control": None}
+    return merged(model, {"block": {"form": "sequential"}}) | replaced
+
+
 def without_base(changes: Changes) -> dict[str, Any]:
     """What an arm of a YAML changes, without the file that it begins from."""
     return {key: value for key, value in changes.items() if key != "base"}

@@ -3,9 +3,18 @@
 Importing qkvflow registers the model `type: neuralode` with Levanter.
 """
 
+import importlib
+
 from qkvflow.interrupts import leave_while_importing
 
 leave_while_importing()
 
 from qkvflow import models as models  # noqa: E402
 from qkvflow.generation import generate as generate  # noqa: E402
+
+
+def __getattr__(name: str):
+    """`qkvflow.lens`, which programs do not need, is imported when it is asked for."""
+    if name == "lens":
+        return importlib.import_module("qkvflow.lens")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -2,10 +2,12 @@
 
 import sys
 
-from experiments.bench import analysis, generation, gradients
+from experiments.bench import analysis, generation, gradients, hooks
 from experiments.bench.frame import run
 
-TABLE = {each.name: each for each in (*gradients.BENCHMARKS, *generation.BENCHMARKS, *analysis.BENCHMARKS)}
+TABLE = {
+    each.name: each for each in (*gradients.BENCHMARKS, *generation.BENCHMARKS, *analysis.BENCHMARKS, *hooks.BENCHMARKS)
+}
 unknown = sorted(set(sys.argv[1:]) - set(TABLE))
 if unknown:
     sys.exit(f"error: there is no benchmark {', '.join(unknown)}. Choices: {', '.join(TABLE)}")

@@ -20,10 +20,10 @@ from levanter.utils.jax_utils import parameter_count
 
 from experiments.gradient_flow.norms import component_norms
 from experiments.gradient_flow.plan import GradientFlowConfig, arms
-from experiments.gradient_flow.readings import Reader, control_effect, untrained
+from experiments.gradient_flow.readings import Reader, control_effect
 from experiments.gradient_flow.report import GradientFlow, GradientFlowProtocol, Trained, draw, page
 from experiments.jobs import Job, reported
-from experiments.measure import Measure, some_tokens
+from experiments.measure import Measure, some_tokens, untrained
 from experiments.recipes import Recipe
 from experiments.study import Study
 from experiments.texts import Text

@@ -6,7 +6,7 @@ from pathlib import Path
 from experiments.cost import cost_of
 from experiments.jobs import Arm
 from experiments.protocol import SeedsConfig
-from experiments.recipes import Changes, Recipe, merged
+from experiments.recipes import Recipe, merged, ordinary
 from experiments.texts import Builtin, Text, TextConfig
 from qkvflow.depth import solver_by_name
 from qkvflow.errors import UserError
@@ -84,9 +84,9 @@ def arms(config: GradientFlowConfig, text: Text, run_dir: Path) -> list[Arm]:
     model = merged(hybrid.raw["model"], {"depth": {"steps": hybrid.config.model.depth.steps}})
     models = {
         "hybrid": model,
-        "baseline": _ordinary(model, config.replaced_layers),
+        "baseline": ordinary(model, config.replaced_layers),
         # The coda's layers stand where the flow was: a flow has one step at least.
-        "shallow": _ordinary(model, model["coda_layers"]) | {"coda_layers": 0},
+        "shallow": ordinary(model, model["coda_layers"]) | {"coda_layers": 0},
     }
     ours = {
         # Norms of the gradients as they come, before the optimizer clips them, in every step.
@@ -117,14 +117,3 @@ def _check_hybrid(config: GradientFlowConfig, hybrid: Recipe) -> None:
         )
     if config.final_steps > hybrid.steps:
         raise UserError(f"`final_steps` is {config.final_steps}, of {hybrid.steps} steps in all")
-
-
-def _ordinary(model: Changes, layers: int) -> Changes:
-    """The same model with ordinary layers in place of its flow.
-
-    A flow of per-layer weights in Euler steps of length 1 is a stack of ordinary layers; so embeddings, prelude and
-    coda have the same names, and with the same seed the same initial weights, in all systems.
-    """
-    depth = {"solver": "euler", "steps": layers, "step_size": "residual"}
-    replaced = {"weights": {"type": "per_layer"}, "depth": depth, "control": None}
-    return merged(model, {"block": {"form": "sequential"}}) | replaced

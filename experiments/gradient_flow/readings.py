@@ -163,11 +163,6 @@ def control_effect(model: NeuralOdeLMHeadModel, tokens: NamedArray, draws: int, 
     return Effect(*np.mean(found, axis=0).tolist())
 
 
-def untrained(model: NeuralOdeLMHeadModel, *, key: jax.Array) -> NeuralOdeLMHeadModel:
-    """A model of the same configuration with parameters drawn anew."""
-    return eqx.filter_jit(lambda key: model.config.build(model.Vocab, key=key))(key)
-
-
 def centred_logits(model: NeuralOdeLMHeadModel, tokens: NamedArray, control: NamedArray | None = None) -> np.ndarray:
     """Logits [batch, position, vocab] minus their mean over the vocabulary."""
     return np.asarray(_centred(model, tokens, control))

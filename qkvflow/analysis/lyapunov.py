@@ -19,6 +19,7 @@ from qkvflow.analysis.exponents import kaplan_yorke as kaplan_yorke
 from qkvflow.analysis.opening import EncodedText, opened, output_folder, texts_of, validation_texts, write
 from qkvflow.analysis.reading import Reading, read, sequence
 from qkvflow.analysis.tangent import Tangent
+from qkvflow.axes import LAYERS, POSITION
 from qkvflow.cli import run_program
 from qkvflow.config import Text
 from qkvflow.errors import UserError
@@ -121,6 +122,30 @@ def direction_exponents(model: LmHeadModel | Reading, tokens: NamedArray, direct
         norms = np.linalg.norm(v.reshape(len(v), -1), axis=1)
         logs.append(np.log(norms))
     return np.stack(logs)
+
+
+def token_map(model: LmHeadModel | Reading, tokens, *, tick: Tick | None = None) -> NamedArray:
+    """How far the most that a token can be disturbed has grown on the way: float64 {layers = steps, position}.
+
+        lambda_i(t_n) = log sigma_max( d x(t_n) / d x_i(0) ) / t_n
+
+    the finite-time exponent of token i at depth t_n = 1/L, ..., 1, with what its disturbance does to all tokens. Exact:
+    embed Jacobian-vector products for each token and step.
+    """
+    tangent = _tangent(model, tokens)
+    positions, width = tangent.shape
+    found = np.empty((tangent.steps, positions))
+    for i in range(positions):
+        v = np.zeros((width, positions, width), np.float32)
+        v[np.arange(width), i, np.arange(width)] = 1.0
+        for n in range(tangent.steps):
+            v = tangent.forward(n, v)
+            rows = np.asarray(v, np.float64).reshape(width, -1)
+            largest = np.linalg.eigvalsh(rows @ rows.T)[-1]
+            found[n, i] = 0.5 * np.log(largest) * tangent.steps / (n + 1)
+        if tick is not None:
+            tick(i + 1, positions)
+    return NamedArray(found, (LAYERS, POSITION))
 
 
 def divergence(

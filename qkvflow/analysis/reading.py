@@ -23,6 +23,7 @@ from qkvflow.blocks.grouped_query import GroupedQueryAttention
 from qkvflow.blocks.state_space import SsmMixer
 from qkvflow.depth import FixedPlan
 from qkvflow.errors import UserError
+from qkvflow.lens.paths import states
 from qkvflow.models import NeuralOdeLMHeadModel
 from qkvflow.models.levanter_twin import enter
 from qkvflow.time import GridPoint
@@ -69,12 +70,6 @@ class Reading(eqx.Module):
     def differentiates_forward(self) -> bool:
         """Whether the block has Jacobian-vector products; that of a recurrence has a backward pass by hand instead."""
         return not any(isinstance(m, SsmMixer) for m in jax.tree.leaves(self.model, is_leaf=_is_mixer))
-
-    def start(self, tokens: NamedArray) -> NamedArray:
-        """x_0 {position, embed}, after the prelude, from tokens {position}."""
-        x = self.model.embeddings(tokens)
-        prelude = self.model.transformer.prelude
-        return (x if prelude is None else prelude(x, self.inputs)).rearrange((POSITION, EMBED))
 
     def increment(self, k, x: NamedArray) -> NamedArray:
         """Psi_k(x), with the axes of x. `k` may be traced."""
@@ -184,14 +179,7 @@ def sequence(reading: Reading, tokens) -> NamedArray:
 @eqx.filter_jit
 def trajectory(reading: Reading, tokens: NamedArray) -> NamedArray:
     """x_0, ..., x_L: {layers = L+1, position, embed}."""
-    x0 = reading.start(tokens)
-
-    def step(x, k):
-        x = x + reading.increment(k, hax.named(x, x0.axes)).array
-        return x, x
-
-    _, later = jax.lax.scan(step, x0.array, jnp.arange(reading.steps))
-    return hax.named(jnp.concatenate([x0.array[None], later]), (hax.Axis(LAYERS, reading.steps + 1), *x0.axes))
+    return states(reading.model, tokens, control=reading.inputs.control).rearrange((LAYERS, POSITION, EMBED))
 
 
 def _at_least_float32(leaf):

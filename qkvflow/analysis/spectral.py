@@ -6,14 +6,18 @@ writes eigenvalues, singular values and what is read off them, beside a band of 
 as `spectral.npz` and figures (PNG and PDF). With `--text` also the eigenvalues of the field's own Jacobian there.
 """
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
+from pathlib import Path
 
 import equinox as eqx
 import jax
 import numpy as np
+from haliax import NamedArray
 from levanter.models.lm_model import LmHeadModel
 
 from qkvflow.analysis import figures, spectrum
+from qkvflow.analysis.exponents import Tick
 from qkvflow.analysis.many import each
 from qkvflow.analysis.matrices import FAMILIES, ThinProduct, factors, products, thin
 from qkvflow.analysis.matrices import official_times as official_times
@@ -27,6 +31,8 @@ from qkvflow.cli import run_program
 from qkvflow.config import Text
 from qkvflow.errors import UserError
 from qkvflow.models.levanter_twin import enter_config
+from qkvflow.runs import RunDirectory, load_run
+from qkvflow.runs.checkpoints import checkpoint_steps
 
 
 def qk_eigenvalues(model: LmHeadModel, times=None) -> np.ndarray:
@@ -91,6 +97,46 @@ def jacobian_eigenvalues(model: LmHeadModel | Reading, tokens, position: int = -
     j = range(tangent.shape[0])[position]
     blocks = [np.asarray(tangent.jacobian_rows(n, j)[:, j], np.float64) for n in range(tangent.steps)]
     return spectrum.sort(each(np.linalg.eigvals, np.stack(blocks) / reading.step))
+
+
+@dataclass(frozen=True)
+class OverTraining:
+    """Spectra at the checkpoints of a run.
+
+    Attributes:
+        steps: of the checkpoints, ascending. times: layer-times.
+        eigenvalues: complex128 {checkpoints, times, [heads,] eigenvalues}, by decreasing modulus.
+    """
+
+    steps: tuple[int, ...]
+    times: tuple[float, ...]
+    eigenvalues: NamedArray
+
+
+def over_training(
+    run: str | Path, family: str, times=None, *, steps: Sequence[int] | None = None, tick: Tick | None = None
+) -> OverTraining:
+    """Eigenvalues of `family` (`qk`, `ov`, `ff`) at each checkpoint that a run keeps.
+
+    Args:
+        run: its directory. times: as of `qk_eigenvalues`. steps: of some checkpoints; all by default.
+
+    Raises:
+        UserError: no checkpoints, or not those; a family or times that the model does not have.
+    """
+    steps = checkpoint_steps(RunDirectory(Path(run)).checkpoints) if steps is None else steps
+    if not steps:
+        raise UserError(f"{run} has no checkpoints. Keep some while training: trainer.checkpointer.keep.")
+    values, at = [], times
+    for done, step in enumerate(sorted(steps)):
+        model = load_run(run, step).model
+        at = training_times(model) if at is None else at
+        values.append(eigenvalues(model, family, at))
+        if tick is not None:
+            tick(done + 1, len(steps))
+    heads = ("heads",) if values[0].ndim == 3 else ()
+    names = ("checkpoints", "times", *heads, "eigenvalues")
+    return OverTraining(tuple(sorted(steps)), tuple(float(t) for t in at or ()), NamedArray(np.stack(values), names))
 
 
 @dataclass

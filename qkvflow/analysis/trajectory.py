@@ -1,23 +1,19 @@
-"""The path of the states through depth: how fast and whereto they move, what they would say, what they attend to."""
+"""The path of the states through depth: how fast and whereto they move, what they would say, what they attend to.
+
+The measures are those of `qkvflow.lens`, here of one sequence as NumPy arrays, for figures and the report.
+"""
 
 from dataclasses import dataclass
-from functools import singledispatch
 
 import equinox as eqx
-import haliax as hax
-import jax
-import jax.numpy as jnp
 import numpy as np
-from haliax import NamedArray
 from levanter.models.lm_model import LmHeadModel
 
-from qkvflow.analysis.parts import attention_of
+from qkvflow import lens
 from qkvflow.analysis.reading import Reading, read, sequence
 from qkvflow.analysis.reading import trajectory as _states
-from qkvflow.axes import EMBED, HEAD_SIZE, HEADS, KV_HEAD, POSITION, QKV
-from qkvflow.blocks.attention import Gpt2Attention
-from qkvflow.blocks.grouped_query import GroupedQueryAttention
-from qkvflow.errors import UserError
+from qkvflow.axes import HEADS, LAYERS, POSITION
+from qkvflow.lens.paths import cosine
 
 
 @dataclass(frozen=True)
@@ -62,14 +58,13 @@ def states(model: LmHeadModel | Reading, tokens) -> np.ndarray:
 def motion(model: LmHeadModel | Reading, tokens) -> Motion:
     """Speed, direction and displacement of the states: see `Motion`."""
     reading = _reading(model)
-    x = states(reading, tokens).astype(np.float64)
-    v = np.diff(x, axis=0) * reading.steps
-    start = np.linalg.norm(x[0], axis=-1)
+    path = _states(reading, sequence(reading, tokens))
+    x = np.asarray(path.array, np.float64)
     return Motion(
-        speed=np.linalg.norm(v, axis=-1),
-        turning=_cosine(v[:-1], v[1:]),
-        outward=_cosine(x[:-1], v),
-        displacement=np.linalg.norm(x - x[0], axis=-1) / start,
+        speed=np.asarray(lens.speed(path).array),
+        turning=np.asarray(lens.turning(path).array),
+        outward=cosine(x[:-1], np.diff(x, axis=0)),
+        displacement=np.linalg.norm(x - x[0], axis=-1) / np.linalg.norm(x[0], axis=-1),
     )
 
 
@@ -79,12 +74,9 @@ def logit_lens(model: LmHeadModel | Reading, tokens, top: int = 5) -> LogitLens:
     Caveat: the head is trained on x(1) only. That early states read badly does not mean that they know nothing.
     """
     reading = _reading(model)
-    tokens = sequence(reading, tokens)
-    vocab = reading.model.Vocab.size
-    if not 1 <= top <= vocab:
-        raise UserError(f"top must lie in 1..{vocab}, the size of the vocabulary, got {top}.")
-    loss, ids, probabilities = _lens(reading, tokens, _states(reading, tokens), top)
-    return LogitLens(np.asarray(loss), np.asarray(ids), np.asarray(probabilities))
+    tokens, control = sequence(reading, tokens), reading.inputs.control
+    found = eqx.filter_jit(lens.logit_lens)(reading.model, tokens, top, control=control)
+    return LogitLens(*(np.asarray(a.array) for a in (found.loss, found.top_tokens, found.top_probabilities)))
 
 
 def attention_entropy(model: LmHeadModel | Reading, tokens) -> np.ndarray:
@@ -93,81 +85,10 @@ def attention_entropy(model: LmHeadModel | Reading, tokens) -> np.ndarray:
     At the beginning of each step (of its first stage). Token i sees i + 1 tokens, so log(i + 1) is the most.
     """
     reading = _reading(model)
-    tokens = sequence(reading, tokens)
-    return np.asarray(_entropy(reading, _states(reading, tokens)))
-
-
-@eqx.filter_jit
-def _lens(reading: Reading, tokens: NamedArray, states: NamedArray, top: int):
-    def at(x):
-        log_p = jax.nn.log_softmax(reading.logits(hax.named(x, (POSITION, EMBED))).rearrange((POSITION, ...)).array)
-        loss = -jnp.take_along_axis(log_p[:-1], tokens.array[1:, None], axis=-1)[:, 0]
-        values, ids = jax.lax.top_k(log_p, top)
-        return loss, ids, jnp.exp(values)
-
-    return jax.lax.map(at, states.array)
-
-
-@eqx.filter_jit
-def _entropy(reading: Reading, states: NamedArray):
-    def at(inputs):
-        k, x = inputs
-        x = hax.named(x, (POSITION, EMBED))
-        block, heard = reading.block(k), []
-        listening = eqx.tree_at(attention_of, block, _with_ear(attention_of(block), heard))
-        reading.run_block(listening, x)
-        q, key = _queries_and_keys(attention_of(block), heard)
-        scores = jnp.einsum("hid,hjd->hij", q, key) / jnp.sqrt(q.shape[-1])
-        size = scores.shape[-1]
-        causal = jnp.tril(jnp.ones((size, size), bool))
-        log_p = jax.nn.log_softmax(jnp.where(causal, scores, -jnp.inf))
-        return -jnp.sum(jnp.where(causal, jnp.exp(log_p) * log_p, 0.0), axis=-1)
-
-    return jax.lax.map(at, (jnp.arange(reading.steps), states.array[:-1]))
-
-
-class _Ear(eqx.Module):
-    """Stands for a module and notes what it returns, so that a block can be listened to while it runs."""
-
-    inner: eqx.Module
-    heard: list = eqx.field(static=True)
-
-    def __call__(self, *args, **kwargs):
-        result = self.inner(*args, **kwargs)
-        self.heard.append(result)
-        return result
-
-
-@singledispatch
-def _with_ear(attention, heard: list):
-    raise UserError(f"the attention of {type(attention).__name__} cannot be listened to.")
-
-
-@_with_ear.register
-def _(attention: Gpt2Attention, heard):
-    return eqx.tree_at(lambda a: a.c_attn, attention, _Ear(attention.c_attn, heard))
-
-
-@_with_ear.register
-def _(attention: GroupedQueryAttention, heard):
-    return eqx.tree_at(lambda a: a.rotary, attention, _Ear(attention.rotary, heard))
-
-
-def _queries_and_keys(attention, heard: list) -> tuple[jax.Array, jax.Array]:
-    """[heads, position, head_size] each, from what was heard: q, k and v together, or rotated q and then rotated k."""
-    if isinstance(attention, Gpt2Attention):
-        q, k, _ = heard[0].unbind(QKV)
-        return q.rearrange((HEADS, POSITION, HEAD_SIZE)).array, k.rearrange((HEADS, POSITION, HEAD_SIZE)).array
-    q, k = heard
-    q = q.rearrange((HEADS, POSITION, HEAD_SIZE)).array
-    k = k.rearrange((KV_HEAD, POSITION, HEAD_SIZE)).array
-    return q, jnp.repeat(k, q.shape[0] // k.shape[0], axis=0)
-
-
-def _cosine(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Along the last axis; NaN where one of the two is zero."""
-    with np.errstate(invalid="ignore", divide="ignore"):
-        return np.sum(a * b, axis=-1) / (np.linalg.norm(a, axis=-1) * np.linalg.norm(b, axis=-1))
+    tokens, control = sequence(reading, tokens), reading.inputs.control
+    place = "attn.pattern" if reading.plan.evaluations == reading.steps else "0.attn.pattern"
+    _, cache = eqx.filter_jit(lens.run_with_cache)(reading.model, tokens, f"[0-9]*.{place}", control=control)
+    return np.asarray(lens.attention_entropy(cache.stack(place)).rearrange((LAYERS, HEADS, POSITION)).array)
 
 
 def _reading(model: LmHeadModel | Reading) -> Reading:

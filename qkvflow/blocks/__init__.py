@@ -8,6 +8,7 @@ from qkvflow.blocks.inputs import Inputs as Inputs
 from qkvflow.blocks.llama import LlamaBlock as LlamaBlock
 from qkvflow.blocks.llama import LlamaBlockConfig as LlamaBlockConfig
 from qkvflow.blocks.memory import Window as Window
+from qkvflow.blocks.probe import Probe as Probe
 from qkvflow.blocks.ssm import SsmBlock as SsmBlock
 from qkvflow.blocks.ssm import SsmBlockConfig as SsmBlockConfig
 from qkvflow.blocks.state_space import SsmMixer as SsmMixer

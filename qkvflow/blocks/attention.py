@@ -7,11 +7,21 @@ import haliax as hax
 import haliax.nn as hnn
 import jax
 from haliax import Axis, NamedArray
-from levanter.layers.attention import AttentionBackend, dot_product_attention
+from levanter.layers.attention import AttentionBackend, dot_product_attention, materialize_mask
 
-from qkvflow.axes import BATCH_HEADS, HEAD_SIZE, HEADS, KEY_POSITION, POSITION, QKV
+from qkvflow.axes import (
+    BATCH_HEADS,
+    HEAD_SIZE,
+    HEADS,
+    KEY_POSITION,
+    KV_HEAD,
+    POSITION,
+    Q_HEADS_PER_GROUP,
+    QKV,
+)
 from qkvflow.blocks.inputs import Inputs
 from qkvflow.blocks.memory import KeysValues
+from qkvflow.blocks.probe import apart
 
 
 class AttentionKernel(Protocol):
@@ -63,8 +73,30 @@ def attend(
         flash_block_size=layer.flash_block_size,
     )
     if memory is not None:
-        out = out.unflatten_axis(BATCH_HEADS, (Batch, Heads))
-    return out, memory
+        return out.unflatten_axis(BATCH_HEADS, (Batch, Heads)), memory
+    # Kernels keep no pattern: it is computed beside them where it is asked for, and used where it is edited.
+    out = inputs.beside("attn.pattern", lambda: _pattern(q, k, mask), lambda p, out=out: _attended(p, v, out), out)
+    return out, None
+
+
+def _pattern(q: NamedArray, k: NamedArray, mask) -> NamedArray:
+    """softmax(q k^T / sqrt(head_size)): {..., heads, position, key_position}."""
+    k = k.rename({POSITION: KEY_POSITION})
+    (scores,) = apart(hax.dot(q * q.axis_size(HEAD_SIZE) ** -0.5, k, axis=HEAD_SIZE))
+    seen = materialize_mask(mask, q.resolve_axis(POSITION), k.resolve_axis(KEY_POSITION))
+    scores = scores if seen is None else hax.where(seen, scores, -1e9)
+    pattern = hnn.softmax(scores, axis=KEY_POSITION).astype(q.dtype)
+    if KV_HEAD in {a.name for a in pattern.axes}:
+        pattern = pattern.flatten_axes((KV_HEAD, Q_HEADS_PER_GROUP), HEADS)
+    return pattern.rearrange((..., HEADS, POSITION, KEY_POSITION))
+
+
+def _attended(pattern: NamedArray, v: NamedArray, out: NamedArray) -> NamedArray:
+    """What a pattern makes of the values, in the form of `out`."""
+    groups = [a for a in out.axes if a.name in (KV_HEAD, Q_HEADS_PER_GROUP)]
+    pattern = pattern.unflatten_axis(HEADS, groups) if groups else pattern
+    attended = hax.dot(pattern, v.rename({POSITION: KEY_POSITION}), axis=KEY_POSITION)
+    return attended.rearrange(out.axes).astype(out.dtype)
 
 
 class Gpt2Attention(eqx.Module):
@@ -102,9 +134,10 @@ class Gpt2Attention(eqx.Module):
     def extend(self, x: NamedArray, inputs: Inputs, memory: KeysValues | None, *, key=None):
         """{..., position, embed} -> {..., position, embed}, and the memory extended by the positions of x."""
         qkv = self.c_attn(x).rearrange((..., QKV, HEADS, POSITION, HEAD_SIZE))
-        q, k, v = qkv.unbind(QKV)
+        q, k, v = (inputs.see(f"attn.{name}", a) for name, a in zip("qkv", qkv.unbind(QKV), strict=True))
         out, memory = attend(self, q, k, v, inputs, memory, key=key)
-        return self.c_proj(hax.auto_sharded(out.astype(x.dtype))), memory
+        out = inputs.see("attn.heads", out.astype(x.dtype))
+        return inputs.see("attn.out", self.c_proj(hax.auto_sharded(out))), memory
 
     def memory(self, Batch: Axis, length: int, dtype) -> KeysValues:
         """Room for `length` positions."""

@@ -39,7 +39,8 @@ class Controlled(eqx.Module):
         h = x + self.shift.astype(x.dtype)
         if inputs.control is not None:
             h = h + self.control(inputs.control.astype(x.dtype))
-        dx, memory = self.block.extend(h.rearrange(x.axes), inputs, memory, key=key)
+        h = inputs.see("shifted", h.rearrange(x.axes))
+        dx, memory = self.block.extend(h, inputs, memory, key=key)
         return dx * self.alpha.astype(x.dtype), memory
 
     def memory(self, Batch: Axis, length: int, dtype):

@@ -39,8 +39,10 @@ class Gpt2Mlp(eqx.Module):
         c_proj = hnn.Linear.init(Mlp, Embed, key=k_proj, use_bias=use_bias, out_first=False)
         return Gpt2Mlp(c_fc, c_proj, activation)
 
-    def __call__(self, x: NamedArray) -> NamedArray:
-        return self.c_proj(self.activation(self.c_fc(x)))
+    def __call__(self, x: NamedArray, inputs: Inputs) -> NamedArray:
+        hidden = inputs.see("mlp.pre", self.c_fc(x))
+        hidden = inputs.made("mlp.post", self.activation, hidden)
+        return inputs.see("mlp.out", self.c_proj(hidden))
 
 
 class Gpt2Block(eqx.Module):
@@ -59,9 +61,10 @@ class Gpt2Block(eqx.Module):
     def extend(self, x: NamedArray, inputs: Inputs, memory: KeysValues | None, *, key=None):
         """B(x), and the memory extended by the positions of x."""
         k_attn, k_attn_out, k_mlp_out = maybe_rng_split(key, 3)
-        attn, memory = self.attn.extend(self.attn_ln(x), inputs, memory, key=k_attn)
+        attn, memory = self.attn.extend(inputs.see("attn.norm", self.attn_ln(x)), inputs, memory, key=k_attn)
         attn = self.resid_dropout(attn, key=k_attn_out)
-        mlp = self.mlp(self.mlp_ln(x if self.form == "parallel" else x + attn))
+        x = x if self.form == "parallel" else inputs.see("mid", x + attn)
+        mlp = self.mlp(inputs.see("mlp.norm", self.mlp_ln(x)), inputs)
         return attn + self.resid_dropout(mlp, key=k_mlp_out), memory
 
     def memory(self, Batch: Axis, length: int, dtype) -> KeysValues:

@@ -69,15 +69,16 @@ class GroupedQueryAttention(eqx.Module):
     def extend(self, x: NamedArray, inputs: Inputs, memory: KeysValues | None, *, key=None):
         """{..., position, embed} -> {..., position, embed}, and the memory extended by the positions of x."""
         pos_ids = hax.arange(x.resolve_axis(POSITION)) if inputs.pos_ids is None else inputs.pos_ids
-        q = self.rotary(self.q_proj(x), pos_ids)
-        k = self.rotary(self.k_proj(x), pos_ids).rearrange((..., KV_HEAD, POSITION, HEAD_SIZE))
-        v = self.v_proj(x).rearrange((..., KV_HEAD, POSITION, HEAD_SIZE))
+        q = self.rotary(inputs.see("attn.q", self.q_proj(x)), pos_ids)
+        k = self.rotary(inputs.see("attn.k", self.k_proj(x)), pos_ids).rearrange((..., KV_HEAD, POSITION, HEAD_SIZE))
+        v = inputs.see("attn.v", self.v_proj(x).rearrange((..., KV_HEAD, POSITION, HEAD_SIZE)))
         KvHead, Heads = k.resolve_axis(KV_HEAD), q.resolve_axis(HEADS)
         Group = Axis(Q_HEADS_PER_GROUP, Heads.size // KvHead.size)
         q = q.unflatten_axis(HEADS, (KvHead, Group))
         q = q.rearrange((..., KV_HEAD, Q_HEADS_PER_GROUP, POSITION, HEAD_SIZE))
         out, memory = attend(self, q, k, v, inputs, memory, key=key)
-        return self.o_proj(hax.auto_sharded(out.astype(x.dtype).flatten_axes((KvHead, Group), Heads))), memory
+        out = inputs.see("attn.heads", out.astype(x.dtype).flatten_axes((KvHead, Group), Heads))
+        return inputs.see("attn.out", self.o_proj(hax.auto_sharded(out))), memory
 
     def memory(self, Batch: Axis, length: int, dtype) -> KeysValues:
         """Room for `length` positions."""

@@ -5,12 +5,15 @@ keyword of that name, batches an attribute, and everything between hands the rec
 """
 
 import dataclasses
+from collections.abc import Callable
+from typing import Any
 
 import equinox as eqx
 from haliax import NamedArray
 from levanter.layers.attention import AttentionMask
 
 from qkvflow.blocks.memory import Window
+from qkvflow.blocks.probe import Probe, apart
 
 
 class Inputs(eqx.Module):
@@ -21,15 +24,18 @@ class Inputs(eqx.Module):
         pos_ids: {..., position} int, of rotary positions or of the table of positions; None is 0, 1, 2, ...
         control: {..., control} or {..., position, control}; None is zero control.
         window: which positions x holds, where earlier ones are remembered; None if x holds whole sequences.
+        probe: is told of every place of the forward pass while it is traced; None, as ever but in `qkvflow.lens`,
+            leaves no trace in the program.
     """
 
     mask: AttentionMask | NamedArray | None = None
     pos_ids: NamedArray | None = None
     control: NamedArray | None = None
     window: Window | None = None
+    probe: Probe | None = None
 
     @staticmethod
-    def of(attn_mask: AttentionMask | NamedArray | None = None, **inputs: NamedArray | None) -> "Inputs":
+    def of(attn_mask: AttentionMask | NamedArray | None = None, **inputs: Any) -> "Inputs":
         """For whole sequences: causal if no mask is given, and the fields named in `inputs`."""
         return Inputs(AttentionMask.causal() if attn_mask is None else attn_mask, **inputs)
 
@@ -38,3 +44,29 @@ class Inputs(eqx.Module):
         """From a training example: its `attn_mask`, and every field of this record that it has."""
         own = [field.name for field in dataclasses.fields(Inputs) if hasattr(example, field.name)]
         return Inputs.of(example.attn_mask, **{name: getattr(example, name) for name in own})
+
+    def see(self, place: str, value: NamedArray) -> NamedArray:
+        """Names a value of the forward pass. Gives what the pass goes on with: `value`, unless it is edited."""
+        return value if self.probe is None else self.probe.see(place, value)
+
+    def made(self, place: str, make: Callable[..., NamedArray], *of: NamedArray) -> NamedArray:
+        """The same for `make(*of)` of elementary functions, computed once more where it is looked at (see `apart`)."""
+        return self.beside(place, lambda: make(*apart(*of)), lambda value: value, make(*of))
+
+    def beside(
+        self,
+        place: str,
+        make: Callable[[], NamedArray],
+        use: Callable[[NamedArray], NamedArray],
+        plain: NamedArray,
+    ) -> NamedArray:
+        """The same for a value that the pass itself does not have: `plain`, unless it is edited; then `use` of it."""
+        return plain if self.probe is None else self.probe.beside(place, make, use, plain)
+
+    def within(self, part: str) -> "Inputs":
+        """For a part of the model, whose places have names that begin with its own."""
+        return self if self.probe is None else self.probed_by(self.probe.within(part))
+
+    def probed_by(self, probe: Probe) -> "Inputs":
+        """The same, with another probe."""
+        return dataclasses.replace(self, probe=probe)

@@ -23,6 +23,7 @@ from qkvflow.blocks.config import BlockConfig, check_choice, check_heads
 from qkvflow.blocks.grouped_query import GroupedQueryAttention
 from qkvflow.blocks.inputs import Inputs
 from qkvflow.blocks.memory import KeysValues
+from qkvflow.blocks.probe import apart
 from qkvflow.errors import UserError
 from qkvflow.ranges import Count, Positive, ProperShare
 
@@ -46,8 +47,14 @@ class GatedMlp(eqx.Module):
         down = hnn.Linear.init(Mlp, Embed, key=k_down, use_bias=use_bias, out_first=False)
         return GatedMlp(gate, up, down, activation)
 
-    def __call__(self, x: NamedArray) -> NamedArray:
-        return self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))
+    def __call__(self, x: NamedArray, inputs: Inputs) -> NamedArray:
+        gate = inputs.see("mlp.gate", self.gate_proj(x))
+        active, up = self.activation(gate), inputs.see("mlp.up", self.up_proj(x))
+        hidden = inputs.beside("mlp.post", lambda: self._gated(*apart(gate, up)), lambda post: post, active * up)
+        return inputs.see("mlp.out", self.down_proj(hidden))
+
+    def _gated(self, gate: NamedArray, up: NamedArray) -> NamedArray:
+        return self.activation(gate) * up
 
 
 class LlamaBlock(eqx.Module):
@@ -66,14 +73,15 @@ class LlamaBlock(eqx.Module):
     def extend(self, x: NamedArray, inputs: Inputs, memory: KeysValues | None, *, key=None):
         """B(x), and the memory extended by the positions of x."""
         k_attn, k_attn_out, k_mlp_out = maybe_rng_split(key, 3)
-        n1 = self.input_layernorm(x)
+        n1 = inputs.see("attn.norm", self.input_layernorm(x))
         attn, memory = self.self_attn.extend(n1, inputs, memory, key=k_attn)
         attn = self.resid_dropout(attn, key=k_attn_out)
         if self.form == "sequential":
-            x = x + attn
+            x = inputs.see("mid", x + attn)
         elif self.form == "official":
             x = n1
-        return attn + self.resid_dropout(self.mlp(self.post_attention_layernorm(x)), key=k_mlp_out), memory
+        mlp = self.mlp(inputs.see("mlp.norm", self.post_attention_layernorm(x)), inputs)
+        return attn + self.resid_dropout(mlp, key=k_mlp_out), memory
 
     def memory(self, Batch: Axis, length: int, dtype) -> KeysValues:
         """An empty memory for `length` positions."""

@@ -38,9 +38,11 @@ class SsmBlock(eqx.Module):
         """B(x), and the memory extended by the positions of x."""
         k_attn, k_attn_out, k_ssm_out = maybe_rng_split(key, 3)
         keys, state = (None, None) if memory is None else (memory.attn, memory.ssm)
-        attn, keys = self.attn.extend(self.attn_ln(x), inputs, keys, key=k_attn)
+        attn, keys = self.attn.extend(inputs.see("attn.norm", self.attn_ln(x)), inputs, keys, key=k_attn)
         attn = self.resid_dropout(attn, key=k_attn_out)
-        mixed, state = self.ssm.extend(self.ssm_ln(x if self.form == "parallel" else x + attn), inputs, state)
+        x = x if self.form == "parallel" else inputs.see("mid", x + attn)
+        mixed, state = self.ssm.extend(inputs.see("ssm.norm", self.ssm_ln(x)), inputs, state)
+        mixed = inputs.see("ssm.out", mixed)
         return attn + self.resid_dropout(mixed, key=k_ssm_out), None if memory is None else SsmMemory(keys, state)
 
     def memory(self, Batch: Axis, length: int, dtype) -> "SsmMemory":

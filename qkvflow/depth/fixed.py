@@ -18,7 +18,7 @@ from qkvflow.axes import LAYERS, STEPS
 from qkvflow.depth import reversible
 from qkvflow.depth.grid import StepGrid
 from qkvflow.depth.jitter import jittered
-from qkvflow.depth.plan import AbstractPlan, At, Field, Solution
+from qkvflow.depth.plan import AbstractPlan, At, Field, Solution, Watch
 from qkvflow.depth.steps import advance, increment, read, start
 from qkvflow.errors import UserError
 from qkvflow.named import is_named
@@ -63,10 +63,11 @@ class FixedPlan(AbstractPlan):
         key=None,
         trajectory: bool = False,
         kinetic: bool = False,
+        watch: Watch | None = None,
     ) -> Solution:
         """See `AbstractPlan.solve`. One mask of dropout per step, shared by its stages: the field is a function within
         a step. The trajectory has one state for each step."""
-        return _solve(self, field, at, params, x, args, key, trajectory, kinetic)
+        return _solve(self, field, at, params, x, args, key, trajectory, kinetic, watch)
 
     @property
     def steps(self) -> int:
@@ -90,7 +91,16 @@ class FixedPlan(AbstractPlan):
 
 
 def _solve(
-    plan: FixedPlan, field: Field, at: At, params, x: NamedArray, args, key, trajectory: bool, kinetic: bool
+    plan: FixedPlan,
+    field: Field,
+    at: At,
+    params,
+    x: NamedArray,
+    args,
+    key,
+    trajectory: bool,
+    kinetic: bool,
+    watch: Watch | None,
 ) -> Solution:
     Steps = Axis(STEPS, plan.steps)
     times, lengths = None, None
@@ -102,6 +112,7 @@ def _solve(
         indices=jnp.asarray(plan.grid.time_rows),
         key=jax.random.split(key, plan.steps) if key is not None else None,
         length=lengths,
+        number=jnp.arange(plan.steps) if watch is not None else None,
     )
     shared = _Shared(params, args, times, None)
     if plan.evaluate == "batched":
@@ -120,19 +131,24 @@ def _solve(
         return increment(evaluate, x, plan.grid, plan.step if row.length is None else row.length, backward=backward)
 
     dtype, coupling = x.dtype, plan.grid.coupling
-    if plan.adjoint == "reversible" and not (trajectory or kinetic):
+    if plan.adjoint == "reversible" and not (trajectory or kinetic or watch is not None):
         return Solution(reversible.integrate(psi, x, shared, rows, Steps, coupling))
 
     def step(before, row: _Rows):
+        if watch is not None:
+            watch.begin(row.number)
         after = advance(lambda x, backward: psi(x, shared, row, backward), before, coupling)
+        after, seen = (after, None) if watch is None else _watched(watch, after, dtype)
         moved = (read(after, jnp.float32) - read(before, jnp.float32)).array.astype(jnp.float32) if kinetic else None
         duration = 1 / plan.steps if row.length is None else jnp.maximum(row.length, _SHORTEST)
         energy = jnp.mean(jnp.square(moved)) / duration if kinetic else None
-        return after, (read(after, dtype) if trajectory else None, energy)
+        return after, (read(after, dtype) if trajectory else None, energy, seen)
 
     # In a trajectory of the reversible scheme gradients are those of `checkpoint`: equal, and with its memory.
-    end, (states, energies) = hax.scan(step, Steps, remat=plan.adjoint != "direct")(start(x, coupling), rows)
+    end, (states, energies, seen) = hax.scan(step, Steps, remat=plan.adjoint != "direct")(start(x, coupling), rows)
     states = states.rename({STEPS: LAYERS}) if trajectory else None
+    if watch is not None:
+        watch.keep(seen)
     return Solution(read(end, dtype), states, kinetic=jnp.sum(energies) if kinetic else None)
 
 
@@ -152,6 +168,18 @@ class _Rows(eqx.Module):
     indices: jax.Array  # of the slots' times in `plan.times`
     key: Any
     length: jax.Array | None
+    number: jax.Array | None  # of the step, where somebody watches
+
+
+def _watched(watch: Watch, state, dtype):
+    """The state after a step as it goes on, and what was seen. A change of x moves both states of a pair."""
+    x = read(state, dtype)
+    changed, seen = watch.end(x)
+    if changed is x:
+        return state, seen
+    if isinstance(state, NamedArray):
+        return changed, seen
+    return tuple(part + (changed.astype(part.dtype) - x.astype(part.dtype)) for part in state), seen
 
 
 def _weights(slot: int, shared: _Shared, row: _Rows, plan: FixedPlan, at: At):

@@ -20,7 +20,7 @@ from haliax import Axis, NamedArray
 
 from qkvflow.axes import LAYERS
 from qkvflow.depth.grid import StepGrid
-from qkvflow.depth.plan import AbstractPlan, At, Field, Solution, Statistics
+from qkvflow.depth.plan import AbstractPlan, At, Field, Solution, Statistics, Watch
 from qkvflow.depth.solvers import has_error_estimate, solver_by_name, tableau
 from qkvflow.depth.steps import pair_dtype
 from qkvflow.errors import UserError
@@ -84,6 +84,7 @@ class AdaptivePlan(AbstractPlan):
         key=None,
         trajectory: bool = False,
         kinetic: bool = False,
+        watch: Watch | None = None,
     ) -> Solution:
         """See `AbstractPlan.solve`. Dropout is drawn once per solve.
 
@@ -92,6 +93,7 @@ class AdaptivePlan(AbstractPlan):
                 evaluation report, and `Statistics.successful` is False.
         """
         assert not kinetic, "DepthConfig refuses kinetic_weight here"
+        assert watch is None, "qkvflow.lens refuses plans that find their own steps"
         controller = diffrax.PIDController(rtol=self.tolerances.rtol, atol=self.tolerances.atol)
         options = {"stepsize_controller": controller, "max_steps": self.tolerances.max_steps}
         return _diffeqsolve(self, field, at, params, x, args, key, trajectory, adjoint=self._diffrax_adjoint, **options)
@@ -139,9 +141,11 @@ class BacksolvePlan(AbstractPlan):
         key=None,
         trajectory: bool = False,
         kinetic: bool = False,
+        watch: Watch | None = None,
     ) -> Solution:
         """See `AbstractPlan.solve`. Dropout is drawn once per solve."""
         assert not kinetic, "DepthConfig refuses kinetic_weight here"
+        assert watch is None, "qkvflow.lens refuses plans that find their own steps"
         # One step more than needed: the sum of the lengths may fall short of 1 by rounding.
         options = {"stepsize_controller": diffrax.ConstantStepSize(), "max_steps": self.steps + 1}
         adjoint = diffrax.BacksolveAdjoint()

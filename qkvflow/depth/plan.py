@@ -2,7 +2,7 @@
 
 import abc
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import equinox as eqx
 import jax
@@ -48,6 +48,23 @@ class Solution(eqx.Module):
     steps: jax.Array | None = None
 
 
+class Watch(Protocol):
+    """Looks into the steps of a solve while they are traced, and may change the state after each."""
+
+    def begin(self, step: jax.Array) -> None:
+        """A step, whose number may be traced, begins."""
+        ...
+
+    def end(self, x: NamedArray) -> tuple[NamedArray, Any]:
+        """The step is over. Gives the state that the solve goes on with, `x` itself if it is not changed, and what was
+        seen in the step, any pytree."""
+        ...
+
+    def keep(self, seen: Any) -> None:
+        """Is given what was seen in all steps, with the axis `steps`."""
+        ...
+
+
 class AbstractPlan(abc.ABC):
     """How a flow is solved. Plans are static: hashable, compared by value, free of arrays.
 
@@ -79,6 +96,7 @@ class AbstractPlan(abc.ABC):
         key=None,
         trajectory: bool = False,
         kinetic: bool = False,
+        watch: Watch | None = None,
     ) -> Solution:
         """x(1) from x(0) = `x` under dx/dt = field(W(t), x, args, key), W(t) = at(params, t).
 
@@ -91,4 +109,5 @@ class AbstractPlan(abc.ABC):
             key: for dropout, and for what the plan itself draws.
             trajectory: also give the states after each step.
             kinetic: also give the kinetic energy; on a fixed grid only.
+            watch: what looks into the steps; on a fixed grid only.
         """

@@ -39,8 +39,12 @@ class Flow(eqx.Module):
         """x(1); with `trajectory` also the states after each step, {layers, ...}; and what the solve cost."""
         kinetic = self.kinetic and not self.inference
         if not self.training_plans or self.inference or key is None or trajectory:
-            options = {"args": inputs, "key": key, "trajectory": trajectory, "kinetic": kinetic}
-            return self.plan.solve(_field, evaluate, self.weights, x, **options)
+            options = {"key": key, "trajectory": trajectory, "kinetic": kinetic}
+            if inputs.probe is not None:
+                x = inputs.see("state.0", x)
+                inputs = inputs.probed_by(inputs.probe.steps(self.plan.steps, self.plan.evaluations))
+                options["watch"] = inputs.probe
+            return self.plan.solve(_field, evaluate, self.weights, x, args=inputs, **options)
         return self._training(x, inputs, key, kinetic)
 
     def increment(self, k, x: NamedArray, inputs: Inputs) -> NamedArray:
@@ -80,4 +84,4 @@ class Flow(eqx.Module):
 
 
 def _field(block, x: NamedArray, inputs: Inputs, key) -> NamedArray:
-    return block(x, inputs, key=key)
+    return inputs.see("out", block(inputs.see("in", x), inputs, key=key))

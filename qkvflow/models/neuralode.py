@@ -1,6 +1,7 @@
 """The language model around the flow: embed, prelude, flow, coda, norm, head."""
 
 import dataclasses
+from typing import Any
 
 import equinox as eqx
 import haliax as hax
@@ -59,14 +60,14 @@ class NeuralOdeTransformer(eqx.Module):
         """What the flow gives, its end after coda and norm; with `trajectory` its states, and its end as it is."""
         k_prelude, k_flow, k_coda = maybe_rng_split(key, 3)
         if self.prelude is not None:
-            x = self.prelude(x, inputs, key=k_prelude)
+            x = self.prelude(x, inputs.within("prelude"), key=k_prelude)
         solution = self.flow.solve(x, inputs, key=k_flow, trajectory=trajectory)
         if trajectory:
             return solution
         x = solution.end
         if self.coda is not None:
-            x = self.coda(x, inputs, key=k_coda)
-        return dataclasses.replace(solution, end=self.norm(x))
+            x = self.coda(x, inputs.within("coda"), key=k_coda)
+        return dataclasses.replace(solution, end=inputs.see("norm", self.norm(x)))
 
     @property
     def blocks(self) -> Stacked:
@@ -106,7 +107,7 @@ class NeuralOdeLMHeadModel(LmHeadModel[NeuralOdeConfig]):
         attn_mask: AttentionMask | NamedArray | None = None,
         *,
         key=None,
-        **inputs: NamedArray | None,
+        **inputs: Any,
     ) -> NamedArray:
         """Logits {..., position, vocab} of the next token, from tokens {..., position}.
 
@@ -116,8 +117,9 @@ class NeuralOdeLMHeadModel(LmHeadModel[NeuralOdeConfig]):
             inputs: further fields of `qkvflow.blocks.Inputs`: `pos_ids`, and `control`, {batch, control}, or
                 {batch, position, control} to change along the sequence; None is zero control.
         """
-        x = self.activations(input_ids, attn_mask, key=key, **inputs)
-        return hax.dot(x, self.get_lm_head(), axis=EMBED)
+        given = Inputs.of(attn_mask, **inputs)
+        x = self.solve(input_ids, given, key=key).end
+        return given.see("logits", hax.dot(x, self.get_lm_head(), axis=EMBED))
 
     def activations(
         self,
@@ -125,7 +127,7 @@ class NeuralOdeLMHeadModel(LmHeadModel[NeuralOdeConfig]):
         attn_mask: AttentionMask | NamedArray | None = None,
         *,
         key=None,
-        **inputs: NamedArray | None,
+        **inputs: Any,
     ) -> NamedArray:
         """norm(x(1)): {..., position, embed}."""
         return self.solve(input_ids, Inputs.of(attn_mask, **inputs), key=key).end
@@ -136,7 +138,7 @@ class NeuralOdeLMHeadModel(LmHeadModel[NeuralOdeConfig]):
         attn_mask: AttentionMask | NamedArray | None = None,
         *,
         key=None,
-        **inputs: NamedArray | None,
+        **inputs: Any,
     ) -> NamedArray:
         """The states of the flow after each of its steps: {layers, ..., position, embed}; the last is x(1)."""
         return self.solve(input_ids, Inputs.of(attn_mask, **inputs), key=key, trajectory=True).states
@@ -146,7 +148,7 @@ class NeuralOdeLMHeadModel(LmHeadModel[NeuralOdeConfig]):
         if inputs.control is not None:
             _check_control(self.config, input_ids, inputs.control)
         k_embed, k_transformer = maybe_rng_split(key, 2)
-        x = self.embeddings(input_ids, pos_ids=inputs.pos_ids, key=k_embed)
+        x = inputs.see("embed", self.embeddings(input_ids, pos_ids=inputs.pos_ids, key=k_embed))
         return self.transformer.solve(x, inputs, key=k_transformer, trajectory=trajectory)
 
     def compute_next_token_loss(self, example: LmExample, **options) -> jax.Array | NamedArray:

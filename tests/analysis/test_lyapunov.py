@@ -16,7 +16,7 @@ from levanter.models.llama import LlamaConfig
 from support.golden import golden
 from support.models import build, llama, random_tokens, small_config
 
-from qkvflow.analysis import lyapunov
+from qkvflow.analysis import lyapunov, trajectory
 from qkvflow.analysis.corpus import mean_interval
 from qkvflow.analysis.reading import read
 from qkvflow.analysis.tangent import Tangent
@@ -129,7 +129,8 @@ SPECTRUM_MODELS = {
 def test_spectrum_is_that_of_the_dense_tangent_map(name):
     """All tokens coupled: log singular values of d x(1) / d x(0), all 32, and the leading ones without forming it."""
     model, tokens = build(SPECTRUM_MODELS[name]), one(length=2)
-    sigma = np.linalg.svd(dense_tangent(model, read(model).start(tokens)))[1]
+    start = hax.named(jnp.asarray(trajectory.states(model, tokens)[0]), ("position", "embed"))
+    sigma = np.linalg.svd(dense_tangent(model, start))[1]
     full = lyapunov.spectrum(model, tokens, sigma.size)
     np.testing.assert_allclose(np.exp(full), sigma, atol=2e-5 * sigma[0])
     np.testing.assert_allclose(lyapunov.spectrum(model, tokens, 5), np.log(sigma[:5]), atol=1e-4)

@@ -109,7 +109,7 @@ def test_prelude_and_coda_are_ordinary_llama_layers(form, tokens):
                 lambda a, i=i: a["layers", i] if isinstance(a, hax.NamedArray) else a, stacked
             )
             x = x + block.self_attn.extend(block.input_layernorm(x), Inputs.of(), None)[0]
-            x = x + block.mlp(block.post_attention_layernorm(x))
+            x = x + block.mlp(block.post_attention_layernorm(x), Inputs.of())
         return x
 
     ours = eqx.filter_jit(lambda m: m.transformer.prelude(x, Inputs.of()))(model)

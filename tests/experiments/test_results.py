@@ -18,7 +18,7 @@ from qkvflow.cli import parse
 from qkvflow.errors import UserError
 
 NUMBER = r"\d+\.\d{2,}"
-NAMES = ("ablations", "adaptive_depth", "compare", "continuity", "gradient_flow", "leak", "lift", "steering")
+NAMES = ("ablations", "adaptive_depth", "compare", "continuity", "dynamics", "gradient_flow", "leak", "lift", "steering")
 STUDIES: dict[str, Study] = {n: importlib.import_module(f"experiments.{n}.__main__").STUDY for n in NAMES}
 # A study may have been run in other sizes too: results_<what>/.
 FOLDERS = [folder for name in NAMES for folder in sorted((ROOT / "experiments" / name).glob("results*"))]
@@ -113,7 +113,7 @@ def committed(folder: Path) -> str:
 def test_all_studies_have_results():
     """But for those whose trainings take long."""
     found = {folder.parent.name for folder in FOLDERS if folder.name == "results"}
-    assert found | {"continuity", "lift"} == set(NAMES)
+    assert found | {"continuity", "dynamics", "lift"} == set(NAMES)
 
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: f"{folder.parent.name}/{folder.name}")

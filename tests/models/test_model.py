@@ -152,7 +152,7 @@ def test_prelude_and_coda_are_ordinary_layers(tokens):
         )
         attn = block.attn.extend(block.attn_ln(by_hand), Inputs.of(), None)[0]
         by_hand = by_hand + attn
-        by_hand = by_hand + block.mlp(block.mlp_ln(by_hand))
+        by_hand = by_hand + block.mlp(block.mlp_ln(by_hand), Inputs.of())
     np.testing.assert_allclose(states.array, by_hand.array, rtol=1e-4, atol=1e-5)
 
 

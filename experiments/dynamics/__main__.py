@@ -1,0 +1,61 @@
+"""Trains flows and ordinary layers, and reads the paper's two analyses off them, beside what chance gives.
+
+    python -m experiments.dynamics --config experiments/dynamics/builtin.yaml
+    python -m experiments.dynamics --smoke                 (minutes)
+    python -m experiments.dynamics --config FILE --redraw  (tables and figures, from the JSON)
+
+Every training is a run below `run_dir`, which keeps its checkpoints. Given again, the command continues where it
+stopped. Results go to `output`: `results.json`, `results.md`, `spectra.csv`, `marks.csv`, and figures.
+"""
+
+import dataclasses
+from functools import partial
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from experiments.dynamics.plan import DynamicsConfig, arms
+from experiments.dynamics.readings import all_spectra, marks
+from experiments.dynamics.report import Dynamics, DynamicsProtocol, Trained, draw, files, page
+from experiments.jobs import Job, reported
+from experiments.measure import Measure, some_tokens, untrained
+from experiments.study import Study
+from qkvflow.runs.checkpoints import checkpoint_steps
+from qkvflow.runs.evaluate import RunEvaluator
+from qkvflow.runs.load import Run
+
+
+def make(config: DynamicsConfig, run_dir: Path) -> Dynamics:
+    text = config.text.prepare(run_dir / "texts")
+    systems = arms(config, text, run_dir)
+    results = Measure(Trained, config, run_dir, partial(with_readings, config)).all(reported(systems, config.seeds))
+    recipe = systems[0].recipe
+    adam = recipe.config.optimizer
+    about = {
+        "flow_steps": recipe.config.model.depth.steps,
+        "num_train_steps": recipe.steps,
+        "parameters": {arm.label: arm.cost.parameters for arm in systems},
+        "optimizer": f"Adam, learning rate {adam.learning_rate:g} for both, not searched for",
+    }
+    return Dynamics(protocol=DynamicsProtocol.of(config, text, recipe, **about), results=results)
+
+
+def with_readings(config: DynamicsConfig, job: Job, found: Trained, run: Run, evaluator: RunEvaluator) -> Trained:
+    """Spectra at some checkpoints, and what tokens are marked at the end."""
+    is_flow, fresh = found.system == "flow", untrained(run.model, key=jax.random.PRNGKey(job.seed + 1))
+    steps = checkpoint_steps(run.directory.checkpoints)[-config.checkpoints :]
+    tokens = np.asarray(some_tokens(evaluator, config.texts).array)[:, : config.length]
+    counted = np.bincount(job.recipe.tokenizer().encode(job.arm.text.read("train")), minlength=run.model.Vocab.size)
+    rarity = -np.log((counted + 1) / (counted + 1).sum())
+    return dataclasses.replace(
+        found,
+        spectra=all_spectra(run.model, str(run.path), fresh, steps, is_flow),
+        marks=marks(run.model, fresh, tokens, rarity, is_flow, job.seed),
+    )
+
+
+STUDY = Study("dynamics", DynamicsConfig, Dynamics, make, page, files, draw)
+
+if __name__ == "__main__":
+    STUDY.program()

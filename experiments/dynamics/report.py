@@ -1,0 +1,192 @@
+"""What the study has found: its record, and from that alone tables and figures."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from matplotlib.figure import Figure
+
+from experiments import style
+from experiments.dynamics.plan import SYSTEMS, DynamicsConfig, System
+from experiments.dynamics.readings import FAMILIES, PROPERTIES, SCORES, Mark, Spectra
+from experiments.protocol import Protocol
+from experiments.records import Record, Training, by_seed
+from experiments.statistics import Contrast, contrasts, interval
+from experiments.tables import Table, difference_cells
+
+LOOKS = {"flow": style.series(0), "layers": style.series(1)}
+
+
+@dataclass(kw_only=True)
+class DynamicsProtocol(Protocol, DynamicsConfig):
+    """flow_steps: L. parameters: of each system. optimizer: in words."""
+
+    flow_steps: int
+    num_train_steps: int
+    parameters: dict[str, int]
+    optimizer: str
+
+
+@dataclass(frozen=True)
+class Trained(Training, System):
+    """spectra: at the checkpoints, untrained, and by the official reading. marks: what tokens the scores mark."""
+
+    spectra: list[Spectra] = field(default_factory=list)
+    marks: list[Mark] = field(default_factory=list)
+
+    def spectrum(self, family: str, step: int, reading: str = "ours") -> Spectra:
+        return next(s for s in self.spectra if (s.family, s.step, s.reading) == (family, step, reading))
+
+    def mark(self, score: str, sample: str, property: str) -> float:
+        return next(m.correlation for m in self.marks if (m.score, m.sample, m.property) == (score, sample, property))
+
+    @property
+    def last(self) -> int:
+        """Steps of the last checkpoint."""
+        return max(s.step for s in self.spectra)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dynamics(Record):
+    protocol: DynamicsProtocol
+    results: list[Trained]
+
+
+def page(record: Dynamics) -> Mapping[str, object]:
+    p = record.protocol
+    return {
+        "systems": "; ".join(f"{name}: {words}, {p.parameters[name]:,} parameters" for name, words in SYSTEMS.items()),
+        "losses": _losses(record),
+        "growth": _spectral(record, lambda s: s.growth, "growth of mean |lambda| (octaves)"),
+        "positive": _spectral(record, lambda s: s.late_positive, "share with Re > 0, later half of t"),
+        "official": _official(record),
+        "properties": "; ".join(f"{name}: {words}" for name, words in PROPERTIES.items()),
+        "marks": _marks(record),
+    }
+
+
+def _losses(record: Dynamics) -> Table:
+    found = contrasts({name: by_seed(record.of(system=name)) for name in SYSTEMS}, lambda name: "layers")
+    rows = [[name, contrast.mean, *difference_cells(contrast)] for name, contrast in found.items()]
+    return Table(["system", "reported loss", "minus layers", "p (Holm)", "d_z"], rows)
+
+
+def spectral_contrasts(record: Dynamics, value: Callable[[Spectra], float]) -> dict[tuple, Contrast]:
+    """(system, family, trained or untrained) -> its value; trained minus untrained are one family of tests."""
+    values = {}
+    for system in SYSTEMS:
+        own = record.of(system=system)
+        for family in FAMILIES:
+            for when in ("untrained", "trained"):
+                values[system, family, when] = by_seed(
+                    own, lambda r, f=family, w=when: value(r.spectrum(f, r.last if w == "trained" else 0))
+                )
+    return contrasts(values, lambda key: (*key[:2], "untrained"))
+
+
+def _spectral(record: Dynamics, value: Callable[[Spectra], float], title: str) -> Table:
+    found, rows = spectral_contrasts(record, value), []
+    for system in SYSTEMS:
+        for family in FAMILIES:
+            trained = found[system, family, "trained"]
+            fresh = found[system, family, "untrained"].mean
+            rows.append([system, family.upper(), trained.mean, fresh, *difference_cells(trained)])
+    return Table(["system", "matrix", title, "untrained", "trained minus untrained", "p (Holm)", "d_z"], rows)
+
+
+def _official(record: Dynamics) -> Table:
+    """Of the flow: growth of |lambda| at the times of training, and as the official analysis reads it."""
+    rows, own = [], record.of(system="flow")
+    for family in FAMILIES:
+        at = {name: [r.spectrum(family, r.last, name) for r in own] for name in ("ours", "official")}
+        cells = [interval([s.growth for s in at["ours"]]), interval([s.real_growth for s in at["ours"]])]
+        cells += [interval([s.growth for s in at["official"]]), interval([s.real_growth for s in at["official"]])]
+        cells += [interval([s.late_positive for s in at[name]]) for name in at]
+        rows.append([family.upper(), *cells])
+    head = ["matrix", "growth of abs(lambda), ours", "of abs(Re), ours", "of abs(lambda), official times"]
+    return Table([*head, "of abs(Re), official", "Re > 0 late, ours", "Re > 0 late, official times"], rows)
+
+
+def mark_contrasts(record: Dynamics) -> dict[tuple, Contrast]:
+    """(system, score, property, sample) -> correlation; those of the texts minus those of shuffled texts, and of the
+    untrained model's minus them too, are one family of tests."""
+    values = {}
+    for system in SYSTEMS:
+        own = record.of(system=system)
+        for score in (s for s in SCORES if s != "official" or system == "flow"):
+            for name in PROPERTIES:
+                for sample in ("text", "shuffled", "untrained"):
+                    values[system, score, name, sample] = by_seed(own, lambda r, a=(score, sample, name): r.mark(*a))
+    return contrasts(values, lambda key: (*key[:3], "text"))
+
+
+def _marks(record: Dynamics) -> Table:
+    found, rows = mark_contrasts(record), []
+    for system, score, name in dict.fromkeys(key[:3] for key in found):
+        shuffled, untrained = (found[system, score, name, sample] for sample in ("shuffled", "untrained"))
+        cells = [found[system, score, name, "text"].mean, shuffled.mean, untrained.mean]
+        rows.append([system, score, name, *cells, *difference_cells(shuffled)[:2], *difference_cells(untrained)[:2]])
+    head = ["system", "score", "property", "text", "shuffled", "untrained", "shuffled minus text", "p (Holm)"]
+    return Table([*head, "untrained minus text", "p (Holm) "], rows)
+
+
+def files(record: Dynamics) -> Mapping[str, Table]:
+    """All spectra and correlations, with all digits."""
+    spectra = [
+        {"system": r.system, "seed": r.seed, "step": s.step, "matrix": s.family, "reading": s.reading, "t": t}
+        | {"size": s.size[k], "real": s.real[k], "positive": s.positive[k]}
+        for r in record.results
+        for s in r.spectra
+        for k, t in enumerate(s.times)
+    ]
+    marks = [{"system": r.system, "seed": r.seed} | vars(m) for r in record.results for m in r.marks]
+    return {"spectra.csv": Table.of(spectra), "marks.csv": Table.of(marks)}
+
+
+def draw(record: Dynamics) -> Iterator[style.Named]:
+    yield "spectra", _spectra(record)
+    yield "over_training", _over_training(record)
+
+
+def _spectra(record: Dynamics) -> Figure:
+    """Along t: mean |lambda| and the share with positive real part, trained, and untrained in grey."""
+    figure, panels = style.panels(2, 2, (10, 7), sharex=True)
+    for column, family in enumerate(FAMILIES):
+        for row, (field_name, words) in enumerate({"size": "mean |lambda|", "positive": "share with Re > 0"}.items()):
+            panel = panels[row][column]
+            panel.set(title=f"{family.upper()}: {words}", ylabel=f"{words}, n = {record.protocol.n}", xlabel="t")
+            panel.grid(alpha=0.25)
+            if field_name == "positive":
+                style.level(panel, 0.5, "as many as not")
+            ends = {}
+            for system in SYSTEMS:
+                own = record.of(system=system)
+                for step, look in ((0, LOOKS[system] | {"color": style.MUTED}), (own[0].last, LOOKS[system])):
+                    at = [r.spectrum(family, step) for r in own]
+                    means = [
+                        interval(list(values)) for values in zip(*(getattr(s, field_name) for s in at), strict=True)
+                    ]
+                    style.curve(panel, at[0].times, means, **look)
+                ends[system] = (at[0].times[-1], means[-1].mean)
+            style.direct(panel, ends, LOOKS)
+    figure.supxlabel("grey: untrained; mean and 95 % interval over seeds", fontsize=8)
+    return figure
+
+
+def _over_training(record: Dynamics) -> Figure:
+    """Growth along t against training steps."""
+    figure, (row,) = style.panels(1, 2, (10, 4))
+    for panel, family in zip(row, FAMILIES, strict=True):
+        found = {}
+        for system in SYSTEMS:
+            own = record.of(system=system)
+            steps = sorted({s.step for s in own[0].spectra if s.reading == "ours"})
+            found[system] = (steps, [interval([r.spectrum(family, k).growth for r in own]) for k in steps])
+        panel.set(
+            title=family.upper(),
+            xlabel="training steps",
+            ylabel=f"growth of |lambda| (octaves), n = {record.protocol.n}",
+        )
+        panel.grid(alpha=0.25)
+        style.zero(panel)
+        style.curves(panel, found, LOOKS)
+    return figure

@@ -1,0 +1,105 @@
+"""A forward pass whose places are looked at and changed. It is the model's own: the same blocks, scan and solver."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import equinox as eqx
+import haliax as hax
+import jax
+import jax.numpy as jnp
+from haliax import Axis, NamedArray
+from levanter.models.lm_model import LmHeadModel
+from levanter.utils.tree_utils import inference_mode
+
+from qkvflow.axes import POSITION
+from qkvflow.depth import FixedPlan
+from qkvflow.errors import UserError
+from qkvflow.lens.cache import Cache
+from qkvflow.lens.names import chosen
+from qkvflow.lens.probe import Edit, Edits, Notes, Probe
+from qkvflow.models import NeuralOdeLMHeadModel
+from qkvflow.models.levanter_twin import enter
+
+_known: dict[Any, tuple[str, ...]] = {}  # names of models of one structure
+
+
+def run_with_cache(
+    model: LmHeadModel,
+    tokens: NamedArray,
+    names: str | Iterable[str] = "*",
+    *,
+    edits: Mapping[str, Edit] | None = None,
+    attn_mask=None,
+    **inputs: Any,
+) -> tuple[NamedArray, Cache]:
+    """Logits, and the values at places.
+
+    Args:
+        model: any that `qkvflow.models.levanter_twin.enter` takes; read as in evaluation, without dropout.
+        tokens: {..., position}.
+        names: of places, as `lens.names(model)` lists them, or globs of them; `*` takes the dots in.
+        edits: as of `run_with_edits`. The cache has the edited values.
+        attn_mask, inputs: as of a call of the model: `control`, `pos_ids`.
+
+    Returns:
+        The logits are those of `model(tokens)` bit for bit where nothing is edited.
+
+    Raises:
+        UserError: a name that the model does not have, an edit of another shape, or a model without fixed steps.
+    """
+    model = opened(model)
+    asked = None if names == "*" else chosen(names, _names(model))
+    notes = Notes(asked, _by_name(model, edits or {}))
+    logits = model(tokens, attn_mask, probe=Probe(notes), **inputs)
+    return logits, notes.cache()
+
+
+def run_with_edits(
+    model: LmHeadModel, tokens: NamedArray, edits: Mapping[str, Edit], *, attn_mask=None, **inputs: Any
+) -> NamedArray:
+    """Logits of a pass in which values at places are replaced: {name or glob: value -> value with the same axes}.
+
+    Several edits of one place follow each other in the alphabetical order of their keys, in which JAX keeps a dict.
+    Everything that does not come after an edit, in the pass and in the sequence, stays as it is. Arguments and errors
+    as of `run_with_cache`.
+    """
+    if not edits:
+        return opened(model)(tokens, attn_mask, **inputs)
+    return run_with_cache(model, tokens, (), edits=edits, attn_mask=attn_mask, **inputs)[0]
+
+
+def names(model: LmHeadModel, pattern: str = "*") -> tuple[str, ...]:
+    """The names of the model's places that match a glob, in the order of the forward pass."""
+    known = _names(opened(model))
+    found = chosen(pattern, known)
+    return tuple(name for name in known if name in found)
+
+
+def opened(model: LmHeadModel) -> NeuralOdeLMHeadModel:
+    """The model in our form, as in evaluation.
+
+    Raises:
+        UserError: a model that is no point of our product, or that finds its own steps.
+    """
+    ours = inference_mode(model if isinstance(model, NeuralOdeLMHeadModel) else enter(model), True)
+    if not isinstance(ours.transformer.flow.plan, FixedPlan):
+        raise UserError(
+            "this flow is solved by diffrax, which has no numbered steps to look into (rtol and atol, or adjoint:"
+            " backsolve). Read it on a fixed grid: model.with_depth(model.config.depth.on_grid(steps))."
+        )
+    return ours
+
+
+def _names(model: NeuralOdeLMHeadModel) -> tuple[str, ...]:
+    structure = jax.tree.structure(eqx.filter(model, eqx.is_array))
+    if structure not in _known:
+        notes = Notes(None, ())
+        tokens = hax.zeros(Axis(POSITION, 1), dtype=jnp.int32)
+        eqx.filter_eval_shape(lambda m: m(tokens, probe=Probe(notes)), model)
+        _known[structure] = tuple(notes.cache())
+    return _known[structure]
+
+
+def _by_name(model: NeuralOdeLMHeadModel, edits: Mapping[str, Edit]) -> Edits:
+    known = _names(model) if edits else ()
+    return [(chosen(pattern, known), edits[pattern]) for pattern in sorted(edits)]
