@@ -123,7 +123,7 @@ def main(config: SpectralConfig) -> dict[str, np.ndarray]:
         raise UserError(
             "control moves the states of a text, and the spectra of weights do not read it: give --text too"
         )
-    times = _times(config.times)
+    times = times_of(config.times)
     with opened(config.run, config.checkpoint_step) as (run, progress):
         model, folder = run.model, output_folder(run, config.out)
         times = training_times(model) if times is None else times
@@ -189,7 +189,12 @@ def _table(times, summaries: dict[str, Summary]) -> str:
     return "\n".join(lines)
 
 
-def _times(value) -> tuple[float, ...] | None:
+def times_of(value) -> tuple[float, ...] | None:
+    """Layer-times as an option gives them: `0,0.5,1`, or a number of them spread over [0, 1]; None for None.
+
+    Raises:
+        UserError: it is neither.
+    """
     if value is None:
         return None
     if isinstance(value, int):

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from haliax import NamedArray
 from levanter.models.lm_model import LmHeadModel
+from scipy import special
 
 from qkvflow.analysis.parts import attention_of
 from qkvflow.analysis.reading import Reading, read, sequence
@@ -46,11 +47,17 @@ class LogitLens:
     Attributes:
         loss: of the next token, nats, [steps + 1, position - 1].
         top_tokens, top_probabilities: the most likely next tokens, [steps + 1, position, top].
+        rank: how many tokens are more likely than the next one, [steps + 1, position - 1]; 0 is a right prediction.
+        entropy: of the prediction, nats, [steps + 1, position]; log(vocabulary) at most.
+        divergence: KL(p_L || p_n) of the model's own prediction from the one at x_n, nats, [steps + 1, position].
     """
 
     loss: np.ndarray
     top_tokens: np.ndarray
     top_probabilities: np.ndarray
+    rank: np.ndarray
+    entropy: np.ndarray
+    divergence: np.ndarray
 
 
 def states(model: LmHeadModel | Reading, tokens) -> np.ndarray:
@@ -83,8 +90,14 @@ def logit_lens(model: LmHeadModel | Reading, tokens, top: int = 5) -> LogitLens:
     vocab = reading.model.Vocab.size
     if not 1 <= top <= vocab:
         raise UserError(f"top must lie in 1..{vocab}, the size of the vocabulary, got {top}.")
-    loss, ids, probabilities = _lens(reading, tokens, _states(reading, tokens), top)
-    return LogitLens(np.asarray(loss), np.asarray(ids), np.asarray(probabilities))
+    return LogitLens(*(np.asarray(a) for a in _lens(reading, tokens, _states(reading, tokens), top)))
+
+
+def attention(model: LmHeadModel | Reading, tokens) -> np.ndarray:
+    """p_ij, what token i attends to token j, of each head at the beginning of each step: [steps, heads, i, j]."""
+    reading = _reading(model)
+    tokens = sequence(reading, tokens)
+    return np.asarray(_attention(reading, _states(reading, tokens)))
 
 
 def attention_entropy(model: LmHeadModel | Reading, tokens) -> np.ndarray:
@@ -94,22 +107,30 @@ def attention_entropy(model: LmHeadModel | Reading, tokens) -> np.ndarray:
     """
     reading = _reading(model)
     tokens = sequence(reading, tokens)
-    return np.asarray(_entropy(reading, _states(reading, tokens)))
+    return entropy_of(np.asarray(_attention(reading, _states(reading, tokens))))
 
 
 @eqx.filter_jit
 def _lens(reading: Reading, tokens: NamedArray, states: NamedArray, top: int):
+    def log_probabilities(x):
+        return jax.nn.log_softmax(reading.logits(hax.named(x, (POSITION, EMBED))).rearrange((POSITION, ...)).array)
+
+    last = log_probabilities(states.array[-1])
+
     def at(x):
-        log_p = jax.nn.log_softmax(reading.logits(hax.named(x, (POSITION, EMBED))).rearrange((POSITION, ...)).array)
-        loss = -jnp.take_along_axis(log_p[:-1], tokens.array[1:, None], axis=-1)[:, 0]
+        log_p = log_probabilities(x)
+        log_next = jnp.take_along_axis(log_p[:-1], tokens.array[1:, None], axis=-1)
         values, ids = jax.lax.top_k(log_p, top)
-        return loss, ids, jnp.exp(values)
+        rank = jnp.sum(log_p[:-1] > log_next, axis=-1)
+        entropy = -jnp.sum(jnp.exp(log_p) * log_p, axis=-1)
+        divergence = jnp.sum(jnp.exp(last) * (last - log_p), axis=-1)
+        return -log_next[:, 0], ids, jnp.exp(values), rank, entropy, divergence
 
     return jax.lax.map(at, states.array)
 
 
 @eqx.filter_jit
-def _entropy(reading: Reading, states: NamedArray):
+def _attention(reading: Reading, states: NamedArray):
     def at(inputs):
         k, x = inputs
         x = hax.named(x, (POSITION, EMBED))
@@ -119,11 +140,14 @@ def _entropy(reading: Reading, states: NamedArray):
         q, key = _queries_and_keys(attention_of(block), heard)
         scores = jnp.einsum("hid,hjd->hij", q, key) / jnp.sqrt(q.shape[-1])
         size = scores.shape[-1]
-        causal = jnp.tril(jnp.ones((size, size), bool))
-        log_p = jax.nn.log_softmax(jnp.where(causal, scores, -jnp.inf))
-        return -jnp.sum(jnp.where(causal, jnp.exp(log_p) * log_p, 0.0), axis=-1)
+        return jax.nn.softmax(jnp.where(jnp.tril(jnp.ones((size, size), bool)), scores, -jnp.inf))
 
     return jax.lax.map(at, (jnp.arange(reading.steps), states.array[:-1]))
+
+
+def entropy_of(p: np.ndarray) -> np.ndarray:
+    """-sum_j p_ij log p_ij in nats, along the last axis."""
+    return -np.sum(special.xlogy(p, p), axis=-1)
 
 
 class _Ear(eqx.Module):
