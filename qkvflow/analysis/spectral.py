@@ -72,12 +72,26 @@ def random_summaries(model: LmHeadModel, family: str, times=None, *, draws: int 
         raise UserError(f"draws must be at least 1, got {draws}.")
     times = training_times(model) if times is None else times
 
+    draw = _fresh_factors(model, family, times)
+    results = [_summary(thin(*draw(key)), family) for key in jax.random.split(jax.random.PRNGKey(seed), draws)]
+    return Summary(**{f.name: np.stack([getattr(r, f.name) for r in results]) for f in fields(Summary)})
+
+
+def random_eigenvalues(model: LmHeadModel, family: str, times=None, *, seed: int = 0) -> np.ndarray:
+    """`eigenvalues` of a fresh model of the same configuration, before any training."""
+    times = training_times(model) if times is None else times
+    product = thin(*_fresh_factors(model, family, times)(jax.random.PRNGKey(seed)))
+    return spectrum.eigenvalues(product, _count(product, family))
+
+
+def _fresh_factors(model: LmHeadModel, family: str, times):
+    """key -> the factors of a fresh model; only what is asked for is drawn."""
+
     @eqx.filter_jit
     def draw(key):
         return factors(model.config.build(model.Vocab, key=key), family, times)
 
-    results = [_summary(thin(*draw(key)), family) for key in jax.random.split(jax.random.PRNGKey(seed), draws)]
-    return Summary(**{f.name: np.stack([getattr(r, f.name) for r in results]) for f in fields(Summary)})
+    return draw
 
 
 def jacobian_eigenvalues(model: LmHeadModel | Reading, tokens, position: int = -1) -> np.ndarray:
@@ -131,7 +145,7 @@ def main(config: SpectralConfig) -> dict[str, np.ndarray]:
         reading, texts = texts_of(run, [config.text], control=config.control) if config.text is not None else (None, [])
         thin = {kind: products(model, kind, times) for kind in kinds}  # refuses times before the work begins
         arrays: dict[str, np.ndarray] = {"times": np.asarray(times)}
-        values, singular, own, bands = {}, {}, {}, {}
+        values, singular, own, bands, clouds = {}, {}, {}, {}, {}
         with progress.count("Eigenvalues") as tick:
             for done, (kind, product) in enumerate(thin.items()):
                 values[kind] = spectrum.eigenvalues(product, _count(product, kind))
@@ -142,14 +156,16 @@ def main(config: SpectralConfig) -> dict[str, np.ndarray]:
             with progress.count("Fresh models") as tick:
                 for done, kind in enumerate(kinds):
                     bands[kind] = random_summaries(model, kind, times, draws=config.draws)
+                    clouds[kind] = random_eigenvalues(model, kind, times)
                     tick(done + 1, len(kinds))
         for kind in kinds:
             arrays |= {f"{kind}_eigenvalues": values[kind], f"{kind}_singular_values": singular[kind]}
             arrays |= {f"{kind}_{name}": array for name, array in asdict(own[kind]).items()}
             if config.draws:
                 arrays |= {f"{kind}_untrained_{name}": array for name, array in asdict(bands[kind]).items()}
+                arrays[f"{kind}_untrained_eigenvalues"] = clouds[kind]
         drawn = {
-            "eigenvalues": figures.eigenvalues(times, values),
+            "eigenvalues": figures.eigenvalues(times, values, clouds or None),
             "summary": figures.summaries(times, own, bands or None),
             "singular-values": figures.singular_values(times, singular),
         }

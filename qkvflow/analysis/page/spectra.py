@@ -57,9 +57,9 @@ def spectra(model: LmHeadModel, times: Sequence[float], points: int, step: Step)
 
 def untrained(run: Run, times: Sequence[float], draws: int, points: int, step: Step) -> Data:
     """The same of fresh models: the range of the summaries over heads and draws, and the eigenvalues of one."""
-    fresh, found = fresh_model(run), {}
-    for family in spectral.families(fresh):
-        values, _ = _largest(_by_head(spectral.eigenvalues(fresh, family, times), family), points)
+    found: Data = {}
+    for family in spectral.families(run.model):
+        values, _ = _largest(_by_head(spectral.random_eigenvalues(run.model, family, times), family), points)
         cloud = values.reshape(len(times), -1)
         several = spectral.random_summaries(run.model, family, times, draws=draws)
         flat = {name: np.moveaxis(getattr(several, name), 0, -1).reshape(len(times), -1) for name in SHOWN}

@@ -20,7 +20,7 @@ function ticks(low, high, count) {
   for (let v = Math.ceil(low / step - 1e-9) * step; v <= high + step * 1e-6; v += step) list.push(+v.toPrecision(10));
   return list;
 }
-function titleOf(root, text, width) { /* leaves room for "save" */ const found = lines(text, width - 52); found.forEach((line, i) => svg("text", { x: 0, y: 13 + 17 * i, class: "title" }, root, line)); return 17 * found.length + 6; }
+function titleOf(root, text, width) { /* leaves room for "save" */ const found = lines(text, (width - 52) * 0.94); found.forEach((line, i) => svg("text", { x: 0, y: 13 + 17 * i, class: "title" }, root, line)); return 17 * found.length + 6; }
 /* Entries {name, colour, dash, shape, area} in rows below y; returns the height. */
 function legendOf(root, entries, width, y) {
   let x = 0, row = 0;

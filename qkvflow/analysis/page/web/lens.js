@@ -4,8 +4,8 @@ function lensCell(run, k, i) { /* what a cell shows and how warm it is, its rank
   const lens = textOf(run).lens, rank = i < lens.rank[k].length ? lens.rank[k][i] : null, entropy = lens.entropy[k][i], kl = lens.kl[k][i];
   const top = lens.top[k][i].map(id => run.vocabulary[id]), uniform = run.uniform;
   if (state.mode === "rank") return { text: rank === null ? "–" : String(rank + 1), share: rank === null ? 0 : Math.log1p(rank) / uniform, rank, top };
-  if (state.mode === "entropy") return { text: fmt(entropy), share: entropy / uniform, rank, top };
-  if (state.mode === "kl") return { text: fmt(kl), share: kl / lens.high, rank, top };
+  if (state.mode === "entropy") return { text: entropy.toFixed(2), share: entropy / uniform, rank, top };
+  if (state.mode === "kl") return { text: kl.toFixed(2), share: kl / lens.high, rank, top };
   return { text: dot(top[0]), share: 0.9 * lens.p[k][i][0], rank, top };
 }
 function lens() {

@@ -35,7 +35,7 @@ function contents() {
 function setTheme(name) {
   document.documentElement.dataset.theme = name;
   ramp.cold = themeColour("--cold"); ramp.hot = themeColour("--hot");
-  $("theme").textContent = name === "dark" ? "light" : "dark"; $("theme").setAttribute("aria-pressed", String(name === "dark"));
+  const other = name === "dark" ? "light" : "dark"; $("theme").textContent = other; $("theme").setAttribute("aria-label", `${other} colours`);
 }
 function redraw() { figures.forEach(f => f.update()); tokens(); lens(); }
 function start() {
