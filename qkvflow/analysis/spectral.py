@@ -6,6 +6,7 @@ writes eigenvalues, singular values and what is read off them, beside a band of 
 as `spectral.npz` and figures (PNG and PDF). With `--text` also the eigenvalues of the field's own Jacobian there.
 """
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 
 import equinox as eqx
@@ -49,8 +50,7 @@ def ff_eigenvalues(model: LmHeadModel, times=None) -> np.ndarray:
 
 def eigenvalues(model: LmHeadModel, family: str, times=None) -> np.ndarray:
     """The eigenvalues of `family` (`qk`, `ov`, `ff`): see the functions above."""
-    product = products(model, family, times)
-    return spectrum.eigenvalues(product, _count(product, family))
+    return eigenvalues_of(products(model, family, times), family)
 
 
 def singular_values(model: LmHeadModel, family: str, times=None) -> np.ndarray:
@@ -68,30 +68,31 @@ def random_summaries(model: LmHeadModel, family: str, times=None, *, draws: int 
 
     Only the matrices that are asked for are drawn. What training did is what leaves this band.
     """
+    return summaries_of(random_products(model, family, times, draws=draws, seed=seed), family)
+
+
+def random_products(model: LmHeadModel, family: str, times=None, *, draws: int = 5, seed: int = 0) -> list[ThinProduct]:
+    """`products` of fresh models of the same configuration, before any training; only what is asked for is drawn."""
     if draws < 1:
         raise UserError(f"draws must be at least 1, got {draws}.")
     times = training_times(model) if times is None else times
-
-    draw = _fresh_factors(model, family, times)
-    results = [_summary(thin(*draw(key)), family) for key in jax.random.split(jax.random.PRNGKey(seed), draws)]
-    return Summary(**{f.name: np.stack([getattr(r, f.name) for r in results]) for f in fields(Summary)})
-
-
-def random_eigenvalues(model: LmHeadModel, family: str, times=None, *, seed: int = 0) -> np.ndarray:
-    """`eigenvalues` of a fresh model of the same configuration, before any training."""
-    times = training_times(model) if times is None else times
-    product = thin(*_fresh_factors(model, family, times)(jax.random.PRNGKey(seed)))
-    return spectrum.eigenvalues(product, _count(product, family))
-
-
-def _fresh_factors(model: LmHeadModel, family: str, times):
-    """key -> the factors of a fresh model; only what is asked for is drawn."""
 
     @eqx.filter_jit
     def draw(key):
         return factors(model.config.build(model.Vocab, key=key), family, times)
 
-    return draw
+    return [thin(*draw(key)) for key in jax.random.split(jax.random.PRNGKey(seed), draws)]
+
+
+def summaries_of(several: Sequence[ThinProduct], family: str) -> Summary:
+    """The summaries of several models' products, each field [model, time, heads]."""
+    results = [_summary(product, family) for product in several]
+    return Summary(**{f.name: np.stack([getattr(r, f.name) for r in results]) for f in fields(Summary)})
+
+
+def eigenvalues_of(product: ThinProduct, family: str) -> np.ndarray:
+    """`eigenvalues` of products that are at hand."""
+    return spectrum.eigenvalues(product, _count(product, family))
 
 
 def jacobian_eigenvalues(model: LmHeadModel | Reading, tokens, position: int = -1) -> np.ndarray:
@@ -148,15 +149,15 @@ def main(config: SpectralConfig) -> dict[str, np.ndarray]:
         values, singular, own, bands, clouds = {}, {}, {}, {}, {}
         with progress.count("Eigenvalues") as tick:
             for done, (kind, product) in enumerate(thin.items()):
-                values[kind] = spectrum.eigenvalues(product, _count(product, kind))
+                values[kind] = eigenvalues_of(product, kind)
                 singular[kind] = spectrum.singular_values(product)
                 own[kind] = spectrum.summary(values[kind], singular[kind])
                 tick(done + 1, len(thin))
         if config.draws:
             with progress.count("Fresh models") as tick:
                 for done, kind in enumerate(kinds):
-                    bands[kind] = random_summaries(model, kind, times, draws=config.draws)
-                    clouds[kind] = random_eigenvalues(model, kind, times)
+                    fresh = random_products(model, kind, times, draws=config.draws)
+                    bands[kind], clouds[kind] = summaries_of(fresh, kind), eigenvalues_of(fresh[0], kind)
                     tick(done + 1, len(kinds))
         for kind in kinds:
             arrays |= {f"{kind}_eigenvalues": values[kind], f"{kind}_singular_values": singular[kind]}
@@ -187,7 +188,7 @@ def families(model: LmHeadModel) -> tuple[str, ...]:
 
 
 def _summary(product: ThinProduct, family: str) -> Summary:
-    return spectrum.summary(spectrum.eigenvalues(product, _count(product, family)), spectrum.singular_values(product))
+    return spectrum.summary(eigenvalues_of(product, family), spectrum.singular_values(product))
 
 
 def _count(product: ThinProduct, family: str) -> int:

@@ -59,9 +59,10 @@ def untrained(run: Run, times: Sequence[float], draws: int, points: int, step: S
     """The same of fresh models: the range of the summaries over heads and draws, and the eigenvalues of one."""
     found: Data = {}
     for family in spectral.families(run.model):
-        values, _ = _largest(_by_head(spectral.random_eigenvalues(run.model, family, times), family), points)
+        fresh = spectral.random_products(run.model, family, times, draws=draws)
+        values, _ = _largest(_by_head(spectral.eigenvalues_of(fresh[0], family), family), points)
         cloud = values.reshape(len(times), -1)
-        several = spectral.random_summaries(run.model, family, times, draws=draws)
+        several = spectral.summaries_of(fresh, family)
         flat = {name: np.moveaxis(getattr(several, name), 0, -1).reshape(len(times), -1) for name in SHOWN}
         band = {name: [rounded(v.min(1)), rounded(v.max(1))] for name, v in flat.items()}
         found[family] = {"re": rounded(cloud.real), "im": rounded(cloud.imag), "band": band}
