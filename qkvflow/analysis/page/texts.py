@@ -1,5 +1,7 @@
-"""What the page shows of one text in one model: sensitivity, readings on the way, motion, attention; and the same of
-the text with its tokens in random order, or of an untrained model, in a few numbers along t."""
+"""What the page shows of one text in one model: sensitivity, readings on the way, motion, attention.
+
+The same of the text with its tokens in random order, or of an untrained model, in a few numbers along t.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import fields
