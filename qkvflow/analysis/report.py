@@ -9,6 +9,7 @@ continuity of `eval_lm` where there are some. Written to `<run>/analysis/report.
 
 import dataclasses
 import shlex
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -22,9 +23,10 @@ from qkvflow.analysis.page import findings, render, runs, spectra, texts
 from qkvflow.analysis.page.numbers import Data, Step, rounded
 from qkvflow.analysis.reading import Reading, read
 from qkvflow.analysis.spectral import families, products, times_of
+from qkvflow.checksums import damage_of
 from qkvflow.cli import run_program
 from qkvflow.config import Text
-from qkvflow.errors import UserError
+from qkvflow.errors import Notice, UserError
 from qkvflow.runs import load_run
 from qkvflow.runs.checkpoints import checkpoint_steps
 from qkvflow.runs.load import Run
@@ -138,7 +140,7 @@ def _sources(opened_runs: list[Run], paths: list[str], times, config: ReportConf
     for run, path, name in zip(opened_runs, paths, _names(opened_runs), strict=True):
         control = config.control if not sources else _heard(run, config.control)
         reading, own = (first_reading, first_texts) if not sources else texts_of(run, chosen, control=control)
-        steps = _spread([s for s in _steps(run) if s < run.step], config.checkpoints - 1)
+        steps = [s for s in _spread(_earlier(run), config.checkpoints - 1) if _is_good(run, s)]
         own_times = spectra.layer_times(run.model, times)
         products(run.model, "qk", own_times)  # refuses times outside [0, 1]
         sources.append(_Source(run, path, name, [*steps, run.step], own_times, reading, own))
@@ -238,8 +240,18 @@ def _count(source: _Source, config: ReportConfig) -> int:
     return len(source.steps) * (kinds + each) + (kinds + number if config.draws else 0)
 
 
-def _steps(run: Run) -> list[int]:
-    return [] if run.directory.hub is not None else checkpoint_steps(run.directory.checkpoints)
+def _earlier(run: Run) -> list[int]:
+    """The checkpoints before the one that was loaded."""
+    steps = [] if run.directory.hub is not None else checkpoint_steps(run.directory.checkpoints)
+    return [step for step in steps if step < run.step]
+
+
+def _is_good(run: Run, step: int) -> bool:
+    """Whether a checkpoint is as it was written; the page does without one that is damaged."""
+    what = damage_of(run.directory.checkpoints / f"step-{step}")
+    if what is not None:
+        warnings.warn(Notice(f"the checkpoint step-{step} of {run.directory} is left out: {what}"), stacklevel=2)
+    return what is None
 
 
 def _spread(steps: list[int], count: int) -> list[int]:

@@ -20,7 +20,7 @@ READINGS = tuple(
 )
 FOUND = Continuity(READINGS[0], READINGS, 1.0, 1)
 NAME = "flow<img onerror=hacked() id=evil>'&"
-TEXTS = ("for x: </script><b id=evil>", "né\tto")
+TEXTS = ("</script><b>evil", "né\tto")
 WIDTHS = ((1400, "light"), (390, "dark"), (390, "light"), (1400, "dark"))
 
 
