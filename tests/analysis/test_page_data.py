@@ -1,4 +1,4 @@
-"""What the report shows, as data: eigenvalues that can be followed, attention in few characters, sentences with nulls."""
+"""What the report shows, as data: eigenvalues that can be followed, attention in characters, sentences with nulls."""
 
 import numpy as np
 import pytest

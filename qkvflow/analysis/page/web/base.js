@@ -5,7 +5,8 @@ const SVG = "http://www.w3.org/2000/svg";
 const NAMES = { qk: "QK", ov: "OV", ff: "FF" };
 const MANY = RUNS.length > 1;
 const colour = i => `var(--s${i % 8})`;
-const dot = s => s.replace(/\n/g, "⏎").replace(/\t/g, "⇥").replace(/ /g, "·");
+const dot = s => s.replace(/\n/g, "⏎").replace(/\t/g, "⇥").replace(/ /g, "·").replace(/[\x00-\x1f\x7f]/g, c => "\\x" + c.charCodeAt(0).toString(16).padStart(2, "0").toUpperCase());
+const legal = s => typeof s === "string" ? s.replace(/[^\x09\x0a\x0d\x20-\ud7ff\ue000-\ufffd\u{10000}-\u{10ffff}]/gu, "\ufffd") : s; /* what XML can hold */
 const fmt = x => x === null || x === undefined ? "–" : Math.abs(x) >= 1000 ? Math.round(x).toLocaleString("en") : String(+x.toPrecision(3));
 const finite = x => x !== null && x !== undefined && Number.isFinite(x);
 const clamp = (x, low, high) => Math.max(low, Math.min(high, x));
@@ -24,8 +25,8 @@ function el(tag, attributes, ...children) {
 }
 function svg(tag, attributes, parent, text) {
   const node = document.createElementNS(SVG, tag);
-  for (const key in attributes) node.setAttribute(key, attributes[key]);
-  if (text !== undefined) node.textContent = text;
+  for (const key in attributes) node.setAttribute(key, legal(attributes[key]));
+  if (text !== undefined) node.textContent = legal(text);
   if (parent) parent.append(node);
   return node;
 }

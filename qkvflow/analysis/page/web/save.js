@@ -28,7 +28,7 @@ function download(name, kind, content) {
 }
 const quoted = v => v === null || v === undefined ? "" : typeof v === "number" ? String(v) : '"' + String(v).replace(/"/g, '""') + '"';
 const csv = rows => rows.map(r => r.map(quoted).join(",")).join("\r\n") + "\r\n";
-const svgText = node => new XMLSerializer().serializeToString(node);
+const svgText = node => legal(new XMLSerializer().serializeToString(node));
 function png(node, done) {
   const image = new Image(), width = +node.getAttribute("width"), height = +node.getAttribute("height"), factor = Math.min(2, 8000 / Math.max(width, height));
   image.onload = () => {
