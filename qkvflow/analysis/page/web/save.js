@@ -3,9 +3,10 @@ const STYLED = ["fill", "stroke", "stroke-width", "stroke-dasharray", "opacity",
 function standalone(node) { /* a copy that carries its own styles, on the card's colour */
   const copy = node.cloneNode(true), box = node.viewBox.baseVal;
   const own = [node, ...node.querySelectorAll("*")], copies = [copy, ...copy.querySelectorAll("*")];
-  own.forEach((n, i) => { const style = getComputedStyle(n); for (const key of STYLED) if (n.tagName !== "image") copies[i].setAttribute(key, style.getPropertyValue(key)); copies[i].removeAttribute("class"); copies[i].removeAttribute("style"); });
-  copy.setAttribute("xmlns", SVG); copy.setAttribute("width", box.width); copy.setAttribute("height", box.height); copy.removeAttribute("tabindex");
-  const back = svg("rect", { width: box.width, height: box.height, fill: heat(0).back });
+  own.forEach((n, i) => { const style = getComputedStyle(n); copies[i].removeAttribute("class"); if (n.tagName === "image") return; for (const key of STYLED) copies[i].setAttribute(key, style.getPropertyValue(key)); copies[i].removeAttribute("style"); });
+  const edge = 10, width = box.width + 2 * edge, height = box.height + 2 * edge;
+  copy.setAttribute("xmlns", SVG); copy.setAttribute("viewBox", `${-edge} ${-edge} ${width} ${height}`); copy.setAttribute("width", width); copy.setAttribute("height", height); copy.removeAttribute("tabindex");
+  const back = svg("rect", { x: -edge, y: -edge, width, height, fill: heat(0).back });
   copy.prepend(back);
   return copy;
 }
