@@ -11,6 +11,7 @@ function standalone(node) { /* a copy that carries its own styles, on the card's
   return copy;
 }
 function pictured(host) { /* tokens and tables as SVG: each cell a rectangle and its text, where it stands */
+  const scrolled = host.scrollLeft; host.scrollLeft = 0;
   const cells = [...host.querySelectorAll(".token, td, th, .whose")], base = host.getBoundingClientRect();
   const boxes = cells.map(c => c.getBoundingClientRect());
   const right = Math.max(...boxes.map(b => b.right - base.left), 10), low = Math.max(...boxes.map(b => b.bottom - base.top), 10);
@@ -21,7 +22,7 @@ function pictured(host) { /* tokens and tables as SVG: each cell a rectangle and
     svg("text", { x: b.left - base.left + parseFloat(style.paddingLeft), y: b.top - base.top + b.height / 2 + 4.5, class: "mono", style: `fill: ${style.color}`, "font-weight": style.fontWeight }, root, cell.textContent.replace(/\n/g, ""));
   });
   root.style.cssText = "position: absolute; left: -99999px"; document.body.append(root);
-  const copy = standalone(root); root.remove(); return copy;
+  const copy = standalone(root); root.remove(); host.scrollLeft = scrolled; return copy;
 }
 function download(name, kind, content) {
   const link = el("a", { download: `${name}.${kind}`, href: URL.createObjectURL(content) });
