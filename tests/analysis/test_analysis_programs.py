@@ -63,7 +63,7 @@ def test_refusals(runs, tmp_path):
             program.main(given(config, "--run", flow, "--text", ""))
     with pytest.raises(UserError, match="20 tokens, but the model's context is 16"):
         report.main(given(report.ReportConfig, "--run", flow, "--compare", ordinary, "--text", "x" * 20))
-    with pytest.raises(UserError, match="no weights at t"):
+    with pytest.raises(UserError, match=r"no value at t = 0\.3"):
         spectral.main(given(spectral.SpectralConfig, "--run", ordinary, "--times", "0.3"))
     with pytest.raises(UserError, match=r"such as 0,0\.5,1"):
         spectral.main(given(spectral.SpectralConfig, "--run", flow, "--times", "soon"))
@@ -91,7 +91,7 @@ def test_refusals(runs, tmp_path):
     (flow / "evaluation" / "continuity.json").unlink()
     with pytest.raises(UserError, match="at most 4 runs, got 5"):
         report.main(given(report.ReportConfig, "--run", flow, "--compare", *[ordinary] * 4))
-    with pytest.raises(UserError, match=r"no weights at t = 0\.3"):
+    with pytest.raises(UserError, match=r"no value at t = 0\.3"):
         report.main(given(report.ReportConfig, "--run", ordinary, "--times", "0.3,1"))
     with pytest.raises(UserError, match=r"in \[0, 1\], got 2"):
         report.main(given(report.ReportConfig, "--run", flow, "--times", "0,2"))
