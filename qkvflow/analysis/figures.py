@@ -1,11 +1,18 @@
-"""Matplotlib figures of spectra, exponents and trajectories. Each function takes arrays and returns a `Figure`."""
+"""Matplotlib figures of spectra, exponents and trajectories. Each function takes arrays and returns a `Figure`.
 
-from collections.abc import Mapping, Sequence
+All text has one size, and below stands what the figure shows and what would be surprising.
+"""
+
+import functools
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
-from matplotlib import colormaps
+from matplotlib import colormaps, rc_context
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Rectangle
 
 from qkvflow.analysis.corpus import CorpusExponents, Interval, bootstrap_interval, mean_interval
 from qkvflow.analysis.spectrum import Summary
@@ -19,26 +26,71 @@ TITLES = {
 }
 _TIME, _INTENSITY = colormaps["viridis"], "magma_r"
 _OURS, _BASELINE = "#2a6f97", "#b08968"
+_SIZE = 9  # points, of all text
+_KEYS = (
+    "axes.titlesize",
+    "axes.labelsize",
+    "xtick.labelsize",
+    "ytick.labelsize",
+    "legend.fontsize",
+    "figure.titlesize",
+)
+_STYLE = {"font.size": _SIZE} | dict.fromkeys((*_KEYS, "figure.labelsize"), _SIZE)
+_HEADS = "os^Dv<>P"  # markers; of more heads than these the shape is not told
+_OUTLIER = 4  # times the central 95 %: beyond, axes are logarithmic
 
 
-def eigenvalues(times, values: Mapping[str, np.ndarray]) -> Figure:
-    """Eigenvalues in the complex plane, one panel for each family, coloured by t. values: family -> [time, ...]."""
-    figure = Figure(figsize=(4.2 * len(values), 4.4), layout="constrained")
+def _drawn(caption: str) -> Callable[[Callable[..., Figure]], Callable[..., Figure]]:
+    """One text size for a figure, and a caption below it."""
+
+    def around(draw: Callable[..., Figure]) -> Callable[..., Figure]:
+        @functools.wraps(draw)
+        def styled(*args, **kwargs) -> Figure:
+            with rc_context(_STYLE):
+                figure = draw(*args, **kwargs)
+                wrapped = textwrap.fill(caption, max(40, int(15 * figure.get_figwidth())))
+                figure.supxlabel(wrapped, x=0.01, ha="left", color="0.3")
+                return figure
+
+        return styled
+
+    return around
+
+
+@_drawn(
+    "Shows: the eigenvalues of each head (marker) at each layer-time t (colour), the unit circle (dashed), and in"
+    " grey an untrained model. Surprising: a trained model inside the grey cloud, or positive real parts of OV at"
+    " one end of t only."
+)
+def eigenvalues(times, values: Mapping[str, np.ndarray], untrained: Mapping[str, np.ndarray] | None = None) -> Figure:
+    """Eigenvalues in the complex plane, one panel for each family, coloured by t. values: family -> [time, ...], of
+    heads [time, heads, count]; untrained: the same of a fresh model."""
+    figure = Figure(figsize=(4.2 * len(values), 5.2), layout="constrained")
     axes = np.atleast_1d(figure.subplots(1, len(values)))
     times = np.asarray(times)
     for ax, (family, array) in zip(axes, values.items(), strict=True):
-        points = array.reshape(len(times), -1)
-        colours = np.repeat(times, points.shape[1])
-        ax.axhline(0, color="0.8", lw=0.8, zorder=0)
-        ax.axvline(0, color="0.8", lw=0.8, zorder=0)
-        marks = ax.scatter(points.real, points.imag, c=colours, cmap=_TIME, vmin=0, vmax=1, s=5, alpha=0.6, lw=0)
-        reach = 1.05 * max(np.abs(points).max(), 1e-12)
-        ax.set(xlim=(-reach, reach), ylim=(-reach, reach), title=TITLES[family], xlabel="real part", aspect="equal")
+        heads = array.reshape(len(times), -1, array.shape[-1])
+        if untrained is not None and family in untrained:
+            grey = np.ravel(untrained[family])
+            ax.scatter(grey.real, grey.imag, c="0.6", s=3, alpha=0.35, lw=0, zorder=1)
+        for head in range(heads.shape[1]):
+            points = heads[:, head]
+            style = {"marker": _HEADS[head % len(_HEADS)] if heads.shape[1] <= len(_HEADS) else "o"}
+            colours = np.repeat(times, points.shape[1])
+            style |= {"cmap": _TIME, "vmin": 0, "vmax": 1, "s": 7, "alpha": 0.6, "lw": 0}
+            marks = ax.scatter(points.real.ravel(), points.imag.ravel(), c=colours, **style)
+        _plane(ax, np.abs(array).ravel())
+        ax.set(title=TITLES[family], xlabel="real part")
     axes[0].set_ylabel("imaginary part")
-    figure.colorbar(marks, ax=axes[-1], label="layer-time t", shrink=0.8)
+    figure.colorbar(marks, ax=axes[-1], label="layer-time t", shrink=0.7)
+    _eigenvalue_legend(figure, max(np.prod(v.shape[1:-1], dtype=int) for v in values.values()), untrained is not None)
     return figure
 
 
+@_drawn(
+    "Shows: the median over heads (line) and their range (shade) along t, beside the range of untrained models "
+    "(brown). Surprising: a line that stays in the brown band, where training has left no trace."
+)
 def summaries(times, summaries: Mapping[str, Summary], bands: Mapping[str, Summary] | None = None) -> Figure:
     """Radius, share of positive real parts and symmetry against t: median and range over heads; in brown the range
     over heads and draws of fresh models."""
@@ -71,6 +123,10 @@ def summaries(times, summaries: Mapping[str, Summary], bands: Mapping[str, Summa
     return figure
 
 
+@_drawn(
+    "Shows: how many directions a matrix uses: singular values by rank, median over heads, at each t (colour). "
+    "Surprising: a sharp drop, which makes the matrix one of low rank."
+)
 def singular_values(times, values: Mapping[str, np.ndarray]) -> Figure:
     """Singular values by rank, median over heads, one line for each t. values: family -> [time, ..., rank]."""
     figure = Figure(figsize=(4.2 * len(values), 3.8), layout="constrained")
@@ -85,21 +141,34 @@ def singular_values(times, values: Mapping[str, np.ndarray]) -> Figure:
     return figure
 
 
-def token_map(labels: Sequence[str], exponents: np.ndarray) -> Figure:
+@_drawn(
+    "Shows: how strongly the output token (framed) depends on each token, after each step; colours end at the 97 "
+    "% of all other tokens. Surprising: a token far from the output that is neither the first nor rare. One text "
+    "proves nothing: compare shuffled texts."
+)
+def token_map(labels: Sequence[str], exponents: np.ndarray, output_position: int = -1) -> Figure:
     """The paper's token scores: the largest exponent of each token so far, after each step. [steps, position, embed]"""
     scores = np.cumsum(exponents, axis=0).max(axis=-1)
     steps, length = scores.shape
-    figure = Figure(figsize=(max(5.0, 1.5 + 0.26 * min(length, 60)), 1.6 + 0.24 * steps), layout="constrained")
+    figure = Figure(figsize=(max(5.0, 1.5 + 0.26 * min(length, 60)), 2.4 + 0.24 * steps), layout="constrained")
     ax = figure.subplots()
-    image = ax.imshow(scores, aspect="auto", cmap=_INTENSITY, interpolation="nearest", vmin=min(0.0, scores.min()))
+    output = output_position % length
+    others = np.delete(scores, output, axis=1) if length > 1 else scores
+    low, high = min(0.0, others.min()), max(np.quantile(others, 0.97), 1e-9)
+    image = ax.imshow(scores, aspect="auto", cmap=_INTENSITY, interpolation="nearest", vmin=low, vmax=high)
+    ax.add_patch(Rectangle((output - 0.5, -0.5), 1, steps, fill=False, ec=_OURS, lw=2))
     ax.set_yticks(range(steps), [f"{(k + 1) / steps:.2f}" for k in range(steps)])
     every = -(-length // 60)
     ax.set_xticks(range(0, length, every), [_visible(labels[i]) for i in range(0, length, every)], rotation=90)
     ax.set(ylabel="layer-time t", title="sensitivity of the output to each token")
-    figure.colorbar(image, ax=ax, label="largest exponent so far")
+    figure.colorbar(image, ax=ax, label="largest exponent so far", extend="max")
     return figure
 
 
+@_drawn(
+    "Shows: how much the leading perturbations of the whole sequence have grown by t. Surprising: a line that "
+    "falls, a direction that layers first amplify and then damp."
+)
 def growth(step_exponents: np.ndarray) -> Figure:
     """Cumulative exponents of the whole sequence's flow along t. [steps, k]"""
     steps, k = step_exponents.shape
@@ -113,10 +182,14 @@ def growth(step_exponents: np.ndarray) -> Figure:
         )
     ax.axhline(0, color="0.8", lw=0.8, zorder=0)
     ax.set(xlabel="layer-time t", ylabel="growth of the perturbation (log)", title="leading directions of the sequence")
-    ax.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    ax.legend(frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
     return figure
 
 
+@_drawn(
+    "Shows: means over texts with 95 % intervals, beside the same texts with their tokens shuffled. Surprising: "
+    "intervals that do not overlap; only that comes from the order of the words."
+)
 def corpus(result: CorpusExponents) -> Figure:
     """Means over texts and 95 % intervals: the spectrum, and token scores by distance to the output; with shuffles."""
     figure = Figure(figsize=(10, 4.0), layout="constrained")
@@ -136,6 +209,10 @@ def corpus(result: CorpusExponents) -> Figure:
     return figure
 
 
+@_drawn(
+    "Shows: median (line) and middle half (shade) of the tokens. Surprising: states that speed up towards t = 1, "
+    "or turn back (negative cosine)."
+)
 def motion(result: Motion) -> Figure:
     """Speed, turning and displacement along t: median and quartiles over tokens."""
     steps = len(result.speed)
@@ -159,6 +236,9 @@ def motion(result: Motion) -> Figure:
     return figure
 
 
+@_drawn(
+    "Shows: the loss of the next token if the model ended at t. Surprising: a token whose loss rises again with depth."
+)
 def lens(result: LogitLens, labels: Sequence[str] | None = None) -> Figure:
     """Loss of the logit lens: mean against t, and of each token. labels: the tokens of the text."""
     steps, length = result.loss.shape
@@ -180,6 +260,10 @@ def lens(result: LogitLens, labels: Sequence[str] | None = None) -> Figure:
     return figure
 
 
+@_drawn(
+    "Shows: how evenly each head spreads its attention (1: over all it sees). Surprising: a head near 0 (it looks"
+    " at one token) or near 1 (it looks at none in particular) at all t."
+)
 def entropy(values: np.ndarray) -> Figure:
     """Attention entropy of each head along t, as a share of the most it can be: mean over tokens. [steps, heads, N]"""
     steps, heads, length = values.shape
@@ -192,7 +276,7 @@ def entropy(values: np.ndarray) -> Figure:
         )
     ax.set(xlabel="layer-time t", ylabel="entropy / largest possible", ylim=(0, 1), title="attention entropy")
     if heads <= 12:
-        ax.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
+        ax.legend(frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
     return figure
 
 
@@ -202,6 +286,43 @@ def save(figure: Figure, path: Path) -> list[Path]:
     for file in written:
         figure.savefig(file, dpi=150)
     return written
+
+
+def _plane(ax, moduli: np.ndarray) -> None:
+    """Axes and unit circle; logarithmic beyond the middle where a few eigenvalues would squeeze all others."""
+    most, central = max(moduli.max(), 1e-12), max(np.quantile(moduli, 0.95), 1e-12)
+    ax.axhline(0, color="0.8", lw=0.8, zorder=0)
+    ax.axvline(0, color="0.8", lw=0.8, zorder=0)
+    angle = np.linspace(0, 2 * np.pi, 361)
+    ax.plot(np.cos(angle), np.sin(angle), color="0.4", lw=0.8, ls="--", zorder=0)
+    if most > _OUTLIER * central:
+        knee = max(central, most / 1e4)
+        decades = [10.0**n for n in range(-8, 9) if 1.5 * knee < 10.0**n <= most]
+        if len(decades) < 2:
+            decades = [m * 10.0**n for n in range(-8, 9) for m in (1, 2, 5) if knee <= m * 10.0**n <= most]
+        marks = [-x for x in reversed(decades)] + [0.0] + decades
+        ax.set_xscale("symlog", linthresh=knee, linscale=1.5)
+        ax.set_yscale("symlog", linthresh=knee, linscale=1.5)
+        for axis in (ax.xaxis, ax.yaxis):
+            axis.set_ticks(marks, [f"{x:g}" for x in marks])
+            axis.set_ticks([], minor=True)
+    ax.set(xlim=(-1.1 * most, 1.1 * most), ylim=(-1.1 * most, 1.1 * most))
+    ax.set_box_aspect(1)
+
+
+def _eigenvalue_legend(figure: Figure, heads: int, untrained: bool) -> None:
+    dots = {"ls": "", "ms": 5, "color": "0.2"}
+    keys = [Line2D([], [], marker=_HEADS[h], label=f"head {h}", **dots) for h in range(heads)]
+    keys = keys if 1 < heads <= len(_HEADS) else []
+    if untrained:
+        keys.append(Line2D([], [], marker="o", label="untrained", **dots | {"color": "0.6"}))
+    keys.append(Line2D([], [], color="0.4", ls="--", lw=0.8, label="unit circle"))
+    figure.legend(
+        handles=keys,
+        loc="outside upper center",
+        ncols=min(len(keys), max(3, int(1.2 * figure.get_figwidth()))),
+        frameon=False,
+    )
 
 
 def _quartiles(ax, t, values: np.ndarray, colour: str, label: str | None) -> None:

@@ -261,7 +261,10 @@ def main(config: LyapunovConfig) -> dict[str, np.ndarray]:
             "spectrum": steps.sum(axis=0),
             "kaplan_yorke": np.asarray(kaplan_yorke(steps.sum(axis=0))),
         }
-        drawn = {"tokens": figures.token_map(text.labels, tokens), "spectrum": figures.growth(steps)}
+        drawn = {
+            "tokens": figures.token_map(text.labels, tokens, config.output_position),
+            "spectrum": figures.growth(steps),
+        }
         if several is not None:
             with progress.count(f"{len(several)} texts and their shuffles") as tick:
                 corpus = corpus_exponents(reading, several, min(4, k), sweeps=config.sweeps, tick=tick)

@@ -2,22 +2,39 @@
 
     python -m qkvflow.analysis.report --run runs/quickstart [--compare runs/other ...] [--text "..." ...]
 
-Training curves, parameters, eigenvalues over t, sensitivity to the tokens of texts, logit lens, motion of the states,
-and the depth sweep and the continuity of `eval_lm` where there are some. Written to `<run>/analysis/report.html`.
+Eigenvalues over t, sensitivity to the tokens of texts, logit lens, attention, motion of the states, each over the run's
+checkpoints and beside shuffled text and untrained models; training curves; the depth sweep, the exits and the
+continuity of `eval_lm` where there are some. Written to `<run>/analysis/report.html`.
 """
 
+import dataclasses
+import shlex
+import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import datetime
+from importlib.metadata import version
 from pathlib import Path, PurePosixPath
 
-from qkvflow.analysis import page
-from qkvflow.analysis.opening import label, opened, output_file, texts_of
+import numpy as np
+
+from qkvflow.analysis.opening import EncodedText, label, opened, output_file, texts_of
+from qkvflow.analysis.page import findings, render, runs, spectra, texts
+from qkvflow.analysis.page.numbers import Data, Step, rounded
+from qkvflow.analysis.reading import Reading, read
+from qkvflow.analysis.spectral import families, products, times_of
+from qkvflow.checksums import damage_of
 from qkvflow.cli import run_program
 from qkvflow.config import Text
-from qkvflow.errors import UserError
+from qkvflow.errors import Notice, UserError
 from qkvflow.runs import load_run
+from qkvflow.runs.checkpoints import checkpoint_steps
 from qkvflow.runs.load import Run
 
 LARGEST = 5_000_000  # bytes of a page
+MOST_RUNS = 4
+_POINTS = 120_000  # eigenvalues of all runs, checkpoints and families together
+_ATTENTION = 1_500_000  # numbers of attention of the whole page
 
 
 @dataclass
@@ -25,11 +42,16 @@ class ReportConfig:
     """
     Attributes:
         run: the run directory.
-        compare: other run directories, shown beside it.
-        checkpoint_step: N of the checkpoint step-N of `run`; the newest by default, as for the others.
+        compare: up to three other run directories, shown over it.
+        checkpoint_step: N of the newest checkpoint step-N of `run` to show; the newest by default, as for the others.
+        checkpoints: of each run, how many to slide over: the newest and others spread over training.
+        times: layer-times of the eigenvalues, `0,0.5,1`, or a number of them, spread over [0, 1]; by default those of
+            training and others between them. Ordinary layers have weights at their own times only.
         text: texts to look at, several may be given; by default the beginning of the run's validation text.
+        outputs: how many tokens can be chosen as the output whose sensitivity is shown.
         k: exponents of the whole sequence.
-        draws: of fresh models to compare spectra with; 0 for none.
+        shuffles: of each text, to compare with; 0 for none.
+        draws: of fresh models to compare with; 0 for none.
         out: the file; `<run>/analysis/report.html` by default.
         control: that models with control hear, `[0, 1]`; zero by default.
     """
@@ -37,65 +59,226 @@ class ReportConfig:
     run: str
     compare: list[Text] | None = None
     checkpoint_step: int | None = None
+    checkpoints: int = 3
+    times: int | float | str | list[float] | None = None
     text: list[Text] | None = None
+    outputs: int = 3
     k: int = 6
+    shuffles: int = 2
     draws: int = 3
     out: str | None = None
     control: list[float] | None = None
 
 
+@dataclass(frozen=True)
+class _Source:
+    """A run with what is shown of it. steps: of its checkpoints, the newest last, which is the run as loaded."""
+
+    run: Run
+    path: str
+    name: str
+    steps: Sequence[int]
+    times: Sequence[float]
+    reading: Reading
+    texts: Sequence[EncodedText]
+
+    def at(self, step: int) -> tuple[Run, Reading]:
+        if step == self.run.step:
+            return self.run, self.reading
+        run = load_run(self.path, step)
+        return run, dataclasses.replace(read(run.model), inputs=self.reading.inputs)
+
+
 def main(config: ReportConfig) -> Path:
     """Computes and writes the page; returns its path."""
-    for name, least in (("k", 1), ("draws", 0)):
+    for name, least in (("k", 1), ("draws", 0), ("shuffles", 0), ("checkpoints", 1), ("outputs", 1)):
         if getattr(config, name) < least:
             raise UserError(f"{name} must be at least {least}, got {getattr(config, name)}")
+    paths = [config.run, *(config.compare or [])]
+    if len(paths) > MOST_RUNS:
+        raise UserError(f"the page compares at most {MOST_RUNS} runs, got {len(paths)}: leave some out of --compare")
+    times = times_of(config.times)
     with opened(config.run, config.checkpoint_step) as (first, progress):
-        runs = [first]
-        for path in config.compare or []:
+        opened_runs = [first]
+        for path in paths[1:]:
             with progress.phase(f"Loading {path}"):
-                runs.append(load_run(path))
+                opened_runs.append(load_run(path))
         target = output_file(first, config.out, "report.html")
-        # All texts are checked for all runs before the work begins.
-        first_texts = texts_of(first, config.text, control=config.control)
-        chosen = [text.text for text in first_texts[1]]
-        texts = [first_texts, *(texts_of(run, chosen, control=_heard(run, config.control)) for run in runs[1:])]
-        total = len(runs) * (3 + 4 * len(chosen))
+        sources = _sources(opened_runs, paths, times, config)
+        total = sum(_count(source, config) for source in sources)
         with progress.count("Analysing") as tick:
             done = 0
 
             def step() -> None:
                 nonlocal done
                 done += 1
-                tick(done, total)
+                tick(min(done, total), total)
 
-            data = {
-                "runs": [
-                    _run_data(run, name, *own, config, step)
-                    for run, name, own in zip(runs, _names(runs), texts, strict=True)
-                ]
+            data: Data = {
+                "made": _made(config),
+                "runs": [_run_data(source, sources, config, step) for source in sources],
             }
             tick(total, total)
-        html = page.render(data)
+        data["opening"] = findings.opening(data["runs"])
+        html = render(data)
         if len(html.encode()) > LARGEST:
             raise UserError(
                 f"the page would have {len(html.encode()) / 1e6:.1f} MB, more than {LARGEST / 1e6:.0f}: give shorter or"
-                " fewer texts, or compare fewer runs"
+                " fewer texts, fewer --checkpoints, or compare fewer runs"
             )
         target.write_text(html, encoding="utf-8")
     print(f"Written to {target} ({len(html.encode()) / 1e6:.2f} MB): open it in a browser")
     return target
 
 
-def _run_data(run: Run, name: str, reading, texts, config: ReportConfig, step) -> page.Data:
-    def decode(token: int) -> str:
-        return label(run.tokenizer, token)
+def _sources(opened_runs: list[Run], paths: list[str], times, config: ReportConfig) -> list[_Source]:
+    """The runs with their texts, times and checkpoints: all are checked before the work begins."""
+    if times is not None and not any(spectra.has_weights_between(run.model) for run in opened_runs):
+        products(opened_runs[0].model, "qk", times)  # says which of them are unknown
+    first_reading, first_texts = texts_of(opened_runs[0], config.text, control=config.control)
+    chosen, sources = [text.text for text in first_texts], []
+    for run, path, name in zip(opened_runs, paths, _names(opened_runs), strict=True):
+        control = config.control if not sources else _heard(run, config.control)
+        reading, own = (first_reading, first_texts) if not sources else texts_of(run, chosen, control=control)
+        steps = [s for s in _spread(_earlier(run), config.checkpoints - 1) if _is_good(run, s)]
+        own_times = spectra.layer_times(run.model, times)
+        products(run.model, "qk", own_times)  # refuses times outside [0, 1]
+        sources.append(_Source(run, path, name, [*steps, run.step], own_times, reading, own))
+    return sources
 
-    return page.describe_run(run, name) | {
-        "curves": page.curves(run),
-        "spectra": page.spectra(run, config.draws, step),
-        "texts": [page.text_data(reading, text, decode, config.k, step) for text in texts],
-        "sweep": page.depth_sweep(run),
-        "continuity": page.continuity(run),
+
+def _run_data(source: _Source, sources: list[_Source], config: ReportConfig, step: Step) -> Data:
+    run = source.run
+    points = max(1, _POINTS // sum(3 * (len(s.steps) + 1) for s in sources))
+    rooms = _attention_rooms(sources)
+    data = runs.describe_run(run, source.name) | {
+        "curves": runs.curves(run),
+        "sweep": runs.depth_sweep(run),
+        "exits": runs.exits(run),
+        "continuity": runs.continuity(run),
+        "times": rounded(source.times, 4),
+        "trained_times": rounded(spectra.spectral.training_times(run.model), 4),
+        "texts": [texts.describe_text(source.reading, text, _labels(run)) for text in source.texts],
+        "fresh": _fresh(source, config, points, step) if config.draws else None,
+    }
+    data["snapshots"] = []
+    for n in source.steps:
+        data["snapshots"].append(_snapshot(source, n, config, data, points, rooms[n == run.step], step))
+    data["conclusions"] = {
+        "training": findings.of_training(data["curves"], data["uniform"]),
+        "depth": findings.of_depth(data["sweep"], data["exits"]),
+    }
+    data["vocabulary"] = _vocabulary(run, data)
+    return data
+
+
+def _snapshot(
+    source: _Source, n: int, config: ReportConfig, own: Data, points: int, attention: bool, step: Step
+) -> Data:
+    """Everything of one checkpoint."""
+    run, reading = source.at(n)
+    found: Data = {"step": n, "spectra": spectra.spectra(run.model, source.times, points, step), "texts": []}
+    fresh = own["fresh"]
+    for family, entry in found["spectra"].items():
+        band = fresh and fresh["spectra"][family]["band"]
+        entry["conclusion"] = findings.of_spectra(family, entry, band, source.times)
+    for number, text in enumerate(source.texts):
+        outputs = texts.output_positions(len(text.ids), config.outputs)
+        data = texts.text_data(reading, text.ids, outputs, config.k, attention, step)
+        data["shuffled"] = [
+            texts.null_data(reading, order.permutation(text.ids), config.k, step)
+            for order in map(np.random.default_rng, range(config.shuffles))
+        ]
+        untrained = fresh and fresh["texts"][number]
+        describe, shuffled = own["texts"][number], data["shuffled"]
+        data["conclusions"] = {
+            "tokens": findings.of_tokens(data, text.labels, shuffled),
+            "lens": findings.of_lens(data, describe, shuffled, untrained),
+            "echo": findings.echo(data, describe, own["tied"]),
+            "motion": findings.of_motion(data, shuffled, untrained),
+            "attention": findings.of_attention(data, texts.uniform_places(len(text.ids)), untrained),
+        }
+        found["texts"].append(data)
+    return found
+
+
+def _fresh(source: _Source, config: ReportConfig, points: int, step: Step) -> Data:
+    """What untrained models of the same configuration show."""
+    found: Data = {"spectra": spectra.untrained(source.run, source.times, config.draws, points, step)}
+    reading = dataclasses.replace(read(spectra.fresh_model(source.run)), inputs=source.reading.inputs)
+    found["texts"] = [texts.null_data(reading, text.ids, config.k, step) for text in source.texts]
+    return found
+
+
+def _attention_rooms(sources: list[_Source]) -> dict[bool, bool]:
+    """Whether the page has room for the attention of the newest checkpoints (True), and of the others (False)."""
+
+    def size(source: _Source) -> int:
+        heads = getattr(source.run.config.model, "num_heads", None) or source.reading.model.config.block.num_heads
+        return sum(source.reading.steps * heads * len(t.ids) * (len(t.ids) + 1) // 2 for t in source.texts)
+
+    return {
+        True: sum(map(size, sources)) <= _ATTENTION,
+        False: sum(size(s) * len(s.steps) for s in sources) <= _ATTENTION,
+    }
+
+
+def _labels(run: Run) -> Callable[[int], str]:
+    return lambda token: label(run.tokenizer, token)
+
+
+def _vocabulary(run: Run, data: Data) -> dict[str, str]:
+    """What the tokens stand for that the lens names."""
+    ids = {i for s in data["snapshots"] for t in s["texts"] for row in t["lens"]["top"] for top in row for i in top}
+    return {str(i): label(run.tokenizer, i) for i in sorted(ids)}
+
+
+def _count(source: _Source, config: ReportConfig) -> int:
+    """How often `step` is called for a run."""
+    kinds, number = len(families(source.run.model)), len(source.texts)
+    each = sum(len(texts.output_positions(len(t.ids), config.outputs)) + 2 + config.shuffles for t in source.texts)
+    return len(source.steps) * (kinds + each) + (kinds + number if config.draws else 0)
+
+
+def _earlier(run: Run) -> list[int]:
+    """The checkpoints before the one that was loaded."""
+    steps = [] if run.directory.hub is not None else checkpoint_steps(run.directory.checkpoints)
+    return [step for step in steps if step < run.step]
+
+
+def _is_good(run: Run, step: int) -> bool:
+    """Whether a checkpoint is as it was written; the page does without one that is damaged."""
+    what = damage_of(run.directory.checkpoints / f"step-{step}")
+    if what is not None:
+        warnings.warn(Notice(f"the checkpoint step-{step} of {run.directory} is left out: {what}"), stacklevel=2)
+    return what is None
+
+
+def _spread(steps: list[int], count: int) -> list[int]:
+    """`count` of them, the first among them, evenly spread."""
+    if count <= 0 or not steps:
+        return []
+    return [steps[i * len(steps) // count] for i in range(count)] if len(steps) > count else steps
+
+
+def _made(config: ReportConfig) -> Data:
+    """How the page was made: the command, without what is default."""
+    words = ["python", "-m", "qkvflow.analysis.report"]
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if value == field.default:
+            continue
+        words.append(f"--{field.name}")
+        if field.name in ("text", "compare"):
+            words += value
+        else:
+            words.append(",".join(map(str, value)) if field.name == "times" and isinstance(value, list) else str(value))
+    return {
+        "date": datetime.now().strftime("%Y-%m-%d %H:%M"),
+        "version": version("qkvflow"),
+        "command": shlex.join(words),
+        "shuffles": config.shuffles,
+        "draws": config.draws,
     }
 
 
@@ -104,9 +287,9 @@ def _heard(run: Run, control: list[float] | None) -> list[float] | None:
     return control if getattr(run.model.config, "control", None) is not None else None
 
 
-def _names(runs: list[Run]) -> list[str]:
+def _names(opened_runs: list[Run]) -> list[str]:
     """The folders' names, with as much of the path as tells them apart."""
-    paths = [PurePosixPath(str(run.directory.place.resolved())) for run in runs]
+    paths = [PurePosixPath(str(run.directory.place.resolved())) for run in opened_runs]
     for depth in range(1, max(len(p.parts) for p in paths) + 1):
         names = ["/".join(p.parts[-depth:]) for p in paths]
         if len(set(names)) == len(names):

@@ -55,8 +55,7 @@ def ff_eigenvalues(model: LmHeadModel, times=None) -> np.ndarray:
 
 def eigenvalues(model: LmHeadModel, family: str, times=None) -> np.ndarray:
     """The eigenvalues of `family` (`qk`, `ov`, `ff`): see the functions above."""
-    product = products(model, family, times)
-    return spectrum.eigenvalues(product, _count(product, family))
+    return eigenvalues_of(products(model, family, times), family)
 
 
 def singular_values(model: LmHeadModel, family: str, times=None) -> np.ndarray:
@@ -74,6 +73,11 @@ def random_summaries(model: LmHeadModel, family: str, times=None, *, draws: int 
 
     Only the matrices that are asked for are drawn. What training did is what leaves this band.
     """
+    return summaries_of(random_products(model, family, times, draws=draws, seed=seed), family)
+
+
+def random_products(model: LmHeadModel, family: str, times=None, *, draws: int = 5, seed: int = 0) -> list[ThinProduct]:
+    """`products` of fresh models of the same configuration, before any training; only what is asked for is drawn."""
     if draws < 1:
         raise UserError(f"draws must be at least 1, got {draws}.")
     times = training_times(model) if times is None else times
@@ -82,8 +86,18 @@ def random_summaries(model: LmHeadModel, family: str, times=None, *, draws: int 
     def draw(key):
         return factors(model.config.build(model.Vocab, key=key), family, times)
 
-    results = [_summary(thin(*draw(key)), family) for key in jax.random.split(jax.random.PRNGKey(seed), draws)]
+    return [thin(*draw(key)) for key in jax.random.split(jax.random.PRNGKey(seed), draws)]
+
+
+def summaries_of(several: Sequence[ThinProduct], family: str) -> Summary:
+    """The summaries of several models' products, each field [model, time, heads]."""
+    results = [_summary(product, family) for product in several]
     return Summary(**{f.name: np.stack([getattr(r, f.name) for r in results]) for f in fields(Summary)})
+
+
+def eigenvalues_of(product: ThinProduct, family: str) -> np.ndarray:
+    """`eigenvalues` of products that are at hand."""
+    return spectrum.eigenvalues(product, _count(product, family))
 
 
 def jacobian_eigenvalues(model: LmHeadModel | Reading, tokens, position: int = -1) -> np.ndarray:
@@ -169,7 +183,7 @@ def main(config: SpectralConfig) -> dict[str, np.ndarray]:
         raise UserError(
             "control moves the states of a text, and the spectra of weights do not read it: give --text too"
         )
-    times = _times(config.times)
+    times = times_of(config.times)
     with opened(config.run, config.checkpoint_step) as (run, progress):
         model, folder = run.model, output_folder(run, config.out)
         times = training_times(model) if times is None else times
@@ -177,25 +191,27 @@ def main(config: SpectralConfig) -> dict[str, np.ndarray]:
         reading, texts = texts_of(run, [config.text], control=config.control) if config.text is not None else (None, [])
         thin = {kind: products(model, kind, times) for kind in kinds}  # refuses times before the work begins
         arrays: dict[str, np.ndarray] = {"times": np.asarray(times)}
-        values, singular, own, bands = {}, {}, {}, {}
+        values, singular, own, bands, clouds = {}, {}, {}, {}, {}
         with progress.count("Eigenvalues") as tick:
             for done, (kind, product) in enumerate(thin.items()):
-                values[kind] = spectrum.eigenvalues(product, _count(product, kind))
+                values[kind] = eigenvalues_of(product, kind)
                 singular[kind] = spectrum.singular_values(product)
                 own[kind] = spectrum.summary(values[kind], singular[kind])
                 tick(done + 1, len(thin))
         if config.draws:
             with progress.count("Fresh models") as tick:
                 for done, kind in enumerate(kinds):
-                    bands[kind] = random_summaries(model, kind, times, draws=config.draws)
+                    fresh = random_products(model, kind, times, draws=config.draws)
+                    bands[kind], clouds[kind] = summaries_of(fresh, kind), eigenvalues_of(fresh[0], kind)
                     tick(done + 1, len(kinds))
         for kind in kinds:
             arrays |= {f"{kind}_eigenvalues": values[kind], f"{kind}_singular_values": singular[kind]}
             arrays |= {f"{kind}_{name}": array for name, array in asdict(own[kind]).items()}
             if config.draws:
                 arrays |= {f"{kind}_untrained_{name}": array for name, array in asdict(bands[kind]).items()}
+                arrays[f"{kind}_untrained_eigenvalues"] = clouds[kind]
         drawn = {
-            "eigenvalues": figures.eigenvalues(times, values),
+            "eigenvalues": figures.eigenvalues(times, values, clouds or None),
             "summary": figures.summaries(times, own, bands or None),
             "singular-values": figures.singular_values(times, singular),
         }
@@ -217,7 +233,7 @@ def families(model: LmHeadModel) -> tuple[str, ...]:
 
 
 def _summary(product: ThinProduct, family: str) -> Summary:
-    return spectrum.summary(spectrum.eigenvalues(product, _count(product, family)), spectrum.singular_values(product))
+    return spectrum.summary(eigenvalues_of(product, family), spectrum.singular_values(product))
 
 
 def _count(product: ThinProduct, family: str) -> int:
@@ -235,7 +251,12 @@ def _table(times, summaries: dict[str, Summary]) -> str:
     return "\n".join(lines)
 
 
-def _times(value) -> tuple[float, ...] | None:
+def times_of(value) -> tuple[float, ...] | None:
+    """Layer-times as an option gives them: `0,0.5,1`, or a number of them spread over [0, 1]; None for None.
+
+    Raises:
+        UserError: it is neither.
+    """
     if value is None:
         return None
     if isinstance(value, int):

@@ -7,12 +7,14 @@ from dataclasses import dataclass
 
 import equinox as eqx
 import numpy as np
+from haliax import NamedArray
 from levanter.models.lm_model import LmHeadModel
+from scipy import special
 
 from qkvflow import lens
 from qkvflow.analysis.reading import Reading, read, sequence
 from qkvflow.analysis.reading import trajectory as _states
-from qkvflow.axes import HEADS, LAYERS, POSITION
+from qkvflow.axes import HEADS, KEY_POSITION, LAYERS, POSITION
 from qkvflow.lens.paths import cosine
 
 
@@ -42,11 +44,17 @@ class LogitLens:
     Attributes:
         loss: of the next token, nats, [steps + 1, position - 1].
         top_tokens, top_probabilities: the most likely next tokens, [steps + 1, position, top].
+        rank: how many tokens are more likely than the next one, [steps + 1, position - 1]; 0 is a right prediction.
+        entropy: of the prediction, nats, [steps + 1, position]; log(vocabulary) at most.
+        divergence: KL(p_L || p_n) of the model's own prediction from the one at x_n, nats, [steps + 1, position].
     """
 
     loss: np.ndarray
     top_tokens: np.ndarray
     top_probabilities: np.ndarray
+    rank: np.ndarray
+    entropy: np.ndarray
+    divergence: np.ndarray
 
 
 def states(model: LmHeadModel | Reading, tokens) -> np.ndarray:
@@ -76,19 +84,34 @@ def logit_lens(model: LmHeadModel | Reading, tokens, top: int = 5) -> LogitLens:
     reading = _reading(model)
     tokens, control = sequence(reading, tokens), reading.inputs.control
     found = eqx.filter_jit(lens.logit_lens)(reading.model, tokens, top, control=control)
-    return LogitLens(*(np.asarray(a.array) for a in (found.loss, found.top_tokens, found.top_probabilities)))
+    seen = (found.loss, found.top_tokens, found.top_probabilities, found.rank, found.entropy, found.kl)
+    return LogitLens(*(np.asarray(a.array) for a in seen))
+
+
+def attention(model: LmHeadModel | Reading, tokens) -> np.ndarray:
+    """p_ij, what token i attends to token j, of each head at the beginning of each step: [steps, heads, i, j]."""
+    return np.asarray(_pattern(_reading(model), tokens).rearrange((LAYERS, HEADS, POSITION, KEY_POSITION)).array)
 
 
 def attention_entropy(model: LmHeadModel | Reading, tokens) -> np.ndarray:
-    """-sum_j p_ij log p_ij in nats of the attention of each head: [steps, heads, position].
+    """-sum_j p_ij log p_ij of the attention p of each head, in nats: [steps, heads, position].
 
     At the beginning of each step (of its first stage). Token i sees i + 1 tokens, so log(i + 1) is the most.
     """
-    reading = _reading(model)
+    found = lens.attention_entropy(_pattern(_reading(model), tokens))
+    return np.asarray(found.rearrange((LAYERS, HEADS, POSITION)).array)
+
+
+def entropy_of(p: np.ndarray) -> np.ndarray:
+    """-sum_j p_ij log p_ij in nats, along the last axis."""
+    return -np.sum(special.xlogy(p, p), axis=-1)
+
+
+def _pattern(reading: Reading, tokens) -> NamedArray:
     tokens, control = sequence(reading, tokens), reading.inputs.control
     place = "attn.pattern" if reading.plan.evaluations == reading.steps else "0.attn.pattern"
     _, cache = eqx.filter_jit(lens.run_with_cache)(reading.model, tokens, f"[0-9]*.{place}", control=control)
-    return np.asarray(lens.attention_entropy(cache.stack(place)).rearrange((LAYERS, HEADS, POSITION)).array)
+    return cache.stack(place)
 
 
 def _reading(model: LmHeadModel | Reading) -> Reading:

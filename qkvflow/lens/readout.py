@@ -27,12 +27,17 @@ class LensReading(eqx.Module):
         loss: of the next token, nats, {layers = L+1, ..., position - 1}.
         kl: KL(p_L || p_k) of the predictions at the end and at layer k, nats, {layers = L+1, ..., position}.
         top_tokens, top_probabilities: the most likely next tokens, {layers = L+1, ..., position, top}.
+        rank: how many tokens are more likely than the next one, {layers = L+1, ..., position - 1}; 0 is a right
+            prediction.
+        entropy: of the prediction, nats, {layers = L+1, ..., position}.
     """
 
     loss: NamedArray
     kl: NamedArray
     top_tokens: NamedArray
     top_probabilities: NamedArray
+    rank: NamedArray
+    entropy: NamedArray
 
 
 class TunedLens(eqx.Module):
@@ -71,14 +76,18 @@ def logit_lens(
 
     def at(k, x):
         log_p = _log_p(ours, x if tuned is None else _translated(tuned, k, x), batch, given)
-        loss = -jnp.take_along_axis(log_p[..., :-1, :], ids[..., 1:, None], axis=-1)[..., 0]
+        log_next = jnp.take_along_axis(log_p[..., :-1, :], ids[..., 1:, None], axis=-1)
+        rank = jnp.sum(log_p[..., :-1, :] > log_next, axis=-1)
+        entropy = -jnp.sum(jnp.exp(log_p) * log_p, axis=-1)
         values, best = jax.lax.top_k(log_p, top)
-        return loss, _kl(end, log_p), best, jnp.exp(values)
+        return -log_next[..., 0], _kl(end, log_p), best, jnp.exp(values), rank, entropy
 
-    loss, kl, best, probabilities = jax.lax.map(lambda now: at(*now), (jnp.arange(len(x)), x))
+    loss, kl, best, probabilities, rank, entropy = jax.lax.map(lambda now: at(*now), (jnp.arange(len(x)), x))
     names = (LAYERS, *batch, POSITION)
     tops = (hax.named(best, (*names, TOP)), hax.named(probabilities, (*names, TOP)))
-    return LensReading(hax.named(loss, names), hax.named(kl, names), *tops)
+    return LensReading(
+        hax.named(loss, names), hax.named(kl, names), *tops, hax.named(rank, names), hax.named(entropy, names)
+    )
 
 
 def tuned_lens(

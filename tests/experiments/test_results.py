@@ -18,7 +18,17 @@ from qkvflow.cli import parse
 from qkvflow.errors import UserError
 
 NUMBER = r"\d+\.\d{2,}"
-NAMES = ("ablations", "adaptive_depth", "compare", "continuity", "dynamics", "gradient_flow", "leak", "lift", "steering")
+NAMES = (
+    "ablations",
+    "adaptive_depth",
+    "compare",
+    "continuity",
+    "dynamics",
+    "gradient_flow",
+    "leak",
+    "lift",
+    "steering",
+)
 STUDIES: dict[str, Study] = {n: importlib.import_module(f"experiments.{n}.__main__").STUDY for n in NAMES}
 # A study may have been run in other sizes too: results_<what>/.
 FOLDERS = [folder for name in NAMES for folder in sorted((ROOT / "experiments" / name).glob("results*"))]

@@ -1,0 +1,247 @@
+"""One sentence on what to conclude from each panel, beside what shuffled text and untrained models give.
+
+Each function reads the page's own data and returns text. Where the null gives the same, the sentence says so.
+"""
+
+from collections.abc import Sequence
+from statistics import median
+
+import numpy as np
+
+from qkvflow.analysis.page.numbers import Data
+
+NAMES = {"qk": "QK", "ov": "OV", "ff": "FF"}
+_MEASURES = {"radius": "spectral radius", "positive": "share of positive real parts", "symmetric": "symmetric share"}
+_MARGIN = 0.05  # nats below which two losses are told as equal
+_OFTEN = 0.1  # of the layer-times: what leaves the untrained range less often is not told
+
+
+def of_training(curves: Data, uniform: float) -> str:
+    """Of the training curves; null: guessing all tokens alike."""
+    last = last_loss(curves)
+    if last is None:
+        return "There are no losses to read."
+    kind = "Validation" if curves["eval"] else "Training"
+    if last > uniform - _MARGIN:
+        return (
+            f"{kind} loss ends at {last:.3f} nats, no better than guessing all tokens alike ({uniform:.2f}): nothing"
+            " was learned."
+        )
+    best = min(curves["eval"], key=lambda pair: pair[1]) if curves["eval"] else None
+    later = (
+        "" if best is None or best[1] > last - _MARGIN else f"; it was lower before, {best[1]:.3f} at step {best[0]:g}"
+    )
+    return f"{kind} loss ends at {last:.3f} nats per token{later}; guessing all tokens alike gives {uniform:.2f}."
+
+
+def last_loss(curves: Data) -> float | None:
+    """The last validation loss, or training loss where there is none."""
+    return next((curves[kind][-1][1] for kind in ("eval", "train") if curves[kind]), None)
+
+
+def of_spectra(family: str, own: Data, band: Data | None, times: Sequence[float]) -> str:
+    """Of the eigenvalues of one family; null: untrained models of the same configuration."""
+    middle = {name: [median(row) for row in own[name]] for name in _MEASURES}
+    text = f"{NAMES[family]}: the spectral radius (median over heads) {_course(middle['radius'], times)}"
+    positive = f"{middle['positive'][-1]:.0%} of the real parts are positive at the end"
+    if band is None:
+        return f"{text}; {positive}. Without untrained models (draws 0) nothing follows from it."
+    outside = {key: _outside(middle[key], *band[key]) for key in _MEASURES}
+    left = [f"{_MEASURES[key]} ({_share(outside[key])} of the times)" for key in _MEASURES if outside[key] > _OFTEN]
+    low, high = band["radius"][0][-1], band["radius"][1][-1]
+    null = f"untrained models have {_short(low)} to {_short(high)} at the end"
+    if not left:
+        return f"{text}; {null}, and hardly anything here leaves their range: it is no trace of training."
+    return f"{text}; {positive}; {null}. Outside the untrained range, so made by training: {', '.join(left)}."
+
+
+def of_tokens(data: Data, labels: Sequence[str], shuffled: Sequence[Data]) -> str:
+    """Of the sensitivity of the last token; null: the same places of shuffled texts."""
+    output = len(labels) - 1
+    if not shuffled or output < 2:
+        return "Without shuffled texts nothing follows from one example."
+    last = [x if x is not None else float("-inf") for x in data["scores"][-1][-1]]
+    best = sorted(range(output), key=lambda i: -last[i])[:3]
+    above = sum(all(last[i] > (null["scores"][i] or 0.0) for null in shuffled) for i in range(output))
+    chance = 1 / (len(shuffled) + 1)
+    expected, spread = output * chance, (output * chance * (1 - chance)) ** 0.5
+    top = ", ".join(f"“{_seen(labels[i])}” ({i})" for i in best)
+    lead = (
+        f"Most sensitive to {top}. {above} of {output} tokens score above all {len(shuffled)} shuffled texts at their"
+    )
+    lead += f" place, {expected:.0f} would by chance"
+    if above > expected + 2 * spread:
+        return f"{lead}: it depends on which words stand there, not on their places alone."
+    return f"{lead}: what is seen may be an effect of the places alone."
+
+
+def of_lens(data: Data, describe: Data, shuffled: Sequence[Data], fresh: Data | None) -> str:
+    """Of the loss along t; nulls: shuffled text, an untrained model."""
+    if len(describe["labels"]) < 2:
+        return "One token has no next one."
+    loss = [float(np.mean(row)) for row in data["lens"]["loss"]]
+    right = [sum(r == 0 for r in row) for row in data["lens"]["rank"]]
+    total, ends = len(data["lens"]["rank"][0]), describe["ends"]
+    half = next((t for t, x in zip(ends, loss, strict=True) if x <= (loss[0] + loss[-1]) / 2), ends[-1])
+    gained = loss[0] - loss[-1]
+    text = f"{right[-1]} of {total} next tokens are right at t = 1, {right[0]} at t = 0; "
+    text += (
+        f"half of the {gained:.2f} nats that depth gains is there at t = {half:.2f}"
+        if gained > _MARGIN
+        else "depth gains nothing"
+    )
+    nulls = []
+    if shuffled:
+        other = float(np.mean([null["loss"][-1] for null in shuffled]))
+        says = "so it reads the order" if other > loss[-1] + _MARGIN else "so it does not read the order"
+        nulls.append(f"the shuffled text ends at {other:.2f} nats, this one at {loss[-1]:.2f}, {says}")
+    if fresh is not None:
+        nulls.append(f"an untrained model ends at {fresh['loss'][-1]:.2f}")
+    return "; ".join([text, *nulls]) + "."
+
+
+def echo(data: Data, describe: Data, tied: bool) -> str:
+    """Why the first row of the lens says what it says."""
+    ids, top = describe["ids"], data["lens"]["top"][0]
+    same = sum(own == row[0] for own, row in zip(ids, top, strict=True))
+    if tied:
+        return (
+            f"At t = 0 the state is the token's own embedding and the head is the same matrix: {same} of {len(ids)}"
+            " tokens are answered by themselves, which is no prediction."
+        )
+    return (
+        f"At t = 0 the state is the token's own embedding, which the head was not trained on: {same} of {len(ids)}"
+        " tokens are answered by themselves."
+    )
+
+
+def of_motion(data: Data, shuffled: Sequence[Data], fresh: Data | None) -> str:
+    """Of speed, turning and growth; nulls: shuffled text, an untrained model."""
+    moved, turning = _middle(data["motion"]["displacement"][-1]), data["motion"]["turning"]
+    text = f"The states end {_short(moved)} times the length of their start away from it"
+    if turning:
+        angle = median([_middle(row) for row in turning])
+        kind = (
+            "nearly straight on"
+            if angle > 0.7
+            else "as at random, by right angles"
+            if abs(angle) < 0.3
+            else "turning"
+            if angle > 0
+            else "turning back"
+        )
+        text += f" and move {kind} (median cosine of neighbouring velocities {angle:.2f})"
+    nulls = []
+    if shuffled:
+        nulls.append(f"shuffled text {_short(median([n['motion']['displacement'][-1] for n in shuffled]))}")
+    if fresh is not None:
+        nulls.append(f"an untrained model {_short(fresh['motion']['displacement'][-1])}")
+    first = data["exponents"][-1][0]
+    grows = "amplified" if first > 0 else "damped"
+    beside = [f"{n['exponents'][-1][0]:.2f} in shuffled text" for n in shuffled[:1]]
+    beside += [] if fresh is None else [f"{fresh['exponents'][-1][0]:.2f} untrained"]
+    return (
+        f"{text}{'; ' + ', '.join(nulls) if nulls else ''}. The largest perturbation is {grows} by exp({first:.2f})"
+        f"{' (' + ', '.join(beside) + ')' if beside else ''}."
+    )
+
+
+def of_attention(data: Data, uniform: Data, fresh: Data | None) -> str:
+    """Of where attention goes; nulls: even attention, an untrained model."""
+    if not data.get("places"):
+        return data.get("missing", "One token attends to itself.")
+    names = {"first": "to the first token", "previous": "to the one before", "itself": "to itself"}
+    mean = {key: float(np.mean(values)) for key, values in data["places"].items()}
+    parts = [f"{mean[key]:.0%} {words} (even: {uniform[key]:.0%})" for key, words in names.items()]
+    key = max(mean, key=lambda k: mean[k] / uniform[k])
+    untrained = fresh is not None and fresh.get("places")
+    null = f"; untrained, {float(np.mean(fresh['places'][key])):.0%} go {names[key]}" if untrained else ""
+    steps = data["places"][key]
+    best = max(((n, h) for n, row in enumerate(steps) for h in range(len(row))), key=lambda p: steps[p[0]][p[1]])
+    if mean[key] < 1.5 * uniform[key]:
+        end = "in the mean heads look at none of these more than evenly spread attention does"
+    else:
+        end = (
+            f"most above even: {names[key]}, in head {best[1]} of step {best[0] + 1} with {steps[best[0]][best[1]]:.0%}"
+        )
+    return f"Attention goes {', '.join(parts)}{null}; {end}."
+
+
+def of_depth(sweep: Sequence[Data], exits: Sequence[Data]) -> str:
+    """Of other depths; null: the depth of training itself (the lowest loss)."""
+    text = ""
+    rows = [r for r in sweep if r["loss"] is not None]
+    if rows:
+        best, worst = min(rows, key=lambda r: r["loss"]), max(rows, key=lambda r: r["loss"])
+        spans = worst["loss"] - best["loss"]
+        text = f"Read in {len(rows)} ways, losses lie between {best['loss']:.3f} ({_way(best)}) and"
+        text += f" {worst['loss']:.3f} ({_way(worst)}); "
+        text += (
+            "depth makes no difference" if spans < _MARGIN else "the weights know the depth that they were trained at"
+        )
+        text += "."
+    saved = [r for r in exits if r["loss"] is not None and r["evaluations"] < r["of"]]
+    full = [r for r in exits if r["loss"] is not None and r["evaluations"] >= r["of"]]
+    if saved and full:
+        r = saved[-1]
+        text += f" Exits by {r['rule']} save {1 - r['evaluations'] / r['of']:.0%} of the evaluations"
+        text += f" for {r['loss'] - full[0]['loss']:+.3f} nats."
+    return text.strip()
+
+
+def opening(runs: Sequence[Data]) -> list[str]:
+    """Three sentences with which the page begins: how well, where in depth, what training did to the weights."""
+    run, many = runs[0], len(runs) > 1
+    newest = run["snapshots"][-1]
+    losses = [(r["name"], last_loss(r["curves"])) for r in runs]
+    told = ", ".join(f"{x:.3f} ({name})" for name, x in losses if x is not None)
+    first = run["conclusions"]["training"]
+    if many and told:
+        first = f"The losses end at {told} nats per token; guessing all tokens alike gives {run['uniform']:.2f}."
+    family = "ov" if "ov" in newest["spectra"] else next(iter(newest["spectra"]))
+    where = f"In {run['name']}, " if many else ""
+    lens, weights = newest["texts"][0]["conclusions"]["lens"], newest["spectra"][family]["conclusion"]
+    return [first, f"On the first text: {lens}" if not many else f"{where}on the first text: {lens}", where + weights]
+
+
+def _outside(values, low, high) -> float:
+    return sum(not a <= x <= b for x, a, b in zip(values, low, high, strict=True)) / len(values)
+
+
+def _share(share: float) -> str:
+    return "all" if share == 1 else f"{share:.0%}"
+
+
+def _course(values: Sequence[float], times: Sequence[float]) -> str:
+    """How a number goes along t: from, to, and its largest value where that is neither."""
+    if len(values) == 1:
+        return f"is {_short(values[0])}"
+    first, last = values[0], values[-1]
+    scale = max(abs(first), abs(last), 1e-12)
+    verb = (
+        "ends about as it begins, from"
+        if abs(last - first) < 0.1 * scale
+        else "grows from"
+        if last > first
+        else "falls from"
+    )
+    most = max(range(len(values)), key=lambda n: values[n])
+    peak = f", with {_short(values[most])} at t = {times[most]:.2f} between" if values[most] > 1.2 * scale else ""
+    return f"{verb} {_short(first)} at t = {times[0]:.2f} to {_short(last)} at t = {times[-1]:.2f}{peak}"
+
+
+def _middle(row) -> float:
+    known = [x for x in row if x is not None]
+    return median(known) if known else float("nan")
+
+
+def _short(x: float) -> str:
+    return f"{x:.3g}"
+
+
+def _way(reading: Data) -> str:
+    return f"{reading['solver']}, {reading['steps']} steps"
+
+
+def _seen(token: str) -> str:
+    return token.replace("\n", "⏎").replace("\t", "⇥").replace(" ", "·")

@@ -1,0 +1,104 @@
+"""Eigenvalues of the page: at many layer-times, in an order in which each can be followed, beside a fresh model's."""
+
+from collections.abc import Sequence
+
+import equinox as eqx
+import jax
+import numpy as np
+from levanter.models.lm_model import LmHeadModel
+from scipy.optimize import linear_sum_assignment
+
+from qkvflow.analysis import spectral
+from qkvflow.analysis.many import for_each
+from qkvflow.analysis.matrices import factors
+from qkvflow.analysis.page.numbers import Data, Step, rounded
+from qkvflow.errors import UserError
+from qkvflow.runs.load import Run
+
+SHOWN = ("radius", "positive", "symmetric")
+_BETWEEN = 17  # times of weights that are functions of time, beside those of training
+_SAME = 1e-6
+
+
+def has_weights_between(model: LmHeadModel) -> bool:
+    """Whether W(t) has values at other times than those of training."""
+    try:
+        factors(model, "qk", (0.123456,))
+    except UserError:
+        return False
+    return True
+
+
+def layer_times(model: LmHeadModel, wanted: Sequence[float] | None) -> tuple[float, ...]:
+    """The times of the page: `wanted`, or those of training with others between them; ordinary layers have only the
+    former, whatever is wanted."""
+    trained = spectral.training_times(model)
+    if not has_weights_between(model):
+        return trained
+    if wanted is not None:
+        return tuple(sorted(set(wanted)))
+    between = [t for t in np.linspace(0.0, 1.0, _BETWEEN).tolist() if min(abs(t - s) for s in trained) > _SAME]
+    return tuple(sorted({*trained, *between}))
+
+
+def spectra(model: LmHeadModel, times: Sequence[float], points: int, step: Step) -> Data:
+    """Eigenvalues and summaries of each family. points: eigenvalues of one family that the page can hold; more are
+    thinned out, those that become largest are kept."""
+    found: Data = {}
+    for family in spectral.families(model):
+        values = _followed(_by_head(spectral.eigenvalues(model, family, times), family))
+        shown, left_out = _largest(values, points)
+        own = spectral.summary(model, family, times)
+        found[family] = {"re": rounded(shown.real), "im": rounded(shown.imag), "left_out": left_out}
+        found[family] |= {name: rounded(getattr(own, name).reshape(len(times), -1)) for name in SHOWN}
+        step()
+    return found
+
+
+def untrained(run: Run, times: Sequence[float], draws: int, points: int, step: Step) -> Data:
+    """The same of fresh models: the range of the summaries over heads and draws, and the eigenvalues of one."""
+    found: Data = {}
+    for family in spectral.families(run.model):
+        fresh = spectral.random_products(run.model, family, times, draws=draws)
+        values, _ = _largest(_by_head(spectral.eigenvalues_of(fresh[0], family), family), points)
+        cloud = values.reshape(len(times), -1)
+        several = spectral.summaries_of(fresh, family)
+        flat = {name: np.moveaxis(getattr(several, name), 0, -1).reshape(len(times), -1) for name in SHOWN}
+        band = {name: [rounded(v.min(1)), rounded(v.max(1))] for name, v in flat.items()}
+        found[family] = {"re": rounded(cloud.real), "im": rounded(cloud.imag), "band": band}
+        step()
+    return found
+
+
+def fresh_model(run: Run, seed: int = 0) -> LmHeadModel:
+    """A model of the run's configuration before any training."""
+    return eqx.filter_jit(run.model.config.build)(run.model.Vocab, key=jax.random.PRNGKey(seed))
+
+
+def _by_head(values: np.ndarray, family: str) -> np.ndarray:
+    """[time, heads, count]; an MLP is one head."""
+    return values[:, None] if family == "ff" else values
+
+
+def _largest(values: np.ndarray, points: int) -> tuple[np.ndarray, int]:
+    """Those of [time, heads, count] that are largest at some time, at most `points` in all, and how many of each head
+    are left out."""
+    keep = max(1, min(values.shape[-1], points // (values.shape[0] * values.shape[1])))
+    order = np.argsort(-np.abs(values).max(axis=0), axis=-1, kind="stable")[:, :keep]
+    return np.take_along_axis(values, order[None], axis=-1), values.shape[-1] - keep
+
+
+def _followed(values: np.ndarray) -> np.ndarray:
+    """[time, heads, count] in an order in which neighbours in time are one eigenvalue that moved: matched so that the
+    squares of all distances have the smallest sum."""
+    times, heads, _ = values.shape
+    values = values.copy()
+
+    def follow(head: int) -> None:
+        for n in range(1, times):
+            now = values[n, head]
+            cost = np.abs(values[n - 1, head][:, None] - now[None, :]) ** 2
+            values[n, head] = now[linear_sum_assignment(cost)[1]]
+
+    for_each(follow, heads)
+    return values
