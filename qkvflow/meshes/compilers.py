@@ -18,6 +18,7 @@ _TPU = {
     "TPU_ACCELERATOR_TYPE": "v5litepod-16",
     "TPU_WORKER_HOSTNAMES": "localhost",
     "TPU_WORKER_ID": "0",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # there is no TPU that two processes could want at once
 }
 
 
