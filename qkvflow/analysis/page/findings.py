@@ -154,8 +154,8 @@ def of_attention(data: Data, uniform: Data, fresh: Data | None) -> str:
     mean = {key: float(np.mean(values)) for key, values in data["places"].items()}
     parts = [f"{mean[key]:.0%} {words} (even: {uniform[key]:.0%})" for key, words in names.items()]
     key = max(mean, key=lambda k: mean[k] / uniform[k])
-    untrained = fresh is not None and fresh.get("places")
-    null = f"; untrained, {float(np.mean(fresh['places'][key])):.0%} go {names[key]}" if untrained else ""
+    untrained = {} if fresh is None else fresh.get("places", {})
+    null = f"; untrained, {float(np.mean(untrained[key])):.0%} go {names[key]}" if untrained else ""
     steps = data["places"][key]
     best = max(((n, h) for n, row in enumerate(steps) for h in range(len(row))), key=lambda p: steps[p[0]][p[1]])
     if mean[key] < 1.5 * uniform[key]:
