@@ -154,8 +154,8 @@ def of_attention(data: Data, uniform: Data, fresh: Data | None) -> str:
     mean = {key: float(np.mean(values)) for key, values in data["places"].items()}
     parts = [f"{mean[key]:.0%} {words} (even: {uniform[key]:.0%})" for key, words in names.items()]
     key = max(mean, key=lambda k: mean[k] / uniform[k])
-    untrained = fresh is not None and fresh.get("places")
-    null = f"; untrained, {float(np.mean(fresh['places'][key])):.0%} go {names[key]}" if untrained else ""
+    untrained = {} if fresh is None else fresh.get("places", {})
+    null = f"; untrained, {float(np.mean(untrained[key])):.0%} go {names[key]}" if untrained else ""
     steps = data["places"][key]
     best = max(((n, h) for n, row in enumerate(steps) for h in range(len(row))), key=lambda p: steps[p[0]][p[1]])
     if mean[key] < 1.5 * uniform[key]:
@@ -218,6 +218,7 @@ def _course(values: Sequence[float], times: Sequence[float]) -> str:
         return f"is {_short(values[0])}"
     first, last = values[0], values[-1]
     scale = max(abs(first), abs(last), 1e-12)
+<<<<<<< HEAD
     verb = (
         "ends about as it begins, from"
         if abs(last - first) < 0.1 * scale
@@ -225,6 +226,10 @@ def _course(values: Sequence[float], times: Sequence[float]) -> str:
         if last > first
         else "falls from"
     )
+=======
+    verb = "grows from" if last > first else "falls from"
+    verb = "ends about as it begins, from" if abs(last - first) < 0.1 * scale else verb
+>>>>>>> h-page
     most = max(range(len(values)), key=lambda n: values[n])
     peak = f", with {_short(values[most])} at t = {times[most]:.2f} between" if values[most] > 1.2 * scale else ""
     return f"{verb} {_short(first)} at t = {times[0]:.2f} to {_short(last)} at t = {times[-1]:.2f}{peak}"
