@@ -1,7 +1,7 @@
 """Fine-tunes a trained run, at another depth if asked: the flow itself, all ordinary weights, or LoRA; merges LoRA.
 
-    python -m qkvflow.finetune_lm --config_path configs/finetune/quickstart_lora.yaml
-    python -m qkvflow.finetune_lm --run runs/finetune-quickstart_lora --merge
+    qkvflow finetune --config_path configs/finetune/quickstart_lora.yaml
+    qkvflow finetune --run runs/finetune-quickstart_lora --merge
 
 The second writes `runs/finetune-quickstart_lora-merged`, an ordinary run that does not need its base.
 """
