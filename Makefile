@@ -1,4 +1,4 @@
-# Verbs: setup, train, sample, test, check, bench. Each sets up .venv first if it is not there.
+# Verbs: setup, train, sample, test, check, bench, docs, dist. Each sets up .venv first if it is not there.
 SHELL := /bin/bash
 VENV  := .venv
 PY    := $(VENV)/bin/python
@@ -8,7 +8,7 @@ ARGS  ?=
 # Two workers: most of a test's time is compilation, which uses one core.
 PYTEST := $(PY) -m pytest tests -n 2 --dist loadfile
 
-.PHONY: setup train sample test test-slow lint check bench help
+.PHONY: setup train sample test test-slow lint check bench docs dist help
 .DEFAULT_GOAL := help
 
 help:
@@ -18,6 +18,8 @@ help:
 	@echo "make test    all tests but the slow ones (make test-slow: those)"
 	@echo "make check   what to run before a commit: ruff, codespell, pyright, fast tests"
 	@echo "make bench   benchmarks, JSON and a table"
+	@echo "make docs    the documentation, into site/ (installs the extra docs on first use)"
+	@echo "make dist    sdist and wheel, into dist/"
 
 setup: $(VENV)/.installed
 
@@ -52,3 +54,12 @@ check: lint
 
 bench: setup
 	@$(PY) -m experiments.bench $(ARGS)
+
+# strict: a warning fails. The variable silences an advertisement of mkdocs-material.
+docs: setup
+	@$(PY) -c "import material, mkdocstrings, latex2mathml" 2>/dev/null || $(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[docs]"
+	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --site-dir site $(ARGS)
+	@echo "The site is in site/: open site/index.html"
+
+dist: setup
+	@$(PY) -m build --outdir dist .

@@ -1,8 +1,10 @@
 """What models cost, side by side: parameters, FLOPs, memory. From configurations (nothing is allocated) or from runs.
 
-qkvflow describe --config_path A.yaml [B.yaml ...] [--vocab_size N] [--model.depth.steps 24 ...]
-qkvflow describe --run DIR [DIR ...] [--checkpoint_step N]
-qkvflow describe --mesh 8x8 --config_path A.yaml [--run DIR] [--json FILE]
+For example:
+
+    qkvflow describe --config_path A.yaml [B.yaml ...] [--vocab_size N] [--model.depth.steps 24 ...]
+    qkvflow describe --run DIR [DIR ...] [--checkpoint_step N]
+    qkvflow describe --mesh 8x8 --config_path A.yaml [--run DIR] [--json FILE]
 
 Runs also show how much each weight varies with layer-time: sqrt(mean_t |W(t) - mean W|^2) / |mean W|.
 `--mesh` also compiles the training step for that many virtual devices (data x model) and says what each of them needs.

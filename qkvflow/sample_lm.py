@@ -1,8 +1,10 @@
 """Continues prompts with a trained run. Text streams to standard output, speed goes to standard error.
 
-qkvflow sample --run runs/quickstart --prompt "The for statement is used to"
-qkvflow sample --run runs/quickstart --prompt_file prompts.txt --temperature 0
-echo "The for statement" | qkvflow sample --run runs/quickstart
+For example:
+
+    qkvflow sample --run runs/quickstart --prompt "The for statement is used to"
+    qkvflow sample --run runs/quickstart --prompt_file prompts.txt --temperature 0
+    echo "The for statement" | qkvflow sample --run runs/quickstart
 """
 
 import sys

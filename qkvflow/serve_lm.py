@@ -1,7 +1,9 @@
 """Serves a trained run over HTTP, as OpenAI's clients expect it: completions, chat completions, models.
 
-qkvflow serve --run runs/quickstart --port 8000
-curl http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json' -d '{"prompt": "The"}'
+For example:
+
+    qkvflow serve --run runs/quickstart --port 8000
+    curl http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json' -d '{"prompt": "The"}'
 """
 
 import asyncio
