@@ -34,6 +34,7 @@ COMMANDS = {
     "lyapunov": Command("qkvflow.analysis.lyapunov", "Lyapunov exponents of a run on a text"),
 }
 HELP, VERSION_FLAGS, COMPLETION = ("--help", "-h", "help"), ("--version", "-V"), "--completion"
+_MODEL = ("--config_path", "--config", "--model", "--model.type")
 QUICKSTART = ["--config_path", "configs/quickstart.yaml"]
 
 
@@ -81,9 +82,9 @@ usage: qkvflow COMMAND [--key.subkey VALUE ...]
 
 
 def train_words(words: Sequence[str]) -> list[str]:
-    """The command line of `train`, which takes the quickstart if no model is named."""
-    keys = {word.partition("=")[0].partition(".")[0] for word in words}
-    return list(words) if keys & {"--config_path", "--config", "--model", "--help", "-h"} else [*QUICKSTART, *words]
+    """The command line of `train`, which takes the quickstart if neither a file nor a model's type is given."""
+    given = {word.partition("=")[0] for word in words}
+    return list(words) if given & {*_MODEL, *HELP} else [*QUICKSTART, *words]
 
 
 def _run(name: str, words: Sequence[str]) -> int:

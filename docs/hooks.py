@@ -13,6 +13,8 @@ from pathlib import Path
 from latex2mathml.converter import convert
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+from mkdocs.utils import get_relative_url
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "qkvflow"
@@ -44,8 +46,10 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     return files
 
 
-def on_page_markdown(markdown: str, **_) -> str:
-    """Links to files outside of docs/ lead to their copies."""
+def on_page_markdown(markdown: str, page: Page, **_) -> str:
+    """Links to files outside of docs/ lead to their copies; lists of files come last in the search."""
+    if page.file.src_uri == "code.md" or page.file.src_uri.startswith("repo/"):
+        page.meta["search"] = {"boost": 0.1}
     return _OUTSIDE.sub(r"\1repo/\2", markdown)
 
 
@@ -57,6 +61,16 @@ def on_page_content(html: str, **_) -> str:
     return re.sub(
         r'<div class="arithmatex">\s*\\\[(.*?)\\\]\s*</div>', lambda m: _math(m[1], "block"), html, flags=re.DOTALL
     )
+
+
+def on_post_page(output: str, page: Page, **_) -> str:
+    """The script that lets search work from files is our own copy, not one of the network."""
+    return output.replace("https://unpkg.com/iframe-worker/shim", get_relative_url("assets/worker.js", page.url))
+
+
+def on_post_template(output_content: str, **_) -> str:
+    """The page of missing pages needs no search from files."""
+    return output_content.replace('<script src="https://unpkg.com/iframe-worker/shim"></script>', "")
 
 
 def reference() -> dict[str, str]:

@@ -98,7 +98,8 @@ def test_a_command_is_its_module(tmp_path):
 
 def test_train_takes_the_quickstart_if_no_model_is_named():
     assert train_words([]) == ["--config_path", "configs/quickstart.yaml"]
-    assert train_words(["--trainer.id", "x"]) == [*train_words([]), "--trainer.id", "x"]
+    for words in (["--trainer.id", "x"], ["--model.hidden_dim", "8"]):
+        assert train_words(words) == [*train_words([]), *words]
     for words in (["--config_path=a.yaml"], ["--model.type", "gpt2"], ["--model", "{type: gpt2}"], ["--help", "model"]):
         assert train_words(words) == words
 
