@@ -4,7 +4,9 @@ It stands beside the package, because importing `qkvflow` imports JAX, which `qk
 """
 
 import difflib
+import os
 import runpy
+import shutil
 import sys
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -85,6 +87,14 @@ def train_words(words: Sequence[str]) -> list[str]:
     """The command line of `train`, which takes the quickstart if neither a file nor a model's type is given."""
     given = {word.partition("=")[0] for word in words}
     return list(words) if given & {*_MODEL, *HELP} else [*QUICKSTART, *words]
+
+
+def called(name: str) -> str:
+    """How a person calls a subcommand here: `qkvflow sample`, or what does the same where that is not on the PATH."""
+    if shutil.which("qkvflow") is not None:
+        return f"qkvflow {name}"
+    beside = os.path.relpath(os.path.join(os.path.dirname(sys.executable), "qkvflow"))
+    return f"{beside} {name}" if os.path.exists(beside) else f"python -m {COMMANDS[name].module}"
 
 
 def _run(name: str, words: Sequence[str]) -> int:

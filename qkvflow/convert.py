@@ -104,7 +104,7 @@ def _out(config: ConvertConfig, progress: Progress) -> Path:
         card = Card(
             name=target.name,
             origin=f"the run `{run.directory.location.name}` after step {run.step}",
-            made=f"python -m qkvflow.convert --run {config.run} --to_hf {config.to_hf}{steps}",
+            made=f"qkvflow convert --run {config.run} --to_hf {config.to_hf}{steps}",
             trained=trained,
             exported=ordinary.config,
             data=run.config.data,

@@ -25,6 +25,7 @@ from qkvflow.runs.prepare import PreparedRun
 from qkvflow.training.finetune import finetune_directory, settle
 from qkvflow.training.session import train_run
 from qkvflow.training.start import FromBase
+from qkvflow_command import called
 
 
 def main(config: FinetuneConfig) -> Path | Place:
@@ -56,7 +57,7 @@ def main(config: FinetuneConfig) -> Path | Place:
             trained = train_run(settled, start, quiet)
         conclude(trained.text, trained.exit_status)
         if trained.text and not (config.merge or mode.stores_base):
-            merge = f"python -m qkvflow.finetune_lm --run {directory} --merge"
+            merge = f"{called('finetune')} --run {directory} --merge"
             print(f"To write LoRA into the weights: {merge}", flush=True)
     if config.merge:
         return _merge(directory, config)
