@@ -20,6 +20,11 @@ tasks of your own.
 reads the text with exits per token (`qkvflow.models.exits`) beside the full model, with the caches that generation has,
 and writes `exits.json`: loss against mean evaluations per token. With `--calibrate 0.01` it looks for the threshold
 that costs at most 0.01 nats.
+
+    qkvflow eval --run runs/quickstart --cache 'latest,every 2'
+
+reads the text with caches of fewer keys and values (`qkvflow.models.shared_cache`) beside the exact one, and writes
+`cache.json`: loss against bytes per token.
 """
 
 import contextlib
@@ -44,10 +49,11 @@ from qkvflow.config.scalars import show
 from qkvflow.depth import solver_by_name
 from qkvflow.errors import Notice, UserError
 from qkvflow.files import write_text
-from qkvflow.generation.forced import ExitReading, ForcedReader
+from qkvflow.generation.forced import CacheReading, ExitReading, ForcedReader, read_with_cache
 from qkvflow.models import NeuralOdeLMHeadModel
 from qkvflow.models.continuity import Continuity, continuity, table, ways
 from qkvflow.models.exits import ExitConfig
+from qkvflow.models.shared_cache import EXACT, CacheSharing
 from qkvflow.progress import Progress, perplexity
 from qkvflow.ranges import Count, Positive, Range, Steps, check_range
 from qkvflow.runs import Run, load_run
@@ -75,6 +81,7 @@ class EvalConfig:
         task_limit: of the documents of each task; all by default.
         num_fewshot: examples in front of each question; as the task says by default.
         exit: the rule by which tokens stop; with one of `steps` and `solver` at most.
+        cache: shared caches, `latest`, `every 2` or several, `latest,every 2`; as with `exit`.
         calibrate: nats that exits may cost; the threshold is looked for, that of `exit` is not read.
     """
 
@@ -92,6 +99,7 @@ class EvalConfig:
     num_fewshot: Annotated[int, Range(at_least=0)] | None = None
     exit: ExitConfig | None = None
     calibrate: Positive | None = None
+    cache: str | list[str] | None = None
 
 
 @dataclass(frozen=True)
@@ -106,7 +114,9 @@ class Reading:
     displacement: float
 
 
-def main(config: EvalConfig) -> list[Reading] | Continuity | list[TaskReading] | list[ExitReading]:
+def main(
+    config: EvalConfig,
+) -> list[Reading] | Continuity | list[TaskReading] | list[ExitReading] | list[CacheReading]:
     """Evaluates, prints and writes; returns what was found."""
     steps, solvers = _integers("steps", config.steps), _names(config.solver)
     for solver in solvers:
@@ -121,8 +131,14 @@ def main(config: EvalConfig) -> list[Reading] | Continuity | list[TaskReading] |
         return _tasks(config, steps, solvers)
     if config.exit is None and config.calibrate is not None:
         raise UserError("--calibrate looks for the threshold of a rule: give --exit '{rule: kl, threshold: 0}' too")
-    if config.exit is not None and (config.continuity or len(steps) > 1 or len(solvers) > 1):
-        raise UserError("--exit reads one flow: leave out --continuity, and give one of steps and solver at most")
+    caches = [CacheSharing.of(name) for name in _names(config.cache)]
+    for name in ("exit", "cache"):
+        if getattr(config, name) is not None and (config.continuity or len(steps) > 1 or len(solvers) > 1):
+            raise UserError(
+                f"--{name} reads one flow: leave out --continuity, and give one of steps and solver at most"
+            )
+    if config.exit is not None and caches:
+        raise UserError("--exit and --cache are read one at a time: leave one of them out")
     with quiet_libraries() as quiet:
         progress = Progress(quiet.terminal)
         with progress.phase(f"Loading {config.run}"):
@@ -132,6 +148,8 @@ def main(config: EvalConfig) -> list[Reading] | Continuity | list[TaskReading] |
         if config.exit is not None:
             exits = _exits(run, config.exit, steps, solvers, config, progress)
             return _tell_exits(run, exits, "" if text is None else f"-{text}")
+        if caches:
+            return _tell_caches(run, _caches(run, caches, steps, solvers, config, progress), text)
         if config.continuity:
             found = _continuity(run, config, progress)
         else:
@@ -164,7 +182,11 @@ def _write(run: Run, name: str, content: dict[str, Any], readings: Sequence[Read
 
 def _tasks(config: EvalConfig, steps: list[int], solvers: list[str]) -> list[TaskReading]:
     """Runs tasks at each depth, prints and writes what was found."""
-    given = [name for name in ("continuity", "data", "max_eval_batches", "exit", "calibrate") if getattr(config, name)]
+    given = [
+        name
+        for name in ("continuity", "data", "max_eval_batches", "exit", "calibrate", "cache")
+        if getattr(config, name)
+    ]
     if given:
         raise UserError(f"{', '.join(given)} says how losses are read, and tasks bring their own text: leave it out")
     options = TaskOptions(
@@ -215,13 +237,7 @@ def _readings(run: Run, steps, solvers, config: EvalConfig, progress: Progress) 
 
 def _exits(run: Run, exits: ExitConfig, steps, solvers, config: EvalConfig, progress: Progress) -> list[ExitReading]:
     """The full model, and the one with exits."""
-    if not isinstance(run.model, NeuralOdeLMHeadModel):
-        raise UserError(f"{config.run} is no flow but a Levanter model: tokens leave a flow on its way")
-    model, trained = run.model, run.model.config.depth
-    if steps or solvers:
-        solver = solvers[0] if solvers else trained.solver
-        model = model.with_depth(trained.on_grid(steps[0] if steps else None, solver=solver))
-    model = inference_mode(model, True)
+    model = _one_flow(run, steps, solvers, "tokens leave a flow on its way")
     reader = ForcedReader(model, exits)
     examples = list(RunEvaluator(run, config.batch_size, config.max_eval_batches).examples())
     with progress.phase("The full model"):
@@ -231,6 +247,36 @@ def _exits(run: Run, exits: ExitConfig, steps, solvers, config: EvalConfig, prog
             return [full, reader.calibrate(examples, config.calibrate, full.loss)]
     with progress.phase(f"{exits.rule} below {exits.threshold:g}"):
         return [full, reader.read(examples, exits.threshold)]
+
+
+def _one_flow(run: Run, steps, solvers, why: str) -> NeuralOdeLMHeadModel:
+    if not isinstance(run.model, NeuralOdeLMHeadModel):
+        raise UserError(f"{run.directory} is no flow but a Levanter model: {why}")
+    model, trained = run.model, run.model.config.depth
+    if steps or solvers:
+        solver = solvers[0] if solvers else trained.solver
+        model = model.with_depth(trained.on_grid(steps[0] if steps else None, solver=solver))
+    return inference_mode(model, True)
+
+
+def _caches(run: Run, caches, steps, solvers, config: EvalConfig, progress: Progress) -> list[CacheReading]:
+    """The exact cache, and each of `caches`."""
+    model = _one_flow(run, steps, solvers, "evaluations of a flow share their cache")
+    examples = list(RunEvaluator(run, config.batch_size, config.max_eval_batches).examples())
+    readings = []
+    for sharing in dict.fromkeys([EXACT, *caches]):
+        with progress.phase(f"Cache: {sharing}"):
+            readings.append(read_with_cache(model, sharing, examples))
+    return readings
+
+
+def _tell_caches(run: Run, readings: list[CacheReading], text: str | None) -> list[CacheReading]:
+    print(f"{'cache':<10}{'kept':>6}{'of':>5}{'bytes per token':>17}{'loss':>9}")
+    for r in readings:
+        print(f"{r.cache:<10}{r.kept:>6}{r.of:>5}{r.bytes_per_token:>17,}{r.loss:>9.4f}")
+    suffix = "" if text is None else f"-{text}"
+    _write(run, f"cache{suffix}.json", {"caches": [asdict(r) for r in readings]})
+    return readings
 
 
 def _tell_exits(run: Run, readings: list[ExitReading], suffix: str) -> list[ExitReading]:

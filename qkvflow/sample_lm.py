@@ -25,6 +25,7 @@ from qkvflow.generation.sampling import SamplingOptions
 from qkvflow.generation.text import Continuation, encode_prompt
 from qkvflow.generation.writer import Writer, open_writer
 from qkvflow.models.exits import ExitConfig, Exited
+from qkvflow.models.shared_cache import CacheSharing
 from qkvflow.progress import Progress
 from qkvflow.ranges import Count, Steps
 
@@ -54,6 +55,8 @@ class SampleConfig:
         draft_tokens: tokens of a draft; 4 by default.
         exit: `{rule: kl, threshold: 0.01, min_steps: 1}`: a token stops integrating when the rule (kl, velocity,
             margin) says that the rest would change little.
+        cache: `every 2`, keys and values of every second evaluation only, or `latest`: less memory and another loss,
+            which `qkvflow eval --cache` reports.
         dtype: bf16 or f32, to compute in; the precision of the weights by default.
         control: control signal, `[0, 1]`, of all prompts whose file gives them none.
         checkpoint_step: N of the checkpoint step-N; the newest by default.
@@ -76,6 +79,7 @@ class SampleConfig:
     draft_steps: int | None = None
     draft_tokens: int | None = None
     exit: ExitConfig | None = None
+    cache: str | None = None
     dtype: str | None = None
     control: list[float] | None = None
     checkpoint_step: int | None = None
@@ -102,6 +106,7 @@ def main(config: SampleConfig) -> list[str]:
     if config.num_samples > 1 and config.temperature == 0:
         raise UserError("num_samples: at temperature 0 all samples of a prompt are the same. Set --temperature 0.8")
     drafting = Drafting.of(config.draft_steps, config.draft_tokens)
+    sharing = CacheSharing.of(config.cache)
     prompts = read_prompts(config.prompt, config.prompt_file)
     if len(prompts) * config.num_samples > MOST_TEXTS:
         raise UserError(
@@ -113,7 +118,14 @@ def main(config: SampleConfig) -> list[str]:
         with progress.phase(f"Loading {config.run}"):
             depth = (config.steps, config.solver)
             writer = open_writer(
-                config.run, config.checkpoint_step, *depth, config.use_cache, config.dtype, drafting, config.exit
+                config.run,
+                config.checkpoint_step,
+                *depth,
+                config.use_cache,
+                config.dtype,
+                drafting,
+                config.exit,
+                sharing,
             )
         jobs = _jobs(writer, prompts, config)
         size = min(config.batch_size, len(jobs))

@@ -28,6 +28,7 @@ from qkvflow.files import local_path
 from qkvflow.generation.drafting import Drafting
 from qkvflow.generation.writer import open_writer
 from qkvflow.models.exits import ExitConfig
+from qkvflow.models.shared_cache import CacheSharing
 from qkvflow.progress import Progress
 from qkvflow.ranges import Count, Positive, Range, Steps
 from qkvflow.serving import Access, Limits, Scheduler, build_app, guarded
@@ -60,6 +61,8 @@ class ServeConfig:
         draft_tokens: tokens of a draft, 4 by default; a request may ask for fewer in its field `draft_tokens`.
         exit: `{rule: kl, threshold: 0.01, min_steps: 1}`: a token stops integrating when the rule says so, as in
             sample.
+        cache: `every 2`, keys and values of every second evaluation only, or `latest`: less memory and another loss,
+            which `qkvflow eval --cache` reports.
         dtype: bf16 or f32, to compute in; the precision of the weights by default.
         checkpoint_step: N of the checkpoint step-N; the newest by default.
     """
@@ -84,6 +87,7 @@ class ServeConfig:
     draft_steps: int | None = None
     draft_tokens: int | None = None
     exit: ExitConfig | None = None
+    cache: str | None = None
     dtype: str | None = None
     checkpoint_step: int | None = None
 
@@ -92,12 +96,19 @@ def main(config: ServeConfig) -> None:
     """Serves until SIGTERM or Ctrl-C, then lets running requests finish; a second signal stops at once."""
     access = _access(config)
     drafting = Drafting.of(config.draft_steps, config.draft_tokens)
+    sharing = CacheSharing.of(config.cache)
     with _listening(config.host, config.port) as sock, quiet_libraries() as quiet:
         progress = Progress(quiet.terminal)
         with progress.phase(f"Loading {config.run}"):
             depth = (config.steps, config.solver)
             writer = open_writer(
-                config.run, config.checkpoint_step, *depth, dtype=config.dtype, drafting=drafting, exits=config.exit
+                config.run,
+                config.checkpoint_step,
+                *depth,
+                dtype=config.dtype,
+                drafting=drafting,
+                exits=config.exit,
+                sharing=sharing,
             )
         with contextlib.suppress(OSError):  # a run that cannot be written to can be served all the same
             quiet.log_to(local_path(config.run) / "serve.log")

@@ -246,6 +246,7 @@ def test_a_loss_that_is_not_finite_is_explained(tmp_path):
         ("trainer.mesh", {"axes": {"data": 3}}, r"trainer\.mesh.*1 devices"),
         ("trainer.num_train_steps", 0, r"trainer\.num_train_steps.*at least 1"),
         ("trainer.train_batch_size", 0, r"trainer\.train_batch_size.*multiple of 1"),
+        ("trainer.train_batch_size", 10**9, r"not enough memory: .* the states of 1,000,000,000 sequences .* TiB"),
         ("trainer.per_device_parallelism", 3, "divisible"),
         ("trainer.per_device_eval_parallelism", 0, r"per_device_eval_parallelism.*at least 1"),
         ("trainer.require_accelerator", True, "no GPU"),

@@ -77,6 +77,24 @@ class KeysValues(eqx.Module):
         return positions.broadcast_axis(Keys) >= hax.arange(Keys)
 
 
+Form = tuple[jax.tree_util.PyTreeDef, tuple[bool, ...]]
+
+
+def parted(memory) -> tuple[tuple[KeysValues, ...], tuple[NamedArray, ...], Form]:
+    """The keys and values in a memory, the states of its recurrences, and what puts them together again."""
+    leaves, structure = _leaves(memory)
+    are_keys = tuple(isinstance(leaf, KeysValues) for leaf in leaves)
+    keys = tuple(leaf for leaf in leaves if isinstance(leaf, KeysValues))
+    return keys, tuple(leaf for leaf in leaves if not isinstance(leaf, KeysValues)), (structure, are_keys)
+
+
+def joined(keys: Sequence[KeysValues], states: Sequence[NamedArray], form: Form):
+    """The memory that `parted` gives the parts of."""
+    structure, are_keys = form
+    next_key, next_state = iter(keys), iter(states)
+    return jax.tree.unflatten(structure, [next(next_key if is_key else next_state) for is_key in are_keys])
+
+
 def states(memory) -> list[NamedArray]:
     """The states of all recurrences in a memory: what must be put back if positions are taken back."""
     return [leaf for leaf in _leaves(memory)[0] if isinstance(leaf, NamedArray)]

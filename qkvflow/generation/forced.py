@@ -1,4 +1,5 @@
-"""Teacher forcing with the caches of generation: what exits cost on a text, and the threshold that costs so much."""
+"""Teacher forcing with the caches of generation: what exits cost on a text, the threshold that costs so much, and what
+a cache costs that evaluations share."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -16,8 +17,9 @@ from qkvflow.axes import BATCH, POSITION
 from qkvflow.blocks import Inputs, Window
 from qkvflow.errors import UserError
 from qkvflow.models.cached import CachedModel
-from qkvflow.models.exits import ExitConfig
+from qkvflow.models.exits import ExitConfig, ExitMemory
 from qkvflow.models.neuralode import NeuralOdeLMHeadModel
+from qkvflow.models.shared_cache import CacheSharing
 
 _CHUNK = 64  # positions that are read at once
 _HALVINGS = 8  # of the interval of the threshold, in logarithms
@@ -37,6 +39,44 @@ class ExitReading:
     loss: float
     evaluations: float
     of: int
+
+
+@dataclass(frozen=True)
+class CacheReading:
+    """A text read with a cache that evaluations share. loss: nats per token.
+
+    Attributes:
+        kept: evaluations of the flow that keep keys and values, of `of`.
+        bytes_per_token: that the cache of the whole model grows by.
+    """
+
+    cache: str
+    kept: int
+    of: int
+    bytes_per_token: int
+    loss: float
+
+
+def read_with_cache(model: NeuralOdeLMHeadModel, sharing: CacheSharing, examples: Sequence[LmExample]) -> CacheReading:
+    """The text, read as generation reads it. With `latest` token by token, as what is generated is.
+
+    Args:
+        model: in inference mode.
+
+    Raises:
+        UserError: it has adaptive steps.
+    """
+    cached = eqx.filter_jit(CachedModel.of)(model, None, sharing)
+    chunk = _CHUNK if sharing.every else 1
+    loss, weight, *_ = np.sum([np.asarray(_sums(cached, e, chunk), np.float64) for e in examples], axis=0).tolist()
+    evaluations = cached.flow.plan.evaluations
+    grows = _memory_bytes(cached, 2) - _memory_bytes(cached, 1)
+    return CacheReading(str(sharing), sharing.kept(evaluations), evaluations, grows, loss / weight)
+
+
+def _memory_bytes(model: CachedModel, length: int) -> int:
+    memory = eqx.filter_eval_shape(lambda: model.memory(Axis(BATCH, 1), length))
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(memory))
 
 
 class ForcedReader:
@@ -59,7 +99,7 @@ class ForcedReader:
         """The text at this threshold."""
         exits = dataclasses.replace(self._exit, threshold=jnp.asarray(threshold, jnp.float32))
         model = dataclasses.replace(self._model, exit=exits)
-        total = sum(np.asarray(_sums(model, example), np.float64) for example in examples)
+        total = sum(np.asarray(_sums(model, example, _CHUNK), np.float64) for example in examples)
         loss, weight, steps, tokens = np.asarray(total).tolist()
         each = self._plan.evaluations / self._plan.steps
         return ExitReading(exits.rule, threshold, loss / weight, each * steps / tokens, self._plan.evaluations)
@@ -84,14 +124,14 @@ class ForcedReader:
 
 
 @eqx.filter_jit
-def _sums(model: CachedModel, example: LmExample):
-    """(loss, weight, steps, tokens), summed over a batch."""
+def _sums(model: CachedModel, example: LmExample, chunk_size: int):
+    """(loss, weight, steps, tokens), summed over a batch; read `chunk_size` positions at a time."""
     tokens = example.tokens.rearrange((BATCH, POSITION)).array
     weight = example.loss_weight.rearrange((BATCH, POSITION)).array
     rows, length = tokens.shape
-    Batch, New = Axis(BATCH, rows), Axis(POSITION, _CHUNK)
+    Batch, New = Axis(BATCH, rows), Axis(POSITION, chunk_size)
     given = Inputs.of_example(example)
-    pad = [(0, 0), (0, -length % _CHUNK)]
+    pad = [(0, 0), (0, -length % chunk_size)]
     targets, weight = jnp.pad(jnp.roll(tokens, -1, axis=1), pad), jnp.pad(weight, pad)
     tokens = jnp.pad(tokens, pad)
     control = None
@@ -103,9 +143,9 @@ def _sums(model: CachedModel, example: LmExample):
         memory, loss = carry
 
         def piece(a):
-            return jax.lax.dynamic_slice_in_dim(a, at, _CHUNK, axis=1)
+            return jax.lax.dynamic_slice_in_dim(a, at, chunk_size, axis=1)
 
-        window = Window(hax.full(Batch, at), hax.full(Batch, jnp.minimum(_CHUNK, length - at)))
+        window = Window(hax.full(Batch, at), hax.full(Batch, jnp.minimum(chunk_size, length - at)))
         own = None if control is None else hax.named(piece(control[0]), (Batch, New, control[1]))
         x, memory = model.extend(hax.named(piece(tokens), (Batch, New)), Inputs(control=own, window=window), memory)
         logits = model.logits(x).rearrange((BATCH, POSITION, "vocab")).array
@@ -113,8 +153,9 @@ def _sums(model: CachedModel, example: LmExample):
         return (memory, loss - jnp.sum(log_p * piece(weight))), None
 
     start = (model.memory(Batch, tokens.shape[1]), jnp.float32(0))
-    (memory, loss), _ = jax.lax.scan(chunk, start, jnp.arange(0, tokens.shape[1], _CHUNK, dtype=jnp.int32))
+    (memory, loss), _ = jax.lax.scan(chunk, start, jnp.arange(0, tokens.shape[1], chunk_size, dtype=jnp.int32))
     # Sequences that fill up the last batch have no weight.
     real = jnp.any(weight > 0, axis=1)[:, None]
-    steps, count = jnp.sum(jnp.where(real, memory[1].spent, 0), axis=0)
+    spent = memory[1].spent if isinstance(memory[1], ExitMemory) else jnp.zeros((rows, 2))
+    steps, count = jnp.sum(jnp.where(real, spent, 0), axis=0)
     return loss, jnp.sum(weight), steps.astype(jnp.float32), count.astype(jnp.float32)

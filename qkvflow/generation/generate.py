@@ -15,6 +15,7 @@ from qkvflow.generation.drafting import Drafted, Drafting
 from qkvflow.generation.prepare import PreparedModel
 from qkvflow.generation.sampling import SamplingOptions
 from qkvflow.models.exits import ExitConfig, Exited
+from qkvflow.models.shared_cache import CacheSharing
 
 
 def generate(
@@ -34,6 +35,7 @@ def generate(
     draft_steps: int | None = None,
     draft_tokens: int | None = None,
     exit: ExitConfig | Mapping[str, object] | None = None,
+    cache: str | None = None,
     report: Callable[[Drafted | Exited], object] | None = None,
 ) -> NamedArray:
     """Continues each sequence of `tokens` by up to `max_new_tokens` tokens.
@@ -54,6 +56,8 @@ def generate(
             of the full grid checks: what is greedy stays the same, what is drawn has the same distribution.
         exit: `{"rule": "kl", "threshold": 0.01}`: a token stops integrating when the rule says so, see
             `qkvflow.models.exits`.
+        cache: `latest` or `every N`: keys and values of only some evaluations are kept, see
+            `qkvflow.models.shared_cache`; all by default.
         report: called at the end with what drafting came to, and what exits came to.
 
     Returns:
@@ -86,7 +90,7 @@ def generate(
     exits = ExitConfig.of(exit) if isinstance(exit, Mapping) else exit
     if report is not None and drafting is None and exits is None:
         raise UserError("report tells what drafting and exits came to: give draft_steps or exit, or leave it out.")
-    prepared = PreparedModel(model, use_cache, dtype, drafting, exits)
+    prepared = PreparedModel(model, use_cache, dtype, drafting, exits, CacheSharing.of(cache))
     for i, n in enumerate(counts):
         prepared.check_length(n, max_new_tokens, f"the prompt of sequence {i}" if Batch.size > 1 else "the prompt")
     controls = _controls(prepared, control, Batch)

@@ -16,6 +16,7 @@ from qkvflow.models import NeuralOdeLMHeadModel
 from qkvflow.models.cached import CachedFlow, CachedModel, on_fixed_grid
 from qkvflow.models.exits import ExitConfig
 from qkvflow.models.levanter_twin import twin
+from qkvflow.models.shared_cache import EXACT, CacheSharing
 
 # Room for texts is made in these amounts, so that calls of about the same length share one compiled step.
 LEAST_ROOM, ROOM_UNIT, RECOMPUTED_UNIT = 1024, 256, 1024
@@ -26,6 +27,7 @@ class PreparedModel:
 
     Attributes:
         model: of qkvflow or of Levanter.
+        draft_steps: of the grid that drafts; 0 where nothing is drafted.
         draft_tokens: drafts for each pass of the full grid; 0 where nothing is drafted.
 
     use_cache: False reads the whole text again for each token. Levanter's models other than GPT-2 and Llama are always
@@ -33,9 +35,10 @@ class PreparedModel:
     dtype: `f32` or `bf16`, what is computed in; None for that of the weights.
     drafting: texts are drafted on a coarse grid of the same flow.
     exits: when tokens stop on their way through the flow.
+    sharing: which evaluations keep keys and values.
 
     Raises:
-        UserError: the model has adaptive steps; or it cannot be drafted, or have exits, so.
+        UserError: the model has adaptive steps; or it cannot be drafted, have exits, or share its cache, so.
     """
 
     def __init__(
@@ -45,6 +48,7 @@ class PreparedModel:
         dtype: str | None = None,
         drafting: Drafting | None = None,
         exits: ExitConfig | None = None,
+        sharing: CacheSharing = EXACT,
     ):
         if isinstance(model, NeuralOdeLMHeadModel):
             model = on_fixed_grid(model)
@@ -55,7 +59,7 @@ class PreparedModel:
         model = inference_mode(model, True)
         self.max_seq_len = model.Pos.size
         self.is_cached = use_cache and isinstance(model, NeuralOdeLMHeadModel)
-        self.draft_tokens = 0 if drafting is None else drafting.tokens
+        self.draft_steps, self.draft_tokens = (0, 0) if drafting is None else (drafting.steps, drafting.tokens)
         if drafting is not None:
             self._check_drafting(model, drafting)
         if exits is not None and not self.is_cached:
@@ -63,7 +67,15 @@ class PreparedModel:
                 "Exits leave keys and values of tokens that have stopped in the cache of a flow: leave exit out for a"
                 " model that is no flow, and with use_cache: false."
             )
-        self.model = _evaluate_weights(model, dtype, drafting, exits) if self.is_cached else _recomputed(model, dtype)
+        if sharing != EXACT and not self.is_cached:
+            raise UserError(f"cache: {sharing} is about the cache of a flow, and nothing is cached here: leave it out.")
+        if sharing.every == 0 and drafting is not None:
+            raise UserError(
+                "cache: latest and draft_steps exclude each other: with one set of keys and values for each token, what"
+                " a pass over several drafts gives is not what they give one by one. Take `every N`, or leave one out."
+            )
+        given = (dtype, drafting, exits, sharing)
+        self.model = _evaluate_weights(model, *given) if self.is_cached else _recomputed(model, dtype)
 
     def engine(
         self,
@@ -144,9 +156,13 @@ class PreparedModel:
 
 @eqx.filter_jit
 def _evaluate_weights(
-    model: NeuralOdeLMHeadModel, dtype: str | None, drafting: Drafting | None, exits: ExitConfig | None
+    model: NeuralOdeLMHeadModel,
+    dtype: str | None,
+    drafting: Drafting | None,
+    exits: ExitConfig | None,
+    sharing: CacheSharing,
 ) -> CachedModel | DraftedModel:
-    full = CachedModel.of(model, exits)
+    full = CachedModel.of(model, exits, sharing)
     if drafting is None:
         return cast(full, dtype)
     coarse = model.with_depth(model.config.depth.on_grid(drafting.steps))

@@ -16,6 +16,7 @@ from qkvflow.generation.prepare import PreparedModel
 from qkvflow.generation.vocabulary import Vocabulary
 from qkvflow.models import NeuralOdeLMHeadModel
 from qkvflow.models.exits import ExitConfig
+from qkvflow.models.shared_cache import EXACT, CacheSharing
 from qkvflow.ranges import Steps, check_range
 from qkvflow.runs.known_loss import warn_if_lost
 from qkvflow.runs.load import Run, load_run
@@ -55,9 +56,10 @@ def open_writer(
     dtype: str | None = None,
     drafting: Drafting | None = None,
     exits: ExitConfig | None = None,
+    sharing: CacheSharing = EXACT,
 ) -> Writer:
     """Reads a run and evaluates its weights, at another depth, with another solver or in another precision if given;
-    with `drafting` on a coarse grid too, with `exits` for each token.
+    with `drafting` on a coarse grid too, with `exits` for each token, with a cache shared by evaluations.
 
     Raises:
         UserError: there is no such run or checkpoint, or the model cannot be read in this way.
@@ -78,7 +80,7 @@ def open_writer(
         if model.config.depth != depth:
             depth = model.config.depth
             warn_if_lost(loaded, model, f"{depth.solver} with {depth.reading_steps} steps")
-    return writer_of(loaded, model, use_cache, dtype, drafting, exits)
+    return writer_of(loaded, model, use_cache, dtype, drafting, exits, sharing)
 
 
 def writer_of(
@@ -88,8 +90,9 @@ def writer_of(
     dtype: str | None = None,
     drafting: Drafting | None = None,
     exits: ExitConfig | None = None,
+    sharing: CacheSharing = EXACT,
 ) -> Writer:
     """The model of a run, as it is to be read, made ready to write."""
     end = run.tokenizer.eos_token_id
-    prepared = PreparedModel(model, use_cache, dtype, drafting, exits)
+    prepared = PreparedModel(model, use_cache, dtype, drafting, exits, sharing)
     return Writer(run.path.name, run.step, prepared, run.tokenizer, () if end is None else (end,))

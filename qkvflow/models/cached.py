@@ -22,6 +22,7 @@ from qkvflow.models.embeddings import Embeddings
 from qkvflow.models.exits import Exit, ExitConfig, ExitMemory
 from qkvflow.models.flow import Flow
 from qkvflow.models.neuralode import NeuralOdeLMHeadModel
+from qkvflow.models.shared_cache import EXACT, CacheSharing, SharedMemory, integrate_with_shared_memory
 from qkvflow.named import map_named
 from qkvflow.time import grid
 from qkvflow.weights import evaluate
@@ -30,13 +31,18 @@ MOST_EVALUATIONS = 256  # of a field that are cached: each is compiled by itself
 
 
 class CachedFlow(eqx.Module):
-    """A flow whose weights stand ready, for each distinct time of its plan an ordinary block."""
+    """A flow whose weights stand ready, for each distinct time of its plan an ordinary block.
+
+    Attributes:
+        sharing: which of its evaluations keep keys and values.
+    """
 
     blocks: tuple
     plan: FixedPlan = eqx.field(static=True)
+    sharing: CacheSharing = eqx.field(static=True, default=EXACT)
 
     @staticmethod
-    def of(flow: Flow) -> "CachedFlow":
+    def of(flow: Flow, sharing: CacheSharing = EXACT) -> "CachedFlow":
         """Evaluates all weights of a flow.
 
         Raises:
@@ -51,14 +57,19 @@ class CachedFlow(eqx.Module):
             )
         times = flow.plan.times
         stacked = evaluate(flow.weights, grid(times))
-        return CachedFlow(tuple(_row(stacked, k) for k in range(len(times))), flow.plan)
+        return CachedFlow(tuple(_row(stacked, k) for k in range(len(times))), flow.plan, sharing)
 
-    def memory(self, Batch: Axis, length: int, dtype) -> tuple:
-        """An empty memory for `length` positions: one for each evaluation of B."""
-        return tuple(self.blocks[0].memory(Batch, length, dtype) for _ in range(self.plan.evaluations))
+    def memory(self, Batch: Axis, length: int, dtype) -> tuple | SharedMemory:
+        """An empty memory for `length` positions: one for each evaluation of B, if none share theirs."""
+        evaluations = tuple(self.blocks[0].memory(Batch, length, dtype) for _ in range(self.plan.evaluations))
+        return evaluations if self.sharing == EXACT else SharedMemory.of(evaluations, self.sharing)
 
-    def extend(self, x: NamedArray, inputs: Inputs, memory: tuple) -> tuple[NamedArray, tuple]:
+    def extend(
+        self, x: NamedArray, inputs: Inputs, memory: tuple | SharedMemory
+    ) -> tuple[NamedArray, tuple | SharedMemory]:
         """x(1) at the positions of `inputs.window`, and the memory with them."""
+        if isinstance(memory, SharedMemory):
+            return integrate_with_shared_memory(self.blocks, x, self.plan, memory, self.sharing, inputs)
         return integrate_with_memory(_field, self.blocks, x, self.plan, memory, args=inputs)
 
 
@@ -82,15 +93,23 @@ class CachedModel(eqx.Module):
     exit: Exit | None = None
 
     @staticmethod
-    def of(model: NeuralOdeLMHeadModel, exits: ExitConfig | None = None) -> "CachedModel":
+    def of(
+        model: NeuralOdeLMHeadModel, exits: ExitConfig | None = None, sharing: CacheSharing = EXACT
+    ) -> "CachedModel":
         """Evaluates all weights; `model` must be in inference mode. exits: a threshold of 0 is none.
 
         Raises:
-            UserError: the model has adaptive steps; the rule of `exits` cannot be asked of it.
+            UserError: the model has adaptive steps; the rule of `exits` cannot be asked of it, or not with `sharing`.
         """
+        if exits is not None and sharing != EXACT:
+            raise UserError(
+                f"cache: {sharing} and exit exclude each other: a token that has stopped leaves keys and values of its"
+                " own in every later evaluation. Leave one of them out."
+            )
         model = on_fixed_grid(model)
         parts = model.transformer
-        prelude, flow, coda = (None if f is None else CachedFlow.of(f) for f in (parts.prelude, parts.flow, parts.coda))
+        prelude, coda = (None if f is None else CachedFlow.of(f) for f in (parts.prelude, parts.coda))
+        flow = CachedFlow.of(parts.flow, sharing)
         # A tied head lies the other way round: turned once, it is not turned for each token.
         head = _in_whole_panels(model.get_lm_head().rearrange((EMBED, ...)))
         leaving = None

@@ -51,6 +51,7 @@ class PreparedRun(Generic[C]):
         data: what the training data is, see `check_data`.
         lock: of a run in a bucket, in its first process.
         is_committed: whether it is a run that can be continued.
+        has_begun: whether an earlier start made a step. Without one there is nothing that could differ.
     """
 
     directory: RunDirectory
@@ -60,6 +61,7 @@ class PreparedRun(Generic[C]):
     data: dict[str, str] | None = None
     lock: BucketLock | None = None
     is_committed: bool = False
+    has_begun: bool = True
 
     def check_data(self, data: dict[str, str]) -> None:
         """Compares the training data with what the run was started with; `commit` writes it down.
@@ -70,7 +72,7 @@ class PreparedRun(Generic[C]):
         Raises:
             UserError: names the files that differ, unless changes are accepted.
         """
-        changes = data_record.changes(self.directory.data, data)
+        changes = data_record.changes(self.directory.data, data) if self.has_begun else {}
         if changes and not self.config.accept_changes:
             raise data_record.refusal(str(self.directory), changes)
         self.changes |= {f"data: {name}": change for name, change in changes.items()}
@@ -155,7 +157,12 @@ def _lead(directory: RunDirectory, config: C, phase: Phase | None, stack: contex
     try:
         lock = stack.enter_context(_opened(directory) if directory.mirror is None else _opened_in_bucket(directory))
         stack.enter_context(disk.disk_errors_are_told(directory.path))
-        prepared = _reopen(directory, config, phase) if directory.config.exists() else _begin(directory, config)
+        if not directory.config.exists():
+            prepared = _begin(directory, config)
+        elif _has_begun(directory):
+            prepared = _reopen(directory, config, phase)
+        else:  # it ended before its first step, perhaps because of the configuration that is now another
+            prepared = PreparedRun(directory, config, last_step=-1, changes={}, has_begun=False)
         prepared.lock = lock
     except BaseException:
         tell_others(None)
@@ -246,12 +253,19 @@ def _begin(directory: RunDirectory, config: C) -> PreparedRun[C]:
     return PreparedRun(directory, config, last_step=-1, changes={})
 
 
+def _has_begun(directory: RunDirectory) -> bool:
+    """Whether there is a metric of any step, or a checkpoint, complete or not."""
+    has_metrics = directory.metrics.is_file() and directory.metrics.stat().st_size > 0
+    return has_metrics or bool(directory.checkpoints.names() or directory.damaged.names())
+
+
 def _follow(directory: RunDirectory, config: C) -> PreparedRun[C]:
-    if config.vocab_size is None and directory.config.exists():
+    has_begun = _has_begun(directory)
+    if config.vocab_size is None and has_begun and directory.config.exists():
         stored = read_config(directory.config, type(config))
         config = dataclasses.replace(config, vocab_size=stored.vocab_size)
     steps = checkpoint_steps(directory.checkpoints)
-    return PreparedRun(directory, config, steps[-1] if steps else -1, changes={})
+    return PreparedRun(directory, config, steps[-1] if steps else -1, changes={}, has_begun=has_begun)
 
 
 def _reopen(directory: RunDirectory, config: C, phase: Phase | None) -> PreparedRun[C]:

@@ -31,6 +31,7 @@ SERVED: dict[str, Check] = {
     "stream_options": fields.stream_options,
     "logit_bias": fields.biases,
     "control": fields.anything,
+    "draft_steps": fields.integer(0),
     "draft_tokens": fields.integer(0),
 }
 IDLE: dict[str, Sequence[Any]] = {
@@ -99,7 +100,7 @@ class Order:
                 seed + text,
                 bias,
                 told,
-                given.get("draft_tokens"),
+                0 if given.get("draft_steps") == 0 else given.get("draft_tokens"),
             )
             for text in range(len(self.prompts) * self.best_of)
         ]
@@ -116,6 +117,10 @@ def check_common(values: dict[str, Any], writer: Writer, texts: int, of: str) ->
     if values.get("draft_tokens", 0) > most:
         does = f"drafts up to {most} tokens for each pass" if most else "does not draft (--draft_steps)"
         raise wrong("draft_tokens", f"This server {does}, `draft_tokens` asks for {values['draft_tokens']}.")
+    drafts_at, steps = writer.prepared.draft_steps, values.get("draft_steps", 0)
+    if steps not in (0, drafts_at):
+        does = f"drafts at {drafts_at} steps" if drafts_at else "does not draft (--draft_steps)"
+        raise wrong("draft_steps", f"This server {does}, `draft_steps` asks for {steps}. Leave it out, or 0 for none.")
     outside = [token for token in values.get("logit_bias", {}) if token >= len(writer.vocabulary)]
     if outside:
         raise wrong("logit_bias", f"`logit_bias`: tokens run from 0 to {len(writer.vocabulary) - 1}, got {outside[0]}.")

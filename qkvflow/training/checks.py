@@ -1,5 +1,7 @@
 """Settings that cannot work, refused before any work: Levanter would fail late or obscurely."""
 
+import os
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -17,6 +19,7 @@ from qkvflow.ranges import check_ranges
 from qkvflow.runs.checkpoints import has_checkpoint
 from qkvflow.runs.config import TrainConfig
 from qkvflow.runs.directory import location_of
+from qkvflow.units import in_bytes
 
 
 def check_config(config: TrainConfig) -> None:
@@ -66,6 +69,39 @@ def check_devices(trainer: TrainerConfig) -> None:
         settle_devices(trainer)
     except ValueError as error:
         raise UserError(f"trainer: {error}") from None
+
+
+def check_memory(trainer: TrainerConfig, model: LmConfig, Pos: Axis, state_bytes: int) -> None:
+    """Refuses what cannot fit whatever the compiler does: the training state, and one fp32 state x(t) per token.
+
+    A training step needs several times as much. `qkvflow.describe --mesh` compiles it and knows.
+
+    Args:
+        state_bytes: parameters and optimizer state, of all devices together.
+
+    Raises:
+        UserError: the devices together have less memory.
+    """
+    per_device = _memory_of(jax.local_devices()[0])
+    if per_device is None:
+        return
+    present = per_device * (jax.process_count() if jax.default_backend() == "cpu" else jax.device_count())
+    at_once = trainer.per_device_parallelism * trainer.data_axis_size
+    states = at_once * Pos.size * model.Embed.size * 4
+    if state_bytes + states > present:
+        raise UserError(
+            f"there is not enough memory: parameters and optimizer state take {in_bytes(state_bytes)}, and the"
+            f" states of {at_once:,} sequences of {Pos.size:,} tokens at least {in_bytes(states)}, but there are"
+            f" {in_bytes(present)}. Take a smaller `trainer.train_batch_size`, divide it into parts that are computed"
+            " one after the other (`trainer.per_device_parallelism`), or take a smaller model"
+        )
+
+
+def _memory_of(device: jax.Device) -> int | None:
+    """Bytes of memory of a device; of a CPU those of its machine, which its devices share. None if it does not say."""
+    if device.platform == "cpu":
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return (device.memory_stats() or {}).get("bytes_limit")
 
 
 def model_shape(model: LmConfig, vocab: Axis) -> eqx.Module:

@@ -23,7 +23,7 @@ from qkvflow.runs.directory import log_name
 from qkvflow.runs.load import unreadable_checkpoint
 from qkvflow.runs.prepare import C, PreparedRun, prepare_run
 from qkvflow.tracking import start_trackers
-from qkvflow.training.checks import check_config, check_devices, tree_bytes
+from qkvflow.training.checks import check_config, check_devices, check_memory, tree_bytes
 from qkvflow.training.corpus import Corpus, open_corpus
 from qkvflow.training.levanter_config import configure_jax, levanter_trainer
 from qkvflow.training.loop import Outcome, Stages, train
@@ -93,6 +93,7 @@ def _train_in(run: PreparedRun[C], start: Start, console: Console, progress: Pro
         levanter_config = complete_mesh(levanter_config, shape)
         check_mesh(levanter_config, shape, config.Pos)
         share = TrainedShare.of(shape, start.trainable(shape), optimizer)
+        check_memory(levanter_config, config.model, config.Pos, share.checkpoint_bytes)
         run.require_space(share.checkpoint_bytes)
     run.commit(dataclasses.replace(config, vocab_size=vocab.size))
 

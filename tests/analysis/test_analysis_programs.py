@@ -95,7 +95,7 @@ def test_refusals(runs, tmp_path):
             program.main(given(config, "--run", flow, "--text", ""))
     with pytest.raises(UserError, match="20 tokens, but the model's context is 16"):
         report.main(given(report.ReportConfig, "--run", flow, "--compare", ordinary, "--text", "x" * 20))
-    with pytest.raises(UserError, match="no weights at t"):
+    with pytest.raises(UserError, match="have no value at t"):
         spectral.main(given(spectral.SpectralConfig, "--run", ordinary, "--times", "0.3"))
     with pytest.raises(UserError, match=r"such as 0,0\.5,1"):
         spectral.main(given(spectral.SpectralConfig, "--run", flow, "--times", "soon"))

@@ -224,6 +224,28 @@ def test_keys_that_cannot_change_numbers_may_differ(tmp_path):
         assert run.changes == {}
 
 
+@pytest.mark.parametrize("trace", [None, "metric", "checkpoint", "damaged"])
+def test_before_the_first_step_a_configuration_may_change(tmp_path, trace):
+    """A start that found too little memory leaves nothing to continue: the corrected command is a first start."""
+    path, given = _start(tmp_path), _config(tmp_path, seed=5)
+    if trace is None:
+        with prepare_run(given) as run:
+            assert (run.last_step, run.changes, run.config.vocab_size) == (-1, {}, None)
+            (path / "data.json").write_text('{"a.txt": "1"}')
+            run.check_data({"a.txt": "2"})
+            run.commit(run.config)
+        assert read_config(path / "config.yaml", TrainConfig).trainer.seed == 5
+        assert json.loads((path / "data.json").read_text()) == {"a.txt": "2"}
+        assert not (path / "changes.jsonl").exists()
+        return
+    if trace == "metric":
+        (path / "metrics.jsonl").write_text('{"step": 0}\n')
+    else:
+        (path / {"checkpoint": "checkpoints", "damaged": "damaged"}[trace] / "step-3").mkdir(parents=True)
+    with pytest.raises(UserError, match=r"trainer\.seed: 0 there, 5 given"), prepare_run(given):
+        pass
+
+
 def test_accepted_changes_are_recorded(tmp_path):
     path = _start(tmp_path, 3)
     given = dataclasses.replace(_config(tmp_path, num_train_steps=20), accept_changes=True)

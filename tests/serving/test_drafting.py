@@ -30,8 +30,8 @@ def test_a_request_says_how_much(drafted, client):
     (ours, scheduler), options = drafted, {"prompt": "Once", "max_tokens": 60, "temperature": 0, "logprobs": 2}
     plain = complete(client, **options)
     told = []
-    for tokens in (None, 1, 0):
-        answer = complete(ours, **options, extra_body={"draft_tokens": tokens})
+    for asked in ({"draft_steps": 2}, {"draft_tokens": 1}, {"draft_tokens": 0}, {"draft_steps": 0, "draft_tokens": 2}):
+        answer = complete(ours, **options, extra_body=asked)
         assert answer.choices[0].text == plain.choices[0].text
         assert answer.choices[0].logprobs.tokens == plain.choices[0].logprobs.tokens
         assert answer.choices[0].logprobs.token_logprobs == pytest.approx(
@@ -39,7 +39,7 @@ def test_a_request_says_how_much(drafted, client):
         )
         details = answer.usage.completion_tokens_details
         told.append((details.accepted_prediction_tokens, details.rejected_prediction_tokens))
-    assert sum(told[0]) > sum(told[1]) > sum(told[2]) == 0
+    assert sum(told[0]) > sum(told[1]) > sum(told[2]) == sum(told[3]) == 0
     assert plain.usage.completion_tokens_details is None
     assert scheduler.load()["drafting"]["accepted"] >= told[0][0]
     health = httpx.get(str(ours.base_url).replace("/v1/", "/health")).json()
@@ -60,10 +60,15 @@ def test_a_stop_string_among_drafts(drafted, client):
 def test_refusals(drafted, client):
     import openai
 
-    for server, tokens, words in ((drafted[0], 4, "drafts up to 3"), (client, 1, "does not draft")):
+    for server, field, value, words in (
+        (drafted[0], "draft_tokens", 4, "drafts up to 3"),
+        (client, "draft_tokens", 1, "does not draft"),
+        (drafted[0], "draft_steps", 1, "drafts at 2 steps"),
+        (client, "draft_steps", 2, "does not draft"),
+    ):
         with pytest.raises(openai.BadRequestError, match=words) as error:
-            complete(server, prompt="a", max_tokens=1, extra_body={"draft_tokens": tokens})
-        assert error.value.param == "draft_tokens"
+            complete(server, prompt="a", max_tokens=1, extra_body={field: value})
+        assert error.value.param == field
 
 
 @pytest.mark.slow

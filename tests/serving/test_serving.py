@@ -180,9 +180,14 @@ def test_time_out_and_overload(writer):
         with pytest.raises(openai.APIStatusError, match="longer than") as caught:
             complete(client, ["a"], max_tokens=500, n=2)
         assert caught.value.status_code == 504
+        wait_for(lambda: scheduler.load()["running"] == 0)
+        stream = complete(client, max_tokens=500, stream=True)
+        next(iter(stream))
         with pytest.raises(openai.APIStatusError, match="Too many") as caught:
-            complete(client, n=3)
+            complete(client, n=3)  # as many as the server keeps, but one of the places is taken
         assert caught.value.status_code == 503
+        stream.close()
+        wait_for(lambda: scheduler.load()["running"] == 0)
         error = None
         for line in httpx.post(
             f"{url}/v1/completions", json={"prompt": "a", "max_tokens": 500, "n": 2, "stream": True}

@@ -14,7 +14,7 @@ from qkvflow.runs.checkpoints import checkpoint_steps
 from qkvflow.tracking import read_metrics
 
 pytestmark = [pytest.mark.slow, pytest.mark.program]
-KILLS, STEPS = 20, 80
+KILLS, STEPS = 20, 160
 # A temporary checkpoint after every step, each removed when the next is there; a lasting one now and then.
 OFTEN = {"keep": [{"every": 25}], "save_interval": "0.001s"}
 SELDOM = {"keep": None, "save_interval": None}
@@ -45,15 +45,17 @@ def _partial(run):
 
 def test_twenty_random_kills_leave_no_trace(training, whole):
     run, choose = training.path("killed"), random.Random(0)
-    in_save = 0
+    in_save, start_up = 0, 0.0
     for _ in range(KILLS):
         before = _last_step(run)
+        began = time.perf_counter()
         process = training.start("killed", STEPS, checkpointer=OFTEN, **_cached(training))
-        if choose.random() < 0.8:  # among the steps and saves; otherwise anywhere in the start
+        if not start_up or choose.random() < 0.8:  # among the steps and saves; otherwise anywhere in the start
             wait_until(lambda before=before: _last_step(run) > before, process)
+            start_up = time.perf_counter() - began
             time.sleep(choose.uniform(0, 0.3))
         else:
-            time.sleep(choose.uniform(0, 8))
+            time.sleep(choose.uniform(0, start_up))
         assert process.exitcode is None, training.output("killed").read_text()
         os.kill(process.pid, signal.SIGKILL)
         process.join()
