@@ -7,7 +7,7 @@
     qkvflow eval --run runs/quickstart --cache 'latest,every 2'
 
 The first prints a table and writes `depth.json` and `depth.png` into `<run>/evaluation/`. Beside the loss stands the
-relative displacement ||x(1) - x(0)|| / ||x(0)|| of the flow: a flow that does nothing reads the same at every depth too.
+relative displacement ||x(1) - x(0)|| / ||x(0)|| of the flow: one that does nothing reads the same at every depth.
 The others ask whether the flow is a solution of its ODE (`continuity.json`), run tasks of lm-evaluation-harness (extra
 `eval`; `tasks.json`), read the text with exits per token (`exits.json`), and with caches of fewer keys and values
 (`cache.json`), each beside the full model.
