@@ -20,7 +20,28 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "qkvflow"
 PAGES = {"index.md": "README.md", "changelog.md": "CHANGELOG.md", "contributing.md": "CONTRIBUTING.md"}
 _OUTSIDE = re.compile(r"(\]\()\.\./((?:experiments|qkvflow|tests|configs)/[^)#\s]*)")
+_FIRST = (
+    "models",
+    "weights",
+    "blocks",
+    "depth",
+    "lens",
+    "runs",
+    "training",
+    "generation",
+    "serving",
+    "analysis",
+    "data",
+)
 _TO_PAGES = {"CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md", "README.md": "index.md"}
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """The navigation gets all pages of the reference, the most used first."""
+    names = sorted(set(reference()) - {"index"}, key=lambda name: (_FIRST.index(name) if name in _FIRST else 99, name))
+    pages = next(entry["Reference"] for entry in config.nav or [] if "Reference" in entry)
+    pages += [{name: f"reference/{name}.md"} for name in names]
+    return config
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -83,7 +104,7 @@ def reference() -> dict[str, str]:
         f"| [`{_dotted(folder)}`]({folder.name}.md) | {_first_line(folder / '__init__.py')} |" for folder in packages
     ]
     rows += [f"| [`qkvflow.{path.stem}`][qkvflow.{path.stem}] | {_first_line(path)} |" for path in singles]
-    head = "# Reference\n\n`import qkvflow` gives:\n\n" + _exports(PACKAGE)
+    head = "# Reference\n\n`import qkvflow` registers `type: neuralode` with Levanter. " + _exports(PACKAGE)
     pages["index"] = f"{head}\n\n## Packages and modules\n\n| module | |\n|---|---|\n" + "\n".join(rows) + "\n"
     return pages
 
