@@ -1,4 +1,4 @@
-# Verbs: setup, train, sample, test, check, bench, targets. Each sets up .venv first if it is not there.
+# Verbs: setup, train, sample, test, check, bench, targets, docs, dist. Each sets up .venv first if it is not there.
 SHELL := /bin/bash
 VENV  := .venv
 PY    := $(VENV)/bin/python
@@ -13,7 +13,7 @@ COMPILERS := $(VENV)/targets/.installed
 # Two workers: most of a test's time is compilation, which uses one core.
 PYTEST := $(PY) -m pytest tests -n 2 --dist loadfile
 
-.PHONY: setup train sample test test-slow lint check bench targets help
+.PHONY: setup train sample test test-slow lint check bench targets docs dist help
 .DEFAULT_GOAL := help
 
 help:
@@ -24,6 +24,8 @@ help:
 	@echo "make check   what to run before a commit: ruff, codespell, pyright, fast tests"
 	@echo "make bench   benchmarks, JSON and a table"
 	@echo "make targets compile every configuration for the TPUs and GPUs that it is meant for, without them (hours)"
+	@echo "make docs    the documentation, into site/ (installs the extra docs on first use)"
+	@echo "make dist    sdist and wheel, into dist/"
 
 setup: $(VENV)/.installed $(if $(filter targets,$(EXTRAS)),$(COMPILERS))
 
@@ -67,3 +69,12 @@ bench: setup
 
 targets: setup $(COMPILERS)
 	@$(PY) -m experiments.bench.targets $(ARGS)
+
+# strict: a warning fails. The variable silences an advertisement of mkdocs-material.
+docs: setup
+	@$(PY) -c "import material, mkdocstrings, latex2mathml" 2>/dev/null || $(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[docs]"
+	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --site-dir site $(ARGS)
+	@echo "The site is in site/: open site/index.html"
+
+dist: setup
+	@$(PY) -m build --outdir dist .

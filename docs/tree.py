@@ -11,6 +11,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 TARGET = ROOT / "docs" / "code.md"
 _OTHERS = {
+    "qkvflow_command.py": "the command `qkvflow`, beside the package, which imports JAX",
+    "setup.py": "the packages of a wheel, which carries `configs/` too; the rest is in pyproject.toml",
     "tests/": "laws, in the package's folders; support: what they share, golden: arrays of the official code",
     "configs/": "configurations, each parsed and built by a test",
     "docs/": "what you read here",

@@ -11,6 +11,7 @@ leave_while_importing()
 
 from qkvflow import models as models  # noqa: E402
 from qkvflow.generation import generate as generate  # noqa: E402
+from qkvflow_command import VERSION as __version__  # noqa: E402, F401
 
 
 def __getattr__(name: str):

@@ -1,17 +1,10 @@
-"""Models in the format of Hugging Face: one comes in as a run, a run goes out as one.
+"""Checkpoints in the format of Hugging Face: one comes in as a run, a run goes out as one.
 
-    python -m qkvflow.convert --from_hf path/to/folder --run runs/gpt2
-    python -m qkvflow.convert --from_hf openai-community/gpt2 --run runs/gpt2 --data.train 'texts/*.txt'
-    python -m qkvflow.convert --run runs/quickstart --to_hf exported --steps 12
+    qkvflow convert --from_hf path/to/folder --run runs/gpt2
+    qkvflow convert --from_hf openai-community/gpt2 --run runs/gpt2 --data.train 'texts/*.txt'
+    qkvflow convert --run runs/quickstart --to_hf exported --steps 12
 
---from_hf FOLDER      with config.json, safetensors and a tokenizer; or a name on the hub
---run DIR             the run, new with --from_hf
---data.train FILES    with --from_hf: what the run is evaluated on; by default the text that every Python carries
---to_hf FOLDER        a new folder, which transformers, vLLM and others read
---steps N             with --to_hf: the depth at which a flow becomes an ordinary model; its own by default
---checkpoint_step N   with --to_hf: of the checkpoint step-N; the newest by default
-
-docs/hub.md says which models come in, and which go out without code.
+The guide docs/hub.md says which models come in, and which go out without custom code.
 """
 
 import dataclasses
@@ -48,11 +41,12 @@ _FILES = (CONFIG, "generation_config.json", "*.safetensors", "*.safetensors.inde
 class ConvertConfig:
     """
     Attributes:
-        run: the run directory: a new one with `from_hf`.
-        from_hf: a folder, or a name on the Hugging Face hub, to make a run of.
-        to_hf: the folder to write the run's model to.
-        data: with `from_hf`: what the run is evaluated and fine-tuned on; the tokenizer is the folder's.
-        steps: with `to_hf`: the depth; as trained by default.
+        run: the run directory; a new one with `from_hf`.
+        from_hf: a folder with config.json, safetensors and a tokenizer, or a name on the hub, to make a run of.
+        to_hf: a new folder for the run's model, which transformers, vLLM and others read.
+        data: with `from_hf`: what the run is evaluated and fine-tuned on; by default the text that every Python
+            carries. The tokenizer is the folder's.
+        steps: with `to_hf`: the depth at which a flow becomes an ordinary model; as trained by default.
         checkpoint_step: with `to_hf`: N of the checkpoint step-N; the newest by default.
     """
 
@@ -110,7 +104,7 @@ def _out(config: ConvertConfig, progress: Progress) -> Path:
         card = Card(
             name=target.name,
             origin=f"the run `{run.directory.location.name}` after step {run.step}",
-            made=f"python -m qkvflow.convert --run {config.run} --to_hf {config.to_hf}{steps}",
+            made=f"qkvflow convert --run {config.run} --to_hf {config.to_hf}{steps}",
             trained=trained,
             exported=ordinary.config,
             data=run.config.data,

@@ -1,9 +1,11 @@
 """What models cost, side by side: parameters, FLOPs, memory. From configurations (nothing is allocated) or from runs.
 
-python -m qkvflow.describe --config_path A.yaml [B.yaml ...] [--vocab_size N] [--model.depth.steps 24 ...]
-python -m qkvflow.describe --run DIR [DIR ...] [--checkpoint_step N]
-python -m qkvflow.describe --mesh 8x8 [--target v5e] --config_path A.yaml [--run DIR] [--json FILE]
-python -m qkvflow.describe --serve --target v5e [--slots 8] [--dtype bf16] --config_path A.yaml
+For example:
+
+    qkvflow describe --config_path A.yaml [B.yaml ...] [--vocab_size N] [--model.depth.steps 24 ...]
+    qkvflow describe --run DIR [DIR ...] [--checkpoint_step N]
+    qkvflow describe --mesh 8x8 [--target v5e] --config_path A.yaml [--run DIR] [--json FILE]
+    qkvflow describe --serve --target v5e [--slots 8] [--dtype bf16] --config_path A.yaml
 
 Runs also show how much each weight varies with layer-time: sqrt(mean_t |W(t) - mean W|^2) / |mean W|.
 `--mesh` also compiles the training step for that many virtual devices (data x model) and says what each of them needs;
@@ -21,13 +23,13 @@ from functools import partial
 from pathlib import Path
 
 import equinox as eqx
-import yaml
 from haliax import Axis
 from levanter.models.lm_model import LmHeadModel
 
 import qkvflow as qkvflow  # registers the models
 from qkvflow.cli import parse, run_program
 from qkvflow.cli.quiet import quiet_libraries
+from qkvflow.config.yaml_file import read_yaml
 from qkvflow.data.tokenizers import load_tokenizer, resolve_tokenizer
 from qkvflow.errors import UserError
 from qkvflow.meshes import MeshReport, MeshShape, Target, describe_mesh
@@ -59,7 +61,7 @@ Sections = dict[str, dict[str, Value]]
 class DescribeConfig:
     """
     Attributes:
-        files: configurations; what `--config_path A.yaml B.yaml` gives.
+        files: configurations; `--config_path A.yaml B.yaml`.
         run: run directories.
         checkpoint_step: N of the runs' checkpoints `step-N`; the newest if not given.
         vocab_size: of the models of configurations; by default that of their tokenizer.
@@ -73,11 +75,11 @@ class DescribeConfig:
         json: a file that everything is also written to.
     """
 
-    files: list[str] = field(default_factory=list)
+    files: list[str] = field(default_factory=list, metadata={"flag": "config_path"})
     run: list[str] = field(default_factory=list)
     checkpoint_step: int | None = None
     vocab_size: Count | None = None
-    overrides: list[str] = field(default_factory=list)
+    overrides: list[str] = field(default_factory=list, metadata={"flag": None})
     mesh: str | None = None
     target: str | None = None
     serve: bool = False
@@ -155,8 +157,8 @@ def main(config: DescribeConfig) -> None:
 def _read(path: str, overrides: list[str]) -> tuple[TrainConfig, Start | None]:
     """A configuration to train from scratch, or to fine-tune: that has a `mode`."""
     words = ["--config_path", path, *overrides]
-    with contextlib.suppress(OSError, ValueError, yaml.YAMLError):  # `parse` tells them
-        if "mode" in (yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}):
+    with contextlib.suppress(UserError):  # `parse` tells them
+        if "mode" in read_yaml(Path(path)):
             return finetune_start(parse(FinetuneConfig, words)[0])
     return parse(TrainConfig, words)[0], None
 

@@ -1,30 +1,16 @@
 """Evaluates a trained run: loss, perplexity and function evaluations, at other depths and with other solvers too.
 
-    python -m qkvflow.eval_lm --run runs/quickstart --steps 4,6,12,24 --solver euler,heun,rk4
+    qkvflow eval --run runs/quickstart --steps 4,6,12,24 --solver euler,heun,rk4
+    qkvflow eval --run runs/quickstart --continuity
+    qkvflow eval --run runs/quickstart --tasks lambada_openai,piqa --steps 6,12,24
+    qkvflow eval --run runs/quickstart --exit '{rule: velocity, threshold: 0.5}'
+    qkvflow eval --run runs/quickstart --cache 'latest,every 2'
 
-prints a table and writes `depth.json` and `depth.png` into `<run>/evaluation/`. Beside the loss stands the relative
-displacement ||x(1) - x(0)|| / ||x(0)|| of the flow: a flow that does nothing reads the same at every depth too. With
-`--data.validation FILE` it reads another text, and writes `depth-FILE.json`.
-
-    python -m qkvflow.eval_lm --run runs/quickstart --continuity
-
-asks whether the flow is a solution of its ODE, and writes `continuity.json`.
-
-    python -m qkvflow.eval_lm --run runs/quickstart --tasks lambada_openai,piqa --steps 6,12,24
-
-runs tasks of lm-evaluation-harness (extra `eval`) at each depth, and writes `tasks.json`; `--tasks_folder DIR` has
-tasks of your own.
-
-    python -m qkvflow.eval_lm --run runs/quickstart --exit '{rule: velocity, threshold: 0.5}'
-
-reads the text with exits per token (`qkvflow.models.exits`) beside the full model, with the caches that generation has,
-and writes `exits.json`: loss against mean evaluations per token. With `--calibrate 0.01` it looks for the threshold
-that costs at most 0.01 nats.
-
-    python -m qkvflow.eval_lm --run runs/quickstart --cache 'latest,every 2'
-
-reads the text with caches of fewer keys and values (`qkvflow.models.shared_cache`) beside the exact one, and writes
-`cache.json`: loss against bytes per token.
+The first prints a table and writes `depth.json` and `depth.png` into `<run>/evaluation/`. Beside the loss stands the
+relative displacement ||x(1) - x(0)|| / ||x(0)|| of the flow: one that does nothing reads the same at every depth.
+The others ask whether the flow is a solution of its ODE (`continuity.json`), run tasks of lm-evaluation-harness (extra
+`eval`; `tasks.json`), read the text with exits per token (`exits.json`), and with caches of fewer keys and values
+(`cache.json`), each beside the full model.
 """
 
 import contextlib
@@ -66,7 +52,7 @@ from qkvflow.tasks import TaskOptions, TaskReading, Tasks, name_of, task_table
 class EvalConfig:
     """
     Attributes:
-        run: the run directory.
+        run: the run directory, or a folder of Hugging Face.
         checkpoint_step: N of the checkpoint step-N; the newest by default.
         steps: numbers of steps, `6` or `4,6,12`; as trained by default.
         solver: solvers, `euler` or `euler,rk4`; as trained by default.

@@ -1,7 +1,7 @@
 """Fine-tunes a trained run, at another depth if asked: the flow itself, all ordinary weights, or LoRA; merges LoRA.
 
-    python -m qkvflow.finetune_lm --config_path configs/finetune/quickstart_lora.yaml
-    python -m qkvflow.finetune_lm --run runs/finetune-quickstart_lora --merge
+    qkvflow finetune --config_path configs/finetune/quickstart_lora.yaml
+    qkvflow finetune --run runs/finetune-quickstart_lora --merge
 
 The second writes `runs/finetune-quickstart_lora-merged`, an ordinary run that does not need its base.
 """
@@ -25,6 +25,7 @@ from qkvflow.runs.prepare import PreparedRun
 from qkvflow.training.finetune import finetune_directory, settle
 from qkvflow.training.session import train_run
 from qkvflow.training.start import FromBase
+from qkvflow_command import called
 
 
 def main(config: FinetuneConfig) -> Path | Place:
@@ -56,7 +57,7 @@ def main(config: FinetuneConfig) -> Path | Place:
             trained = train_run(settled, start, quiet)
         conclude(trained.text, trained.exit_status)
         if trained.text and not (config.merge or mode.stores_base):
-            merge = f"python -m qkvflow.finetune_lm --run {directory} --merge"
+            merge = f"{called('finetune')} --run {directory} --merge"
             print(f"To write LoRA into the weights: {merge}", flush=True)
     if config.merge:
         return _merge(directory, config)

@@ -1,16 +1,8 @@
 """Makes a flow of a trained model: aligns its layers, fits W(t) to them, and writes a run.
 
-    python -m qkvflow.lift --base path/to/gpt2 --weights '{type: basis, basis: cosine, dim: 6}' --run runs/lifted
+    qkvflow lift --base path/to/gpt2 --weights '{type: basis, basis: cosine, dim: 6}' --run runs/lifted
 
---base DIR            a folder of Hugging Face, or a run: GPT-2, Llama, or ordinary layers (weights: per_layer)
---weights W           what W(t) becomes: a basis of K = `dim` functions of time, at most as many as there are layers
---run DIR             the new run
---align false         leaves the hidden units and heads of the layers in the order in which they are
---loss_by_k [1,2,6]   the loss with these K too, with and without alignment; of a flow that is not healed
---data.validation F   the text of these losses and of the new run; by default that of the base
---checkpoint_step N   of the base
-
-`lift.json` in the run says what was found. `finetune_lm` heals the flow; docs/hub.md says how, and at which depth.
+`lift.json` in the run says what was found. `qkvflow finetune` heals the flow; docs/hub.md says how, and at which depth.
 """
 
 import dataclasses
@@ -49,13 +41,15 @@ _ROUNDING = 1e-5  # a relative error that fp32 does not explain
 class LiftConfig:
     """
     Attributes:
-        base: a folder of Hugging Face, or a run directory.
-        weights: `{type: basis, basis, dim}`.
-        run: the run directory to make.
+        base: a folder of Hugging Face, or a run: GPT-2, Llama, or ordinary layers (weights: per_layer).
+        weights: what W(t) becomes, `{type: basis, basis, dim}`: K = `dim` functions of time, at most as many as layers.
+        run: the new run directory.
         checkpoint_step: N of the base's checkpoint step-N; the newest by default.
-        align: first brings the layers into one order, which changes nothing of what they compute.
-        loss_by_k: values of `dim` to tell the loss of.
-        data: keys of the base's `data` in place of its own.
+        align: first permutes hidden units and heads of the layers into one order, which changes nothing that they
+            compute; false leaves them as they are.
+        loss_by_k: values of `dim`, `[1, 2, 6]`, whose loss is reported too, with and without alignment; of flows that
+            are not healed.
+        data: keys of the base's `data` in place of its own, for the losses and the new run: `--data.validation FILE`.
         batch_size: sequences at a time for `loss_by_k`; as in training by default.
         max_eval_batches: of each validation set; all by default.
     """

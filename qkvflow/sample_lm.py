@@ -1,28 +1,10 @@
 """Continues prompts with a trained run. Text streams to standard output, speed goes to standard error.
 
-    python -m qkvflow.sample_lm --run runs/quickstart --prompt "The for statement is used to"
-    python -m qkvflow.sample_lm --run runs/quickstart --prompt_file prompts.txt --temperature 0
-    echo "The for statement" | python -m qkvflow.sample_lm --run runs/quickstart
+For example:
 
---run DIR             the run; --checkpoint_step N for another checkpoint than its newest
---prompt TEXT         or --prompt_file FILE: .txt, a prompt per line; .jsonl, {"prompt": "...", "control": [...]} per
-                      line; or standard input, as one prompt. All prompts of a file are continued together
---max_new_tokens N    by default 256, or what the model's context leaves room for
---temperature T       0 is greedy; 0.8 by default. --top_k N, --top_p P: draw from the likeliest tokens only
---seed N              the same seed gives the same text; sample i draws with seed + i
---stop TEXT           ends a text before TEXT (\\n is a line break); may be given several times
---num_samples N       texts for each prompt
---steps N, --solver S the flow at another depth than it was trained at
---draft_steps N       the flow on a grid of so few steps drafts --draft_tokens N tokens (4), which one pass of the full
-                      grid checks: the same text if greedy, the same distribution if drawn, in fewer passes
---exit '{rule: kl, threshold: 0.01, min_steps: 1}'  a token stops integrating when the rule (kl, velocity, margin) says
-                      that the rest would change little; see docs/generate.md
---cache 'every 2'     keys and values of every second evaluation only (or `latest`): less memory, another loss, which
-                      `eval_lm --cache` tells
---dtype bf16          computes in bfloat16 (or f32); by default in the precision of the weights
---control "[0, 1]"    control signal for all prompts of a model that has one
---use_cache false     read the whole text again for each token: the same text, slower
---batch_size N        texts that are made together; 16 by default
+    qkvflow sample --run runs/quickstart --prompt "The for statement is used to"
+    qkvflow sample --run runs/quickstart --prompt_file prompts.txt --temperature 0
+    echo "The for statement" | qkvflow sample --run runs/quickstart
 """
 
 import sys
@@ -53,7 +35,34 @@ MOST_TEXTS = 100_000
 
 @dataclass
 class SampleConfig:
-    """See the module. control: of all prompts whose file does not give them one of their own."""
+    """
+    Attributes:
+        run: the run directory, or a folder of Hugging Face.
+        prompt: the text to continue; without it and `prompt_file`, standard input is one prompt.
+        prompt_file: `.txt`, a prompt per line, or `.jsonl`, `{"prompt": "...", "control": [...]}` per line. All prompts
+            are continued together.
+        max_new_tokens: 256 by default, or what the model's context leaves room for.
+        temperature: 0 is greedy.
+        top_k: draw from the K likeliest tokens only.
+        top_p: draw from the likeliest tokens that have this probability together.
+        seed: the same seed gives the same text; sample i draws with seed + i.
+        stop: ends a text before these words (`\\n` is a line break); may be given several times.
+        num_samples: texts for each prompt.
+        steps: steps of the flow; as trained by default.
+        solver: solver of the flow; as trained by default.
+        draft_steps: the flow on a grid of so few steps drafts tokens, which one pass of the full grid checks: the same
+            text if greedy, the same distribution if drawn, in fewer passes.
+        draft_tokens: tokens of a draft; 4 by default.
+        exit: `{rule: kl, threshold: 0.01, min_steps: 1}`: a token stops integrating when the rule (kl, velocity,
+            margin) says that the rest would change little.
+        cache: `every 2`, keys and values of every second evaluation only, or `latest`: less memory and another loss,
+            which `qkvflow eval --cache` reports.
+        dtype: bf16 or f32, to compute in; the precision of the weights by default.
+        control: control signal, `[0, 1]`, of all prompts whose file gives them none.
+        checkpoint_step: N of the checkpoint step-N; the newest by default.
+        use_cache: false reads the whole text again for each token: the same text, slower.
+        batch_size: texts that are generated together.
+    """
 
     run: str
     prompt: Text | None = None

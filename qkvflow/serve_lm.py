@@ -1,29 +1,9 @@
 """Serves a trained run over HTTP, as OpenAI's clients expect it: completions, chat completions, models.
 
-    python -m qkvflow.serve_lm --run runs/quickstart --port 8000
-    curl http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json' -d '{"prompt": "The"}'
+For example:
 
---run DIR             the run; --checkpoint_step N for another checkpoint than its newest
---host, --port        127.0.0.1, which only this machine reaches, and 8000; port 0 takes any free one
---api_key KEY         clients must send it; or set the environment variable QKVFLOW_API_KEY, which `ps` does not show
---allowed_hosts NAME  names that the server may be called by, besides localhost and addresses; several, or * for any
---allowed_origins URL web sites whose pages may use the server; none by default
---max_concurrent N    texts that are made at once; 8 by default. Others wait
---max_waiting N       texts that may wait; 256 by default. Others are answered 503
---max_connections N   open connections; 512 by default
---max_length N        tokens of a text, prompt included; what the model was trained at by default. It decides memory
---max_body_bytes N    of a request; 2 MiB by default
---header_timeout S    seconds for the headers of a request; 10 by default. --stall_timeout S: that an answer waits for
-                      its client to read it; 60
---request_timeout S   seconds for a request, waiting included; 600 by default
---shutdown_timeout S  seconds that running requests have to finish after SIGTERM or Ctrl-C; 60 by default
---steps N, --solver S the flow at another depth than it was trained at
---draft_steps N       the flow on a grid of so few steps drafts up to --draft_tokens N tokens (4), which one pass of the
-                      full grid checks; a request may ask for fewer by its field `draft_tokens`, 0 for none
---exit '{rule: kl, threshold: 0.01, min_steps: 1}'  a token stops integrating when the rule says so, as in sample_lm
---cache 'every 2'     keys and values of every second evaluation only (or `latest`): less memory, another loss, which
-                      `eval_lm --cache` tells
---dtype bf16          computes in bfloat16 (or f32); by default in the precision of the weights
+    qkvflow serve --run runs/quickstart --port 8000
+    curl http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json' -d '{"prompt": "The"}'
 """
 
 import asyncio
@@ -58,7 +38,34 @@ API_KEY = "QKVFLOW_API_KEY"
 
 @dataclass
 class ServeConfig:
-    """See the module."""
+    """
+    Attributes:
+        run: the run directory, or a folder of Hugging Face.
+        host: the address to listen on; only this machine reaches the default.
+        port: 0 takes any free one.
+        api_key: that clients must send; or set the environment variable QKVFLOW_API_KEY, which `ps` does not show.
+        allowed_hosts: names that the server may be called by, besides localhost and addresses; several, or * for any.
+        allowed_origins: web sites whose pages may use the server; none by default.
+        max_concurrent: texts that are generated at once; others wait.
+        max_waiting: texts that may wait; others are answered 503.
+        max_connections: open connections.
+        max_length: tokens of a text, prompt included; by default what the model was trained at. It decides the memory.
+        max_body_bytes: of a request.
+        header_timeout: seconds for the headers of a request.
+        stall_timeout: seconds that an answer waits for its client to read it.
+        request_timeout: seconds for a request, waiting included.
+        shutdown_timeout: seconds that running requests have to finish after SIGTERM or Ctrl-C.
+        steps: steps of the flow; as trained by default.
+        solver: solver of the flow; as trained by default.
+        draft_steps: the flow on a grid of so few steps drafts tokens, which one pass of the full grid checks.
+        draft_tokens: tokens of a draft, 4 by default; a request may ask for fewer in its field `draft_tokens`.
+        exit: `{rule: kl, threshold: 0.01, min_steps: 1}`: a token stops integrating when the rule says so, as in
+            sample.
+        cache: `every 2`, keys and values of every second evaluation only, or `latest`: less memory and another loss,
+            which `qkvflow eval --cache` reports.
+        dtype: bf16 or f32, to compute in; the precision of the weights by default.
+        checkpoint_step: N of the checkpoint step-N; the newest by default.
+    """
 
     run: str
     host: str = "127.0.0.1"

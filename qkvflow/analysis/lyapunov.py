@@ -1,6 +1,6 @@
 """Lyapunov exponents: how small changes of the tokens' states grow on the way through depth.
 
-    python -m qkvflow.analysis.lyapunov --run runs/quickstart --text "The for statement is used to iterate"
+    qkvflow lyapunov --run runs/quickstart --text "The for statement is used to iterate"
 
 writes the token heat map, the spectrum of the whole sequence and aggregates over the validation text into
 `<run>/analysis/`, as `lyapunov.npz` and figures (PNG and PDF).

@@ -1,6 +1,6 @@
 """Spectra over layer-time: eigenvalues of QK, OV and FF, complex, at the times of training or any others.
 
-    python -m qkvflow.analysis.spectral --run runs/quickstart
+    qkvflow spectral --run runs/quickstart
 
 writes eigenvalues, singular values and what is read off them, beside a band of fresh models, into `<run>/analysis/`,
 as `spectral.npz` and figures (PNG and PDF). With `--text` also the eigenvalues of the field's own Jacobian there.

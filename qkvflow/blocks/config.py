@@ -12,7 +12,11 @@ from qkvflow.ranges import ProperShare, check_ranges
 
 @dataclass(frozen=True)
 class BlockConfig(draccus.ChoiceRegistry, abc.ABC):
-    """What B is. The block knows no time and no solver; its arrays are plain NamedArrays."""
+    """What B is. The block knows no time and no solver; its arrays are plain NamedArrays.
+
+    Attributes:
+        embed_pdrop: dropout of the embeddings.
+    """
 
     embed_pdrop: ProperShare = 0.0
 

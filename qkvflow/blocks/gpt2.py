@@ -74,7 +74,14 @@ class Gpt2Block(eqx.Module):
 
 @dataclass(frozen=True)
 class Gpt2LikeConfig(BlockConfig):
-    """What the blocks with GPT-2's attention share: LayerNorm, fused attention, learned positions, a tied head."""
+    """What the blocks with GPT-2's attention share: LayerNorm, fused attention, learned positions, a tied head.
+
+    Attributes:
+        num_heads: attention heads.
+        form: `parallel`, attention and MLP both of x, or `sequential`, one after the other.
+        resid_pdrop: dropout of what attention and MLP add.
+        attn_pdrop: dropout of the attention weights.
+    """
 
     num_heads: Count = 12
     form: str = "parallel"
@@ -120,7 +127,11 @@ class Gpt2LikeConfig(BlockConfig):
 @BlockConfig.register_subclass("gpt2")
 @dataclass(frozen=True)
 class Gpt2BlockConfig(Gpt2LikeConfig):
-    """LayerNorm, fused attention, MLP of `mlp_scale` times the width; learned positions and a tied head around it."""
+    """LayerNorm, fused attention, MLP of `mlp_scale` times the width; learned positions and a tied head around it.
+
+    Attributes:
+        mlp_scale: hidden units of the MLP, as a multiple of the width.
+    """
 
     mlp_scale: Count = 4
     activation: ActivationFunctionEnum = ActivationFunctionEnum.gelu_new

@@ -94,6 +94,10 @@ class LlamaBlockConfig(BlockConfig):
     """Rotary positions inside the attention; around it a head of its own (unless tied) and no table of positions.
 
     Attributes:
+        num_heads: attention heads.
+        form: `parallel`, `sequential` or `official`, see `qkvflow.blocks.llama`.
+        resid_pdrop: dropout of what attention and MLP add.
+        attn_pdrop: dropout of the attention weights.
         num_kv_heads: heads of keys and values, a divisor of num_heads; as many as num_heads if not given.
         intermediate_dim: hidden units of the MLP; 4 times the width if not given, as in the paper's Llama.
         rope: Levanter's rotary embeddings, `{type: default | llama3 | yarn, theta: ...}`, halves rotated (not pairs).

@@ -10,16 +10,20 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Sequence
+from inspect import getdoc
 from typing import Any, NoReturn, TypeVar
 
 from qkvflow.cli.arguments import parse
+from qkvflow.cli.keys import key_table, sections
 from qkvflow.cli.quiet import notices_on
 from qkvflow.errors import UserError, shortened
 from qkvflow.files import remove_scratch
 from qkvflow.interrupts import MESSAGE, STATUS, raise_from_now_on
+from qkvflow_command import COMMANDS
 
 T = TypeVar("T")
 
+HELP = ("--help", "-h")
 USER_ERROR, FAILURE, TERMINATED = 2, 1, 143
 UNSEEN = 128 + 13  # what a shell says of a program that SIGPIPE has ended
 
@@ -72,8 +76,8 @@ def end_process(status: int) -> NoReturn:
 def _status(main: Callable[[T], Any], config_class: type[T], argv: Sequence[str]) -> int:
     try:
         raise_from_now_on()
-        if "--help" in argv or "-h" in argv:
-            sys.stdout.write(_usage(main, config_class))
+        if any(word in HELP for word in argv):
+            sys.stdout.write(_help(main, config_class, argv))
         else:
             with notices_on(sys.stderr):
                 config, _ = parse(config_class, argv)
@@ -123,7 +127,7 @@ def _memory_is_short(error: BaseException) -> str | None:
     said = next(iter(str(error).splitlines()), "")
     return (
         f"there is not enough memory{f' ({shortened(said, 200)})' if said else ''}. Take smaller batches, shorter"
-        " sequences or a smaller model (python -m qkvflow.describe says what one needs), or a machine with more"
+        " sequences or a smaller model (`qkvflow describe` says what one needs), or a machine with more"
     )
 
 
@@ -138,28 +142,23 @@ def _terminate(signum: int, frame: Any) -> NoReturn:
     raise SystemExit(128 + signum)
 
 
-def _usage(main: Callable, config_class: type) -> str:
-    from dataclasses import fields
-    from inspect import getdoc
-    from typing import get_type_hints
-
-    from qkvflow.config.scalars import describe
-
-    hints = get_type_hints(config_class)
-    keys = "\n".join(f"  --{field.name:<20} {describe(hints[field.name])}" for field in fields(config_class))  # pyright: ignore
+def _help(main: Callable, config_class: type, argv: Sequence[str]) -> str:
+    """`--help`: what the program does, and its keys; `--help KEY`: the keys below one."""
+    asked = argv[next(i for i, word in enumerate(argv) if word in HELP) + 1 :][:1]
+    if asked and not asked[0].startswith("-"):
+        return sections(config_class, asked[0])
+    module = _module_name(main)
+    command = next((f"qkvflow {name}" for name, it in COMMANDS.items() if it.module == module), f"python -m {module}")
     about = (getdoc(sys.modules[main.__module__]) or "").strip()
     return f"""{about}
 
-usage: python -m {_module_name(main)} --config_path FILE.yaml [--key.subkey VALUE ...]
+usage: {command} [--config_path FILE.yaml] [--key.subkey VALUE ...]
 
-Every key of the YAML file can also be given as a flag, e.g. `--trainer.num_train_steps 100`; the flag wins.
-Values are text as typed where text belongs, otherwise YAML: 3, 1e-3, true, null, [a, b], {{a: 1}}, or @FILE.yaml for
-what a file holds. A list may be written a,b.
+Keys, and their defaults in brackets ({{...}} has keys of its own, which `--help KEY` lists):
+{key_table(config_class)}
 
-Top-level keys:
-{keys}
-
-The README and the files under configs/ describe the keys; a wrong key is answered with the valid ones.
+A flag wins over the same key of the YAML file. Values are text as typed where text belongs, otherwise YAML: 3, 1e-3,
+true, null, [a, b] or a,b, {{a: 1}}; @FILE.yaml stands for what a file holds.
 """
 
 

@@ -24,7 +24,7 @@ def read_written(path: Path) -> dict[str, Any]:
     """`read_yaml`, with numbers that remember how they were written: what `decode` is best given."""
     name = shortened(str(path))
     try:
-        with path.open("rb") as file:
+        with _found(path).open("rb") as file:
             content = file.read(_LONGEST_FILE + 1)
         if len(content) > _LONGEST_FILE:
             raise UserError(f"cannot read the configuration file {name}: it has more than {_LONGEST_FILE >> 20} MiB")
@@ -45,13 +45,30 @@ def read_written(path: Path) -> dict[str, Any]:
     return raw
 
 
+def shipped() -> dict[str, Path]:
+    """The configurations that travel with qkvflow, by their names: `quickstart`, `wikitext2/neuralode`, ..."""
+    package = Path(__file__).parents[1]
+    # An installed wheel has them in the package, a checkout beside it.
+    folder = next((p for p in (package / "configs", package.parent / "configs") if p.is_dir()), package)
+    return {p.relative_to(folder).with_suffix("").as_posix(): p for p in sorted(folder.rglob("*.yaml"))}
+
+
+def _found(path: Path) -> Path:
+    """The file on disk; where there is none, the configuration of this name that travels with qkvflow."""
+    if path.exists() or path.is_absolute():
+        return path
+    return shipped().get(path.as_posix().removeprefix("configs/").removesuffix(".yaml"), path)
+
+
 def _near_names(path: Path) -> str:
-    """What the user may have meant: files of the nearest existing folder, and of `configs/`."""
+    """What the user may have meant: files of the nearest existing folder and of `configs/`, or what is shipped."""
     folder = path.parent
     while not folder.is_dir() and folder != folder.parent:
         folder = folder.parent
     candidates = {str(p) for root in {folder, Path("configs")} if root.is_dir() for p in root.glob("*.yaml")}
     candidates |= {str(p) for p in Path("configs").glob("*/*.yaml")} if Path("configs").is_dir() else set()
+    if not path.is_absolute():
+        candidates |= {f"configs/{name}.yaml" for name in shipped()}
     near = difflib.get_close_matches(str(path), sorted(candidates), n=3, cutoff=0.5)
     shown = near or sorted(candidates)[:8]
     if not shown:

@@ -32,6 +32,16 @@ class DataConfig(LmDataConfig):
     """Levanter's `LmDataConfig` with shortcuts, checked token caches, and defaults that need no file and no network.
 
     With neither `components` nor `train` the data is the English text that every Python carries.
+
+    Attributes:
+        cache_dir: where token caches go.
+        components: Levanter's, by name: each has a `source`, and is tokenized to a cache of its own.
+        stop_strategy: of Levanter's mixtures: `restart` begins a component again that has been read.
+        cache_options: Levanter's, how caches are built.
+        target_budget, experiment_budget: Levanter's, to simulate how often a component of the target is repeated.
+        mixture_block_size: sequences in which the weights of a mixture hold.
+        max_train_batches: of each component, by name; all by default.
+        validation_fraction: of `train`, held out where there is no `validation`.
     """
 
     tokenizer: str = "byte"

@@ -26,6 +26,7 @@ class DepthConfig:
     """A fixed grid of `steps` steps of `solver`; with `rtol` or `atol` steps of adaptive length.
 
     Attributes:
+        solver: `euler`, `midpoint`, `heun`, `ralston`, `rk4`, `bosh3`, `tsit5`, `dopri5`, `dopri8`, ...
         steps: a number; `{min, max}`, from which training draws (`StepRange`); or `{grow: {0.0: 3, 0.25: 6, 0.6: 12}}`,
             from these fractions of training on (`StepGrowth`). With tolerances, 1/steps is the length of the first step
             that is tried.

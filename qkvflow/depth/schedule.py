@@ -15,6 +15,10 @@ class StepRange:
     """A number of steps drawn for each training batch from `choices` numbers between `min` and `max`, in equal ratios.
 
     Each is compiled once. Evaluation and everything else that is not training takes `max` steps.
+
+    Attributes:
+        min, max: the fewest and the most steps.
+        choices: how many numbers, both ends included.
     """
 
     min: Steps

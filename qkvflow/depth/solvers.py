@@ -40,6 +40,7 @@ SOLVERS: dict[str, type[diffrax.AbstractSolver]] = {
     "dopri5": diffrax.Dopri5,
     "dopri8": diffrax.Dopri8,
 }
+"""The values of `depth.solver`."""
 
 
 @dataclass(frozen=True)

@@ -89,7 +89,7 @@ def generate(
     drafting = Drafting.of(draft_steps, draft_tokens)
     exits = ExitConfig.of(exit) if isinstance(exit, Mapping) else exit
     if report is not None and drafting is None and exits is None:
-        raise UserError("report tells what drafting and exits came to: give draft_steps or exit, or leave it out.")
+        raise UserError("report receives what drafting and exits achieve: pass draft_steps or exit, or leave it out.")
     prepared = PreparedModel(model, use_cache, dtype, drafting, exits, CacheSharing.of(cache))
     for i, n in enumerate(counts):
         prepared.check_length(n, max_new_tokens, f"the prompt of sequence {i}" if Batch.size > 1 else "the prompt")

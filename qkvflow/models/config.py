@@ -18,7 +18,12 @@ from qkvflow.weights import GeneratedConfig, PerLayerConfig, WeightsConfig
 @dataclass(frozen=True)
 class ControlConfig:
     """A control signal of `dim` components and a shift by layer-time move the input of the vector field, whose output
-    is scaled by a learned alpha (initial value `alpha`): the ODE flow hybrid. See `qkvflow.blocks.controlled`."""
+    is scaled by a learned alpha: the ODE flow hybrid. See `qkvflow.blocks.controlled`.
+
+    Attributes:
+        dim: components of the control signal.
+        alpha: initial value of the scale of the output.
+    """
 
     dim: Count = 4
     alpha: Annotated[float, Range()] = 0.1
@@ -33,6 +38,11 @@ class NeuralOdeConfig(LmConfig):
     """x(0) = embed(tokens);  dx/dt = B(x; W(t)), t in [0, 1];  logits = head(norm(x(1))).
 
     Attributes:
+        max_seq_len: tokens of a sequence, at most.
+        hidden_dim: the width of the state x.
+        block: what B is.
+        weights: what W(t) is.
+        depth: how the model travels from t = 0 to t = 1.
         prelude_layers, coda_layers: ordinary layers (per-layer weights, x + B(x), sequential form) before and after the
             flow.
         control: the flow hears a control signal; None for a model without.

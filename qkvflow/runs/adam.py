@@ -15,6 +15,10 @@ class ScaledAdamConfig(AdamConfig):
     """Levanter's `AdamConfig`.
 
     Attributes:
+        learning_rate: the largest; `lr_schedule`, `warmup` and `decay` say how it gets there and down again.
+        weight_decay: decoupled from the gradient, see `weight_decay_on`.
+        beta1, beta2, epsilon: of Adam.
+        max_grad_norm: gradients are clipped to this global norm; null does not.
         generated_scale: `sum_e` divides the steps of the projections P of generated weights by the sum of |e(t)|
             (`qkvflow.models.generated_scale`), so that one learning rate suits all T; `none` leaves them. Decay is as
             ever.

@@ -26,7 +26,9 @@ def require_bucket(place: Place) -> None:
         try:
             place.require_bucket()
         except FileNotFoundError:
-            raise UserError(f"there is no bucket {place.scheme}://{place.bucket}. Make it, or mend its name") from None
+            raise UserError(
+                f"there is no bucket {place.scheme}://{place.bucket}. Create it, or correct its name"
+            ) from None
 
 
 @contextlib.contextmanager

@@ -175,6 +175,8 @@ class LoraMode(FullMode):
     """The ordinary model of M layers stays as it is; beside its linear maps W stands (alpha / r) B A, which is trained.
 
     Attributes:
+        r: the rank.
+        alpha: the terms are scaled by alpha / r.
         dropout: of the input of A.
         target_modules: ends of the paths of linear maps (`[c_attn, mlp.c_fc]`) or a regular expression; null is all.
         train_embeddings: the tables at the model's entrance are trained too.

@@ -34,6 +34,7 @@ from qkvflow.training.step import make_trainer, vocabulary
 from qkvflow.training.stopping import meet
 from qkvflow.training.validation import Validation
 from qkvflow.weights import PerLayerConfig
+from qkvflow_command import called
 
 
 @dataclasses.dataclass(frozen=True)
@@ -219,7 +220,7 @@ def _last_words(run: PreparedRun[TrainConfig], outcome: Outcome, unigram: float 
     model = run.config.model
     is_flow = isinstance(model, NeuralOdeConfig) and not isinstance(model.weights, PerLayerConfig)
     if not outcome.exit_status and is_flow:
-        lines.append(f"To read it at other depths: python -m qkvflow.eval_lm --run {directory} --steps 3,6,12,24")
+        lines.append(f"To read it at other depths: {called('eval')} --run {directory} --steps 3,6,12,24")
     if not outcome.exit_status:
         lines.append(
             f"To use it in Python:        config, model, tokenizer = qkvflow.runs.load_run({str(directory)!r})"
@@ -231,4 +232,4 @@ def _sample_command(run: PreparedRun[TrainConfig]) -> str:
     model = run.config.model
     is_adaptive = isinstance(model, NeuralOdeConfig) and model.depth.is_adaptive
     steps = f" --steps {model.depth.reading_steps}" if is_adaptive else ""
-    return f'python -m qkvflow.sample_lm --run {run.directory}{steps} --prompt "The"'
+    return f'{called("sample")} --run {run.directory}{steps} --prompt "The"'

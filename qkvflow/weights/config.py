@@ -45,6 +45,7 @@ class GeneratedConfig(WeightsConfig):
     """Each weight is produced by a time network (the paper). T = time_embed_dim, S = sinusoidal_dim.
 
     Attributes:
+        init: `matched`, W(t) starts with the scale of the ordinary layer, or `official`, as the paper's code.
         frozen_time: null, or a time in [0, 1] at which weights are generated whatever t is (the control without time).
     """
 
@@ -79,6 +80,7 @@ class ModulatedConfig(WeightsConfig):
     """One block shared by all depths, times gates of time. H = hidden_dim, S = sinusoidal_dim of the gates' networks.
 
     Attributes:
+        hidden_dim: hidden units of the network that makes the gates.
         gate: `sigmoid`, or `film`, 1 + tanh, which starts as `constant` weights exactly.
         frozen_time: null, or a time in [0, 1] at which the gates are evaluated whatever t is (the control without
             time).
@@ -114,6 +116,7 @@ class BasisConfig(WeightsConfig):
     Attributes:
         basis: chebyshev, cosine (smooth everywhere), spline (cubic), linear (hat functions), piecewise (K equal
             intervals).
+        dim: K, how many functions.
         init: `matched`, the scale of the ordinary layer at all times.
         smoothness_weight: training adds this times the integral of ||dW/dt||^2 to the loss
             (`qkvflow.weights.roughness`).

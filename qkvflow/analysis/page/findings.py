@@ -218,18 +218,8 @@ def _course(values: Sequence[float], times: Sequence[float]) -> str:
         return f"is {_short(values[0])}"
     first, last = values[0], values[-1]
     scale = max(abs(first), abs(last), 1e-12)
-<<<<<<< HEAD
-    verb = (
-        "ends about as it begins, from"
-        if abs(last - first) < 0.1 * scale
-        else "grows from"
-        if last > first
-        else "falls from"
-    )
-=======
     verb = "grows from" if last > first else "falls from"
     verb = "ends about as it begins, from" if abs(last - first) < 0.1 * scale else verb
->>>>>>> h-page
     most = max(range(len(values)), key=lambda n: values[n])
     peak = f", with {_short(values[most])} at t = {times[most]:.2f} between" if values[most] > 1.2 * scale else ""
     return f"{verb} {_short(first)} at t = {times[0]:.2f} to {_short(last)} at t = {times[-1]:.2f}{peak}"

@@ -1,0 +1,104 @@
+"""Draws docs/assets/flow.png, the figure of the README: what a flow is, and what it means for depth.
+
+    python docs/figure.py
+
+Left: a toy field, solved with few and with many steps. Right: losses from the committed results of an ablation.
+"""
+
+import json
+from pathlib import Path
+
+import numpy as np
+from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from experiments.statistics import interval
+from experiments.style import COLOURS, LINES, MARKS
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "experiments" / "ablations" / "results_600_steps" / "results.json"
+TARGET = ROOT / "docs" / "assets" / "flow.png"
+GROUP, TRAINED_AT = "time_sampling", 6
+ARMS = {"fixed": "trained on one grid", "jitter": "trained on jittered grids"}
+
+
+def losses(record: dict) -> dict[str, list[tuple[int, float, float]]]:
+    """Of each arm (steps, mean, half of the 95 % interval) of Euler's method, over the seeds."""
+    arms = record["protocol"]["groups"][GROUP]["arms"]
+    found = {}
+    for arm in ARMS:
+        by_steps: dict[int, list[float]] = {}
+        for result in record["results"]:
+            if result["model"] == arms[arm]["model"]:
+                for reading in result["readings"]:
+                    if reading["solver"] == "euler":
+                        by_steps.setdefault(reading["steps"], []).append(reading["loss"])
+        own = {steps: interval(values) for steps, values in sorted(by_steps.items())}
+        found[arm] = [(steps, i.mean, i.half) for steps, i in own.items()]
+    return found
+
+
+def field(t: float, x: np.ndarray) -> np.ndarray:
+    """A toy B(x; W(t)) in the plane: a rotation whose speed and size change with t."""
+    turn = 1.6 + 0.8 * np.sin(3 * t)
+    return np.array([-turn * x[1] + 0.6, turn * x[0] - 0.9 * t])
+
+
+def euler(steps: int) -> np.ndarray:
+    """States of the toy flow, [steps + 1, 2]; W is taken at right end points, as in the paper."""
+    states = [np.array([1.0, 0.0])]
+    for k in range(steps):
+        states.append(states[-1] + field((k + 1) / steps, states[-1]) / steps)
+    return np.array(states)
+
+
+def draw() -> Figure:
+    """The figure."""
+    record = json.loads(RESULTS.read_text())
+    figure, (left, right) = plt.subplots(1, 2, figsize=(9.5, 3.4), dpi=150, layout="constrained")
+    _flow(left)
+    for k, (arm, rows) in enumerate(losses(record).items()):
+        steps, means, halves = np.array(rows).T
+        right.plot(steps, means, color=COLOURS[k], linestyle=LINES[k], marker=MARKS[k], label=ARMS[arm])
+        right.fill_between(steps, means - halves, means + halves, color=COLOURS[k], alpha=0.15, linewidth=0)
+    right.axvline(TRAINED_AT, color="grey", linewidth=0.8, linestyle=":")
+    right.annotate("depth of training", (TRAINED_AT, 4.9), (6.4, 4.9), color="grey", fontsize=8)
+    right.set(xscale="log", xlabel="steps of Euler's method, without further training", ylabel="loss (nats per byte)")
+    right.set_xticks([3, 4, 6, 8, 12, 24], ["3", "4", "6", "8", "12", "24"], minor=False)
+    right.set_xticks([], minor=True)
+    right.set_title("One trained model, read at other depths", fontsize=10)
+    right.legend(frameon=False, fontsize=8)
+    for panel in (left, right):
+        panel.spines[["top", "right"]].set_visible(False)
+    return figure
+
+
+def _flow(panel: Axes) -> None:
+    fine = euler(600)
+    panel.plot(*fine.T, color="black", linewidth=1.2, label="the flow: dx/dt = B(x; W(t))")
+    for k, steps in enumerate((24, 6)):
+        panel.plot(
+            *euler(steps).T,
+            color=COLOURS[k],
+            linestyle=LINES[k],
+            marker=MARKS[k],
+            markersize=4,
+            linewidth=1,
+            label=f"{steps} steps",
+        )
+    panel.annotate("x(0), the embedding", fine[0], fine[0] + (-0.1, -0.15), fontsize=8)
+    panel.annotate("x(1), read by the head", fine[-1], fine[-1] + (-0.05, -0.13), fontsize=8)
+    panel.set(xticks=[], yticks=[], xlabel="state (toy field)")
+    panel.set_title("A layer is a step of a solver", fontsize=10)
+    panel.margins(x=0.25, y=0.3)
+    panel.legend(frameon=False, fontsize=8, loc="lower left")
+
+
+def save(target: Path | str) -> None:
+    """Draws the figure into a file, the same bytes each time."""
+    draw().savefig(target, metadata={"Software": None})
+
+
+if __name__ == "__main__":
+    save(TARGET)
