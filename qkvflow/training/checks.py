@@ -1,6 +1,7 @@
 """Settings that cannot work, refused before any work: Levanter would fail late or obscurely."""
 
 import os
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -97,7 +98,7 @@ def check_memory(trainer: TrainerConfig, model: LmConfig, Pos: Axis, state_bytes
         )
 
 
-def _memory_of(device: jax.Device) -> int | None:
+def _memory_of(device: Any) -> int | None:
     """Bytes of memory of a device; of a CPU those of its machine, which its devices share. None if it does not say."""
     if device.platform == "cpu":
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
