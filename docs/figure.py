@@ -1,8 +1,9 @@
-"""Draws docs/assets/flow.png, the figure of the README: what a flow is, and what it means for depth.
+"""Draws docs/assets/flow.png, the figure of the README: what a flow is, and what it means for depth; and depths.png.
 
     python docs/figure.py
 
-Left: a toy field, solved with few and with many steps. Right: losses from the committed results of an ablation.
+Left: a toy field, solved with few and with many steps. Right: losses from the committed results of an ablation. The other:
+readings of two configurations at many depths (docs/assets/depths.json).
 """
 
 import json
@@ -95,10 +96,29 @@ def _flow(panel: Axes) -> None:
     panel.legend(frameon=False, fontsize=8, loc="lower left")
 
 
-def save(target: Path | str) -> None:
-    """Draws the figure into a file, the same bytes each time."""
-    draw().savefig(target, metadata={"Software": None})
+def draw_depths() -> Figure:
+    """Two trained configurations, read at other depths."""
+    readings = json.loads((TARGET.parent / "depths.json").read_text())["readings"]
+    figure, panel = plt.subplots(figsize=(6.0, 3.2), dpi=150, layout="constrained")
+    for k, (name, rows) in enumerate(readings.items()):
+        steps, losses = zip(*((row["steps"], row["loss"]) for row in rows), strict=True)
+        panel.plot(steps, losses, color=COLOURS[k], linestyle=LINES[k], marker=MARKS[k], label=name)
+    panel.set(xscale="log", xlabel="steps of Euler's method", ylabel="loss (nats per byte), n = 1")
+    panel.set_xticks(steps, [str(step) for step in steps], minor=False)
+    panel.set_xticks([], minor=True)
+    panel.legend(frameon=False, fontsize=8)
+    panel.spines[["top", "right"]].set_visible(False)
+    return figure
+
+
+FIGURES = {"flow.png": draw, "depths.png": draw_depths}
+
+
+def save(folder: Path | str) -> None:
+    """Draws the figures into a folder, the same bytes each time."""
+    for name, make in FIGURES.items():
+        make().savefig(Path(folder) / name, metadata={"Software": None})
 
 
 if __name__ == "__main__":
-    save(TARGET)
+    save(TARGET.parent)

@@ -68,8 +68,9 @@ def draw(record: Lifted) -> Iterator[style.Named]:
     """Losses against K, before and after healing, on one scale."""
     p = record.protocol
     found = {"before healing": record.losses("before"), "after healing": record.losses("report_loss")}
-    means = [contrast.mean for own in found.values() for contrast in own.values()]
-    limits = style.span([*means, record.base])
+    # Of the seeds, not of intervals: those of two seeds are wider than anything that there is to see.
+    values = [loss for r in record.results for loss in (r.before, r.report_loss) if loss is not None]
+    limits = style.span([], values, [p.counts["report"]])
     figure, (row,) = style.panels(1, 2, (10.0, 4.2))
     looks = style.series_of(KINDS)
     for panel, (words, own) in zip(row, found.items(), strict=True):

@@ -183,9 +183,9 @@ def test_quickstart_words_are_those_of_make():
     assert "qkvflow.train_lm " + shlex.join(train_words([])) in make
 
 
-def test_the_figure_is_drawn_from_the_committed_results(tmp_path):
+def test_the_figures_are_drawn_from_the_committed_results(tmp_path):
     """Pixel for pixel, with the pinned matplotlib."""
-    target = tmp_path / "flow.png"
-    code = f"import runpy; run = runpy.run_path('docs/figure.py'); run['save']({str(target)!r})"
+    code = f"import runpy; run = runpy.run_path('docs/figure.py'); run['save']({str(tmp_path)!r})"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
-    assert target.read_bytes() == (DOCS / "assets" / "flow.png").read_bytes()
+    for name in ("flow.png", "depths.png"):
+        assert (tmp_path / name).read_bytes() == (DOCS / "assets" / name).read_bytes()
