@@ -2,8 +2,8 @@
 
     python docs/figure.py
 
-Left: a toy field, solved with few and with many steps. Right: losses from the committed results of an ablation. The other:
-readings of two configurations at many depths (docs/assets/depths.json).
+Left: a toy field, solved with few and with many steps. Right: losses from the committed results of an ablation.
+The other: readings of two configurations at many depths (docs/assets/depths.json).
 """
 
 import json
