@@ -69,8 +69,9 @@ class DescribeConfig:
         mesh: the devices to compile the training step for, see `qkvflow.meshes.shape`.
         target: the machine to compile for, see `qkvflow.meshes.target`; without `mesh` all its devices divide the batch
             as `trainer.mesh` says.
-        serve: compiles a decoding step for one device of the target, in place of the training step: a token of each of
-            `slots` texts of full length, in `dtype` (f32, bf16; that of the weights if not given).
+        serve: compiles a decoding step for one device of the target, in place of the training step.
+        slots: texts of full length that a decoding step adds a token to.
+        dtype: of a decoding step, f32 or bf16; that of the weights if not given.
         suggest: of a configuration that does not fit the target, changes that may make it fit are compiled too.
         json: a file that everything is also written to.
     """

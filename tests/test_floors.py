@@ -40,6 +40,7 @@ MAY_IMPORT = {
     "training": {"axes", *GROUND, "weights", "models", "config", "data", "tracking", "progress", "runs"},
     "generation": {"axes", *GROUND, "models", "blocks", "depth", "data", "runs"},
     "serving": {*GROUND, "generation"},
+    "lens": {"axes", *GROUND, "models", "blocks", "depth"},
     "tasks": {*GROUND, "models", "runs", "generation"},
     "meshes": {*GROUND, "models", "config", "runs", "training", "generation"},
     "cli": {*GROUND, "config"},  # above all that works: nothing but programs speaks to a terminal

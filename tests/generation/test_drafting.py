@@ -319,7 +319,7 @@ def test_refusals():
         ({"draft_steps": 2, "draft_tokens": 65}, "between 1 and 64"),
         ({"draft_tokens": 2}, "nothing drafts"),
         ({"draft_steps": 2, "use_cache": False}, "with its cache"),
-        ({"report": print}, "give draft_steps or exit"),
+        ({"report": print}, "pass draft_steps or exit"),
     ]
     for options, words in cases:
         with pytest.raises(UserError, match=words):

@@ -82,7 +82,7 @@ def by_hand(model, tokens, source, own):
             out = np.einsum("hp,hpd->hd", weights / weights.sum(-1, keepdims=True), vs)
             axes = (hax.Axis(BATCH, 1), hax.Axis(POSITION, 1), *block.attn.c_proj.In)
             attn = block.attn.c_proj(hax.named(jnp.asarray(out, jnp.float32)[None, None], axes))
-            x = x + (attn + block.mlp(block.mlp_ln(x))) / steps
+            x = x + (attn + block.mlp(block.mlp_ln(x), Inputs())) / steps
         states.append(model.logits(model.norm(x)).array.reshape(-1))
     return np.stack(states)
 
