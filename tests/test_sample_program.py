@@ -53,7 +53,8 @@ def trained(tmp_path_factory):
     # The last lines say how to let the run write; the command works as it stands.
     (hint,) = [line for line in result.stdout.splitlines() if line.startswith("To let it write")]
     words = hint.split(":", 1)[1].split()
-    assert [Path(words[0]).name, words[1]] == ["qkvflow", "sample"] or words[:3] == ["python", "-m", "qkvflow.sample_lm"]
+    is_command = [Path(words[0]).name, words[1]] == ["qkvflow", "sample"]
+    assert is_command or words[:3] == ["python", "-m", "qkvflow.sample_lm"]
     return folder, words[words.index("--run") + 1]
 
 
