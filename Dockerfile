@@ -1,6 +1,6 @@
 # docker build -t qkvflow .                                  CPU
 # docker build -t qkvflow --build-arg EXTRA=cuda12 .         NVIDIA GPUs: docker run --gpus all ...
-# docker run --rm -it -v "$PWD/runs:/work/runs" qkvflow train
+# docker run --rm -it -v "$PWD/runs:/home/runs" qkvflow train
 ARG PYTHON=3.12
 FROM python:${PYTHON}-slim
 ARG EXTRA=""
@@ -11,6 +11,6 @@ COPY pyproject.toml setup.py MANIFEST.in README.md LICENSE CHANGELOG.md CITATION
 COPY configs configs
 COPY qkvflow qkvflow
 RUN pip install --no-cache-dir -c constraints.txt ".${EXTRA:+[$EXTRA]}"
-WORKDIR /work
+WORKDIR /home
 ENTRYPOINT ["qkvflow"]
 CMD ["--help"]
