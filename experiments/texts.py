@@ -9,6 +9,7 @@ import functools
 import hashlib
 import itertools
 import json
+import platform
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -16,8 +17,8 @@ from typing import Literal
 import draccus
 from levanter.data.text import HfDatasetSourceConfig
 
+from qkvflow.data.builtin import documents_of
 from qkvflow.data.cache import open_source
-from qkvflow.data.sources import BUILTIN_TEXTS
 from qkvflow.errors import UserError
 from qkvflow.files import write_text
 
@@ -200,10 +201,11 @@ class Builtin(TextConfig):
     @property
     def origins(self) -> tuple[str, str, str]:
         half = "half of its validation split"
-        return f"training split of {self.text}", f"first {half}", f"second {half}"
+        source = "" if self.text == "topics" else f" of Python {platform.python_version()}"
+        return f"training split of {self.text}{source}", f"first {half}", f"second {half}"
 
     def contents(self) -> tuple[str, str, str]:
-        train, validation = ("\n".join(BUILTIN_TEXTS[self.text](split)) for split in ("train", "validation"))
+        train, validation = ("\n".join(documents_of(self.text, split)) for split in ("train", "validation"))
         return train, *_cut(validation, len(validation) // 2)
 
 
