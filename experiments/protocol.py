@@ -200,9 +200,7 @@ class Protocol:
 
     @property
     def about_counts(self) -> str:
-        words = (
-            f"counted in the first {self.counted:,} tokens of the training text, as many as a model is trained on"
-        )
+        words = f"counted in the first {self.counted:,} tokens of the training text, as many as a model is trained on"
         return f"n-grams, {words}, reach {about(self.counts['report'])} on the part `report`"
 
     def about_rates(self, each: str) -> str:
