@@ -12,7 +12,7 @@ from qkvflow.errors import UserError
 from qkvflow.models import NeuralOdeConfig
 from qkvflow.weights import PerLayerConfig
 
-SYSTEMS = {"flow": "a flow", "layers": "as many ordinary layers (sequential) in its place"}
+SYSTEMS = {"flow": "a flow", "layers": "as many ordinary layers (sequential) instead"}
 
 
 @dataclass

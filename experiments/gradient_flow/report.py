@@ -173,7 +173,7 @@ def _refined(trained: Mapping[str, list[Trained]]) -> Table:
             is_read = isinstance(each[0], BySteps)
             words = f"steps of 1/{each[0].factor}" if is_read else "left out"
             rows.append([first[0], words, first[1], *cells, _small([e.share if is_read else 1.0 for e in each])])
-    head = ["model", "its middle", "displacement", "loss minus as trained", "divergence of logits", "share"]
+    head = ["model", "middle", "displacement", "loss minus as trained", "divergence of logits", "share"]
     return Table(head, rows)
 
 
@@ -266,7 +266,7 @@ def _invariance(record: GradientFlow) -> Figure:
         ends[words] = (p.refinements[-1], at[-1].mean)
     style.level(right, SHARE, f"our rule: passes below {SHARE:g}", "dimgrey")
     right.set_xticks(p.refinements)
-    words = f"share of what the middle does, n = {p.n}"
+    words = f"share of the effect of the middle, n = {p.n}"
     right.set(xlabel="m: steps of 1/m of the trained length", ylabel=words, ylim=(0, None))
     right.grid(alpha=0.25)
     style.direct(right, ends, _LOOKS_OF_MIDDLES)
