@@ -20,6 +20,7 @@ from qkvflow.axes import (
     QKV,
 )
 from qkvflow.blocks.inputs import Inputs
+from qkvflow.blocks.kernels import choose_kernel
 from qkvflow.blocks.memory import KeysValues
 from qkvflow.blocks.probe import apart
 
@@ -49,7 +50,7 @@ def attend(
     only q has share the keys and values (grouped queries).
     memory: of earlier positions, which q sees too, as those of `inputs.window` do.
     """
-    backend, mask = layer.backend, inputs.mask
+    mask, dropout, dtype = inputs.mask, 0.0 if layer.inference else layer.dropout, None
     Batch, Heads = (), ()
     if memory is not None:
         Batch, Heads = (a for a in k.axes if a.name not in (POSITION, HEAD_SIZE))
@@ -57,6 +58,10 @@ def attend(
         mask = memory.visible(q.resolve_axis(POSITION), inputs.window)
         q, k, v = memory.merged(q, Heads), memory.k, memory.v
         backend = AttentionBackend.VANILLA  # other kernels want as many queries as keys
+    else:
+        positions, head_size = q.axis_size(POSITION), q.axis_size(HEAD_SIZE)
+        backend = choose_kernel(layer.backend, layer.flash_block_size, positions, head_size, q.dtype, dropout)
+        dtype = q.dtype  # else splash copies q, k and v to fp32; its scores are fp32 anyway
     out = dot_product_attention(
         POSITION,
         KEY_POSITION,
@@ -66,9 +71,10 @@ def attend(
         v.rename({POSITION: KEY_POSITION}),
         mask=mask,
         # Differs from the official code and from Levanter's models, which never apply dropout to the weights.
-        dropout=layer.dropout,
+        dropout=dropout,
         inference=layer.inference,
         prng=key,
+        attention_dtype=dtype,
         attn_backend=backend,
         flash_block_size=layer.flash_block_size,
     )

@@ -81,6 +81,8 @@ class Gpt2LikeConfig(BlockConfig):
         form: `parallel`, attention and MLP both of x, or `sequential`, one after the other.
         resid_pdrop: dropout of what attention and MLP add.
         attn_pdrop: dropout of the attention weights.
+        attn_backend: the kernel of attention; if not given the best of the platform, see `qkvflow.blocks.kernels`.
+        flash_attention_block_size: positions in a block of that kernel; its own if not given.
     """
 
     num_heads: Count = 12

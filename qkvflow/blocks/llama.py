@@ -104,6 +104,8 @@ class LlamaBlockConfig(BlockConfig):
         layer_norm_epsilon: of all norms; if not given 1e-5, but 1e-6 for those inside an `official` block.
         use_bias: of all linear maps and norms. The norms inside an `official` block always have a bias, as in its
             source.
+        attn_backend: the kernel of attention; if not given the best of the platform, see `qkvflow.blocks.kernels`.
+        flash_attention_block_size: positions in a block of that kernel; its own if not given.
     """
 
     num_heads: Count = 16

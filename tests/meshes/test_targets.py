@@ -371,6 +371,29 @@ def test_a_step_compiled_for_a_machine(tmp_path, target, kernel):
 
 @pytest.mark.slow
 @pytest.mark.program
+@pytest.mark.parametrize(
+    ("words", "kernel", "fallbacks"),
+    [
+        (("--model.hidden_dim", "96", "--model.block.num_heads", "2"), "splash (Pallas, TPU)", []),  # heads of 48
+        (
+            ("--model.hidden_dim", "160", "--model.block.num_heads", "2", "--model.block.attn_pdrop", "0.1"),
+            "plain (all scores at once)",
+            [
+                "attention cannot be computed by splash: it has no dropout of the attention weights (attn_pdrop)."
+                " Falling back to vanilla"
+            ],
+        ),
+    ],
+)
+def test_the_kernel_of_a_tpu_and_what_it_cannot_take(tmp_path, words, kernel, fallbacks):
+    skip_without("tpu")
+    found = described(tmp_path, "--target", "v5e:1x1", *words)
+    assert found["attention"] == kernel
+    assert found["mesh"]["fallbacks"] == fallbacks
+
+
+@pytest.mark.slow
+@pytest.mark.program
 def test_what_is_too_large_is_told_with_numbers_and_a_way_out(tmp_path):
     skip_without("tpu")
     words = ["--target", "v5e:1x1", "--trainer.train_batch_size", "8192"]

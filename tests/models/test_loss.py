@@ -1,0 +1,52 @@
+"""The loss by blocks of the vocabulary, as it is trained with, is that of all logits at once; so are its gradients.
+
+Tolerances are shares of the largest value. fp32: sums in another order. bf16: inputs are exact and logits are fp32 in
+both; gradients alone are rounded, to 2^-9 once for each of four blocks of the vocabulary, 4 * 2^-9 = 0.008.
+"""
+
+import equinox as eqx
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from haliax import Axis
+from levanter.models.loss import next_token_loss as plain_loss
+
+from qkvflow.models.loss import next_token_loss
+
+Batch, Pos, Embed = Axis("batch", 2), Axis("position", 24), Axis("embed", 48)
+Vocab = Axis("vocab", 500)  # no multiple of a block
+Z = 1e-2
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(jnp.float32, 1e-5), (jnp.bfloat16, 0.01)])
+@pytest.mark.parametrize("block_size", [None, 128])
+def test_blocks_of_the_vocabulary_change_nothing(dtype, tolerance, block_size):
+    keys = jax.random.split(jax.random.PRNGKey(0), 4)
+    x = hax.random.normal(keys[0], (Batch, Pos, Embed)).astype(dtype)
+    head = (0.3 * hax.random.normal(keys[1], (Embed, Vocab))).astype(dtype)
+    tokens = hax.random.randint(keys[2], (Batch, Pos), 0, Vocab.size)
+    weight = (hax.random.uniform(keys[3], (Batch, Pos)) < 0.7).astype(jnp.float32)
+    options = dict(loss_weight=weight, logsumexp_weight=Z)
+
+    def by_blocks(xs):
+        return next_token_loss(Pos, Embed, Vocab, *xs, tokens, block_size=block_size, **options).scalar()
+
+    def whole(xs):
+        x, head = xs
+        return plain_loss(Pos, Vocab, hax.dot(x, head, axis=Embed), tokens, **options).scalar()
+
+    exact = (x.astype(jnp.float32), head.astype(jnp.float32))
+    found = jax.tree.leaves(eqx.filter_jit(eqx.filter_value_and_grad(by_blocks))((x, head)))
+    expected = jax.tree.leaves(eqx.filter_jit(eqx.filter_value_and_grad(whole))(exact))
+    assert found[0].dtype == jnp.float32
+    assert {a.dtype for a in found[1:]} == {jnp.dtype(dtype)}
+    assert abs(found[0] - expected[0]) < 1e-5 * expected[0]
+    for ours, theirs in zip(found[1:], expected[1:], strict=True):
+        ours, theirs = np.asarray(ours, np.float32), np.asarray(theirs)
+        assert np.abs(ours - theirs).max() < tolerance * np.abs(theirs).max()
+    # The weights and the penalty are no small matter.
+    for without in ({"loss_weight": None}, {"logsumexp_weight": None}):
+        other = plain_loss(Pos, Vocab, hax.dot(*exact, axis=Embed), tokens, **options | without).scalar()
+        assert abs(other - expected[0]) > 1e-3 * expected[0]
