@@ -1,4 +1,4 @@
-# Verbs: setup, train, sample, test, check, bench, targets, docs, dist. Each sets up .venv first if it is missing.
+# Verbs: setup, train, sample, test, test-hub, check, bench, targets, docs, dist. Each sets up .venv first if it is missing.
 SHELL := /bin/bash
 VENV  := .venv
 PY    := $(VENV)/bin/python
@@ -9,18 +9,21 @@ comma := ,
 EXTRAS := $(subst $(comma), ,$(EXTRA))
 # Compilers for TPUs and GPUs are installed outside the environment's packages: JAX would load them if it could import them.
 COMPILERS := $(VENV)/targets/.installed
+# So is torch: transformers would load it into every program, which takes 3 s each time.
+TORCH := $(VENV)/torch
 
 # Two workers: most of a test's time is compilation, which uses one core.
 PYTEST := $(PY) -m pytest tests -n 2 --dist loadfile
 
-.PHONY: setup train sample test test-slow lint check bench targets docs dist help
+.PHONY: setup train sample test test-slow torch test-hub lint check bench targets docs dist help
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make setup   create .venv and install qkvflow with exactly pinned dependencies (EXTRA=dev,cuda12 for a GPU; dev,torch and dev,eval for the tests of hub and of lm-eval; dev,targets for make targets)"
+	@echo "make setup   create .venv and install qkvflow with exactly pinned dependencies (EXTRA=dev,cuda12 for a GPU; dev,eval for the tests of lm-eval; dev,targets for make targets)"
 	@echo "make train   train the quickstart: a small continuous-depth language model, on this machine, in minutes"
 	@echo "make sample  generate text with the quickstart (ARGS='--prompt \"Once\" --temperature 0.5' for another prompt)"
 	@echo "make test    all tests except the slow ones (make test-slow runs those)"
+	@echo "make test-hub  tests/hub with torch, installed outside the environment: import and export against transformers"
 	@echo "make check   what to run before a commit: ruff, codespell, pyright, fast tests"
 	@echo "make bench   benchmarks, JSON and a table"
 	@echo "make targets compile every configuration for its TPUs and GPUs, without having them (hours)"
@@ -46,6 +49,13 @@ $(COMPILERS): $(VENV)/.installed constraints.txt
 	  --target $(@D) libtpu jax-cuda12-plugin jax-cuda12-pjrt
 	@touch $@
 
+$(TORCH)/.installed: $(VENV)/.installed constraints.txt
+	@echo "Setting up torch in $(@D) (PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu chooses the small build for CPUs)"
+	@$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --upgrade -c constraints.txt \
+	  --target $(@D) torch mpmath networkx sympy
+	@PYTHONPATH=$(@D) $(PY) -c "import torch"
+	@touch $@
+
 train: setup
 	@$(PY) -m qkvflow.train_lm --config_path configs/quickstart.yaml $(ARGS)
 
@@ -57,6 +67,11 @@ test: setup
 
 test-slow: setup
 	@$(PYTEST) -m slow $(ARGS)
+
+torch: $(TORCH)/.installed
+
+test-hub: torch
+	@PYTHONPATH=$(TORCH) $(PY) -m pytest tests/hub -n 2 -m "not slow" $(ARGS)
 
 lint: setup
 	@$(VENV)/bin/ruff format --check . && $(VENV)/bin/ruff check . && $(VENV)/bin/codespell && $(VENV)/bin/pyright

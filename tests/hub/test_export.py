@@ -6,7 +6,7 @@ import equinox as eqx
 import numpy as np
 import pytest
 
-pytest.importorskip("torch", reason="torch is not here: make setup EXTRA=dev,torch")
+pytest.importorskip("torch", reason="torch is not here: make test-hub")
 
 import transformers
 from levanter.layers.rotary import (

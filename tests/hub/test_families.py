@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-pytest.importorskip("torch", reason="torch is not here: make setup EXTRA=dev,torch")
+pytest.importorskip("torch", reason="torch is not here: make test-hub")
 
 import torch
 import transformers
