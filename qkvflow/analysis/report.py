@@ -155,6 +155,7 @@ def _run_data(source: _Source, sources: list[_Source], config: ReportConfig, ste
         "curves": runs.curves(run),
         "sweep": runs.depth_sweep(run),
         "exits": runs.exits(run),
+        "anytime": runs.anytime(run),
         "continuity": runs.continuity(run),
         "times": rounded(source.times, 4),
         "trained_times": rounded(spectra.spectral.training_times(run.model), 4),
@@ -166,7 +167,7 @@ def _run_data(source: _Source, sources: list[_Source], config: ReportConfig, ste
         data["snapshots"].append(_snapshot(source, n, config, data, points, rooms[n == run.step], step))
     data["conclusions"] = {
         "training": findings.of_training(data["curves"], data["uniform"]),
-        "depth": findings.of_depth(data["sweep"], data["exits"]),
+        "depth": findings.of_depth(data["sweep"], data["exits"], data["anytime"]),
     }
     data["vocabulary"] = _vocabulary(run, data)
     return data

@@ -1,5 +1,6 @@
 """Self-attention by Levanter's kernels: the product itself, and GPT-2's layer with fused query, key and value."""
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import equinox as eqx
@@ -21,6 +22,7 @@ from qkvflow.axes import (
 )
 from qkvflow.blocks.inputs import Inputs
 from qkvflow.blocks.kernels import choose_kernel
+from qkvflow.blocks.matrices import PartedLinear
 from qkvflow.blocks.memory import KeysValues
 from qkvflow.blocks.probe import apart
 
@@ -109,10 +111,10 @@ class Gpt2Attention(eqx.Module):
     """softmax(Q K^T / sqrt(head_size)) V, then the output projection.
 
     Attributes:
-        c_attn: {embed} -> {qkv, heads, head_size};  c_proj: {heads, head_size} -> {embed}.
+        c_attn: {embed} -> {qkv, heads, head_size}, in parts when it generates;  c_proj: {heads, head_size} -> {embed}.
     """
 
-    c_attn: hnn.Linear
+    c_attn: hnn.Linear | PartedLinear
     c_proj: hnn.Linear
     inference: bool
     dropout: float = eqx.field(static=True)
@@ -139,11 +141,16 @@ class Gpt2Attention(eqx.Module):
 
     def extend(self, x: NamedArray, inputs: Inputs, memory: KeysValues | None, *, key=None):
         """{..., position, embed} -> {..., position, embed}, and the memory extended by the positions of x."""
-        qkv = self.c_attn(x).rearrange((..., QKV, HEADS, POSITION, HEAD_SIZE))
-        q, k, v = (inputs.see(f"attn.{name}", a) for name, a in zip("qkv", qkv.unbind(QKV), strict=True))
+        q, k, v = (inputs.see(f"attn.{name}", a) for name, a in zip("qkv", self._projected(x), strict=True))
         out, memory = attend(self, q, k, v, inputs, memory, key=key)
         out = inputs.see("attn.heads", out.astype(x.dtype))
         return inputs.see("attn.out", self.c_proj(hax.auto_sharded(out))), memory
+
+    def _projected(self, x: NamedArray) -> Sequence[NamedArray]:
+        """Queries, keys and values: {..., heads, position, head_size}."""
+        if isinstance(self.c_attn, PartedLinear):
+            return [part.rearrange((..., HEADS, POSITION, HEAD_SIZE)) for part in self.c_attn(x)]
+        return self.c_attn(x).rearrange((..., QKV, HEADS, POSITION, HEAD_SIZE)).unbind(QKV)
 
     def memory(self, Batch: Axis, length: int, dtype) -> KeysValues:
         """Room for `length` positions."""

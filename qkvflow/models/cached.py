@@ -14,6 +14,7 @@ from haliax import Axis, NamedArray
 
 from qkvflow.axes import EMBED, LAYERS, POSITION
 from qkvflow.blocks import Inputs
+from qkvflow.blocks.matrices import with_matrices
 from qkvflow.blocks.memory import keys_of
 from qkvflow.depth import FixedPlan, integrate_until_exit, integrate_with_memory
 from qkvflow.errors import UserError
@@ -57,7 +58,8 @@ class CachedFlow(eqx.Module):
             )
         times = flow.plan.times
         stacked = evaluate(flow.weights, grid(times))
-        return CachedFlow(tuple(_row(stacked, k) for k in range(len(times))), flow.plan, sharing)
+        blocks = tuple(with_matrices(_row(stacked, k)) for k in range(len(times)))
+        return CachedFlow(blocks, flow.plan, sharing)
 
     def memory(self, Batch: Axis, length: int, dtype) -> tuple | SharedMemory:
         """An empty memory for `length` positions: one for each evaluation of B, if none share theirs."""

@@ -172,3 +172,7 @@ def test_training_and_depth_conclude():
     assert "save 50% of the evaluations for +0.100 nats" in text
     assert "no difference" in findings.of_depth([{**r, "loss": 2.0} for r in rows], [])
     assert findings.of_depth([], []) == ""
+    measured = [("steps", "6", 2.0, 1.0), ("steps", "3", 2.5, 2.0), ("exit", "kl", 2.01, 1.2), ("draft", "4", 2.0, 1.6)]
+    anytime = [dict(zip(("kind", "name", "loss", "speed"), row, strict=True)) for row in measured]
+    told = "1.20 times with exits by kl (+0.010 nats), 1.60 times with drafts of 4 (no loss)."
+    assert findings.of_depth([], [], anytime).endswith(f"at full depth: {told}")

@@ -38,6 +38,13 @@ EXITS = [
 ]
 
 
+MEASURED = (("steps", "2", 5.0, 2, 1.0), ("exit", "kl", 5.01, 1.5, 1.2), ("draft", "4 at 1", 5.0, 1.1, 1.6))
+ANYTIME = [
+    {"kind": k, "name": n, "loss": x, "evaluations": e, "tokens_per_second": 9.0 * s, "speed": s}
+    for k, n, x, e, s in MEASURED
+]
+
+
 @pytest.fixture(scope="module")
 def page(runs, tmp_path_factory):
     """The page of a flow whose folder has a bad name, with one of Levanter's models over it."""
@@ -48,6 +55,7 @@ def page(runs, tmp_path_factory):
     (flow / "evaluation" / "depth.json").write_text(sweep())
     (flow / "evaluation" / "continuity.json").write_text(json.dumps(FOUND.as_json()))
     (flow / "evaluation" / "exits.json").write_text(json.dumps({"checkpoint_step": 2, "exits": EXITS}))
+    (flow / "evaluation" / "anytime.json").write_text(json.dumps({"checkpoint_step": 2, "readings": ANYTIME}))
     options = ["--run", flow, "--compare", runs[1], "--text", *TEXTS, "--draws", 2, "--shuffles", 2, "--k", 3]
     target = report.main(parse(report.ReportConfig, [str(o) for o in [*options, "--out", folder / "page.html"]])[0])
     assert target.stat().st_size < 5_000_000

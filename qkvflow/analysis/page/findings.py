@@ -167,8 +167,8 @@ def of_attention(data: Data, uniform: Data, fresh: Data | None) -> str:
     return f"Attention goes {', '.join(parts)}{null}; {end}."
 
 
-def of_depth(sweep: Sequence[Data], exits: Sequence[Data]) -> str:
-    """Of other depths; null: the depth of training itself (the lowest loss)."""
+def of_depth(sweep: Sequence[Data], exits: Sequence[Data], anytime: Sequence[Data] = ()) -> str:
+    """Of other depths; null: the depth of training itself (the lowest loss), and for speed plain decoding at it."""
     text = ""
     rows = [r for r in sweep if r["loss"] is not None]
     if rows:
@@ -186,7 +186,19 @@ def of_depth(sweep: Sequence[Data], exits: Sequence[Data]) -> str:
         r = saved[-1]
         text += f" Exits by {r['rule']} save {1 - r['evaluations'] / r['of']:.0%} of the evaluations"
         text += f" for {r['loss'] - full[0]['loss']:+.3f} nats."
-    return text.strip()
+    return f"{text} {_of_speed(anytime)}".strip()
+
+
+def _of_speed(anytime: Sequence[Data]) -> str:
+    """The fastest way of each kind that costs hardly any loss."""
+    told = []
+    for kind, words in (("steps", "read at {} steps"), ("exit", "with exits by {}"), ("draft", "with drafts of {}")):
+        good = [r for r in anytime[1:] if r["kind"] == kind and r["loss"] - anytime[0]["loss"] < _MARGIN]
+        if good:
+            best = max(good, key=lambda r: r["speed"])
+            cost = "no loss" if kind == "draft" else f"{best['loss'] - anytime[0]['loss']:+.3f} nats"
+            told.append(f"{best['speed']:.2f} times {words.format(best['name'])} ({cost})")
+    return f"Tokens per second beside plain decoding at full depth: {', '.join(told)}." if told else ""
 
 
 def opening(runs: Sequence[Data]) -> list[str]:

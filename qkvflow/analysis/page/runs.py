@@ -79,6 +79,15 @@ def exits(run: Run) -> list[Data]:
     return _evaluation(run, "exits.json", read, [])
 
 
+def anytime(run: Run) -> list[Data]:
+    """What `experiments.bench.anytime` measured: loss, evaluations and speed of fewer steps, exits and drafts, the full
+    depth first; or nothing if it was not run."""
+    keys = ("kind", "name", "loss", "evaluations", "tokens_per_second", "speed")
+    return _evaluation(
+        run, "anytime.json", lambda found: [{k: r[k] for k in keys} for r in map(_plain, found["readings"])], []
+    )
+
+
 def _evaluation(run: Run, name: str, read: Callable[[Data], T], missing: T) -> T:
     path = run.path / "evaluation" / name
     if not path.is_file():

@@ -1,0 +1,90 @@
+"""Linear maps between several axes as matrices, which is how they are read fast when there is a single new token.
+
+XLA on a CPU takes the product of one row with weights {embed, qkv, heads, head_size} number by number, column after
+column; as a matrix {embed, out} it takes the kernel for that. At width 512 it is 2.0 ms against 0.2 ms.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+import equinox as eqx
+import haliax as hax
+import haliax.nn as hnn
+import jax
+from haliax import Axis, NamedArray
+
+from qkvflow.axes import QKV
+
+_IN, _OUT = "matrix_in", "matrix_out"
+
+
+class MatrixLinear(eqx.Module):
+    """As `haliax.nn.Linear`.
+
+    Attributes:
+        weight: {matrix_in, matrix_out}; bias: {matrix_out}.
+        In, Out: what these axes are made of.
+    """
+
+    weight: NamedArray
+    bias: NamedArray | None
+    In: tuple[Axis, ...] = eqx.field(static=True)
+    Out: tuple[Axis, ...] = eqx.field(static=True)
+
+    @staticmethod
+    def of(linear: hnn.Linear) -> "MatrixLinear":
+        In, Out = _axes(linear.In), _axes(linear.Out)
+        weight = linear.weight * linear.reparam.active_scale
+        weight = weight.rearrange((*In, *Out)).flatten_axes(In, _IN).flatten_axes(Out, _OUT)
+        bias = None if linear.bias is None else linear.bias.rearrange(Out).flatten_axes(Out, _OUT)
+        return MatrixLinear(weight, bias, In, Out)
+
+    def __call__(self, x: NamedArray, *, key=None) -> NamedArray:
+        y = hax.dot(x.flatten_axes(self.In, _IN), self.weight, axis=_IN)
+        y = y if self.bias is None else y + self.bias
+        return hax.auto_sharded(y.unflatten_axis(_OUT, self.Out))
+
+
+class PartedLinear(eqx.Module):
+    """A fused linear map with a matrix for each part: queries are not computed where only keys and values are kept.
+
+    Attributes:
+        Out: as of the fused one, the axis of the parts in front.
+    """
+
+    parts: tuple[MatrixLinear, ...]
+    Out: tuple[Axis, ...] = eqx.field(static=True)
+
+    @staticmethod
+    def of(linear: hnn.Linear) -> "PartedLinear":
+        Out = _axes(linear.Out)
+        name = Out[0].name
+
+        def part(i: int) -> MatrixLinear:
+            bias = None if linear.bias is None else linear.bias[name, i]
+            return MatrixLinear.of(dataclasses.replace(linear, weight=linear.weight[name, i], bias=bias, Out=Out[1:]))
+
+        return PartedLinear(tuple(part(i) for i in range(Out[0].size)), Out)
+
+    def __call__(self, x: NamedArray) -> tuple[NamedArray, ...]:
+        """One array for each part."""
+        return tuple(part(x) for part in self.parts)
+
+
+def with_matrices(tree):
+    """The pytree with matrices in place of all linear maps between more than two axes."""
+
+    def changed(node):
+        if not _is_linear(node) or node.weight.ndim <= 2:
+            return node
+        return PartedLinear.of(node) if _axes(node.Out)[0].name == QKV else MatrixLinear.of(node)
+
+    return jax.tree.map(changed, tree, is_leaf=_is_linear)
+
+
+def _is_linear(node) -> bool:
+    return type(node) is hnn.Linear
+
+
+def _axes(spec: Axis | Sequence[Axis]) -> tuple[Axis, ...]:
+    return (spec,) if isinstance(spec, Axis) else tuple(spec)
