@@ -139,7 +139,10 @@ class Gpt2BlockConfig(Gpt2LikeConfig):
     def __post_init__(self):
         super().__post_init__()
         if self.activation is ActivationFunctionEnum.xielu:
-            raise UserError("activation: xielu has parameters of its own, which this block does not hold.")
+            raise UserError(
+                "activation: xielu has its own parameters, which this block does not support. Choose another"
+                " activation."
+            )
 
     def init(self, Embed: Axis, *, key) -> Gpt2Block:
         k_attn, k_mlp = maybe_rng_split(key, 2)

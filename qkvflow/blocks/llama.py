@@ -130,7 +130,10 @@ class LlamaBlockConfig(BlockConfig):
                 f" keys and values serves an equal group of query heads. Possible: {', '.join(divisors)}."
             )
         if self.activation is ActivationFunctionEnum.xielu:
-            raise UserError("activation: xielu has parameters of its own, which this block does not hold.")
+            raise UserError(
+                "activation: xielu has its own parameters, which this block does not support. Choose another"
+                " activation."
+            )
 
     @property
     def kv_heads(self) -> int:
@@ -146,7 +149,7 @@ class LlamaBlockConfig(BlockConfig):
         if (Embed.size // self.num_heads) % 2 != 0:
             raise UserError(
                 f"The head size is hidden_dim / num_heads = {Embed.size} / {self.num_heads} ="
-                f" {Embed.size // self.num_heads}, but rotary positions turn pairs of numbers, so it must be even."
+                f" {Embed.size // self.num_heads}, but rotary positions rotate pairs of numbers, so it must be even."
                 " Choose another hidden_dim or num_heads."
             )
 

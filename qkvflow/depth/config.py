@@ -82,8 +82,8 @@ class DepthConfig:
             )
         if self.step_size == "residual" and (self.time_sampling == "jitter" or not isinstance(self.steps, int)):
             raise UserError(
-                "step_size: residual has steps of length 1, whose number and places cannot be drawn at random, or grow."
-                " Use step_size: uniform."
+                "step_size: residual has steps of length 1, whose number and positions cannot be random or grow. Use"
+                " step_size: uniform."
             )
         if self.kinetic_weight and self.adjoint == "reversible":
             raise UserError(
@@ -160,32 +160,34 @@ class DepthConfig:
         """Refuses keys that mean nothing beside each other; what a plan needs of its own values it checks itself."""
         if not self.is_adaptive and self.max_steps is not None:
             raise UserError(
-                "max_steps bounds adaptive steps, and this grid is fixed: leave it out, or give rtol and atol."
+                "max_steps bounds adaptive steps, but this grid is fixed: leave it out, or give rtol and atol."
             )
         if not self.is_general:
             return
         what = "adaptive steps (rtol, atol)" if self.is_adaptive else "adjoint: backsolve"
         if self.coupling is not None:
             raise UserError(
-                "coupling belongs to the reversible scheme on a fixed grid, and has no meaning with tolerances or"
-                " adjoint: backsolve. Leave it out."
+                "coupling is for the reversible scheme on a fixed grid, and has no effect with tolerances or adjoint:"
+                " backsolve. Leave it out."
             )
         if self.time_sampling == "jitter" or isinstance(self.steps, StepRange):
             raise UserError(
-                f"{what} cannot go with steps drawn at random: use time_sampling: fixed and one number of steps."
+                f"{what} cannot be combined with random steps: use time_sampling: fixed and one number of steps."
             )
         if isinstance(self.steps, StepGrowth) and self.is_adaptive:
             raise UserError(
-                f"steps: grow says how many steps there are, and {what} find that out themselves: give one number of"
-                " steps (the length of the first that is tried), or leave out rtol and atol."
+                f"steps: grow sets the number of steps, but {what} choose it themselves: give one number of steps (it"
+                " sets the first trial step), or leave out rtol and atol."
             )
         if self.kinetic_weight:
             raise UserError(
-                f"kinetic_weight sums over the steps of a fixed grid, and cannot with {what}: leave it out."
+                f"kinetic_weight sums over the steps of a fixed grid, which {what} does not have: leave it out."
             )
         if self.step_size == "residual":
-            raise UserError(f"step_size: residual has steps of length 1, {what} solves an ODE on [0, 1]: use uniform.")
+            raise UserError(
+                f"step_size: residual has steps of length 1, but {what} solves an ODE on [0, 1]: use uniform."
+            )
         if self.endpoint == "left" and self.is_adaptive:
-            raise UserError("endpoint: left is Euler's on a fixed grid; adaptive steps do not read it. Leave it out.")
+            raise UserError("endpoint: left is for Euler on a fixed grid; adaptive steps do not use it. Leave it out.")
         if self.evaluate == "batched":
-            raise UserError(f"evaluate: batched needs times known beforehand; with {what} use evaluate: auto.")
+            raise UserError(f"evaluate: batched needs times that are known in advance; with {what} use evaluate: auto.")

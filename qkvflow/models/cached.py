@@ -51,9 +51,9 @@ class CachedFlow(eqx.Module):
         evaluations = flow.plan.evaluations or 0  # None where steps adapt, which is refused elsewhere
         if evaluations > MOST_EVALUATIONS:
             raise UserError(
-                f"This flow has {evaluations:,} evaluations of its field, and at most {MOST_EVALUATIONS} can"
-                " be cached: each is compiled by itself, and keeps keys and values of its own. Take fewer steps, or"
-                " read the whole text again for each token (use_cache false)."
+                f"This flow has {evaluations:,} evaluations of its field, but at most {MOST_EVALUATIONS} can be cached:"
+                " each is compiled separately and keeps its own keys and values. Use fewer steps, or recompute the"
+                " whole text for each token (use_cache false)."
             )
         times = flow.plan.times
         stacked = evaluate(flow.weights, grid(times))
@@ -103,8 +103,8 @@ class CachedModel(eqx.Module):
         """
         if exits is not None and sharing != EXACT:
             raise UserError(
-                f"cache: {sharing} and exit exclude each other: a token that has stopped leaves keys and values of its"
-                " own in every later evaluation. Leave one of them out."
+                f"cache: {sharing} and exit cannot be combined: a stopped token stores its own keys and values in every"
+                " later evaluation. Leave one of them out."
             )
         model = on_fixed_grid(model)
         parts = model.transformer
@@ -188,9 +188,9 @@ def on_fixed_grid(model: NeuralOdeLMHeadModel) -> NeuralOdeLMHeadModel:
     depth = model.config.depth
     if depth.is_adaptive:
         raise UserError(
-            "This model has adaptive steps (rtol, atol), and cannot generate as it is: step sizes are chosen from the"
-            " whole text, so a new token changes the states of all earlier ones too, and nothing of them can be kept."
-            " Read it on a fixed grid: model.with_depth(model.config.depth.on_grid(steps=12)), in programs --steps 12."
+            "This model has adaptive steps (rtol, atol), so it cannot generate: step sizes depend on the whole text, so"
+            " a new token changes the states of all earlier ones and nothing can be cached. Use a fixed grid:"
+            " model.with_depth(model.config.depth.on_grid(steps=12)), in programs --steps 12."
         )
     return model.with_depth(depth.on_grid())
 

@@ -67,16 +67,16 @@ class NeuralOdeConfig(LmConfig):
         is_one_grid = not (self.depth.is_general or self.training_plans) and len(self.depth.stages) == 1
         if isinstance(self.weights, PerLayerConfig) and not is_one_grid:
             raise UserError(
-                "weights: per_layer has weights at the times of one fixed grid, and none between them: adaptive steps,"
-                " adjoint: backsolve, time_sampling: jitter and a range of steps or steps that grow need weights that"
-                " are functions of time (generated, modulated, basis, constant)."
+                "weights: per_layer only has weights at the times of one fixed grid: adaptive steps, adjoint:"
+                " backsolve, time_sampling: jitter and a range of steps or steps that grow need weights that are"
+                " functions of time (generated, modulated, basis, constant)."
             )
         if self.depth.adjoint == "backsolve":
             for name, value in vars(self.block).items():
                 if name.endswith("_pdrop") and name != "embed_pdrop" and value > 0:
                     raise UserError(
-                        f"adjoint: backsolve solves the field back in time, and cannot with a mask of dropout drawn in"
-                        f" each step: set block.{name}: 0.0, or use adjoint: checkpoint or reversible."
+                        "adjoint: backsolve solves the field backwards in time, which does not work with a random"
+                        f" dropout mask in each step: set block.{name}: 0.0, or use adjoint: checkpoint or reversible."
                     )
 
     @property

@@ -84,7 +84,7 @@ class Continuity:
                 f", the observed order is {self.order:.2f} of {self.expected_order}"
                 f" (rule: {SHARE_OF_ORDER * self.expected_order:g})"
             )
-        return f"{'an ODE' if self.is_continuous else 'no ODE, a stack of layers'} by the rule: {found}"
+        return f"{'an ODE' if self.is_continuous else 'not an ODE, a stack of layers'} by the rule: {found}"
 
     def as_json(self) -> dict[str, Any]:
         """For files: plain values."""
@@ -105,8 +105,8 @@ def ways(model: NeuralOdeLMHeadModel, doublings: int = 2, solvers: Sequence[str]
     """
     if isinstance(model.transformer.flow.weights, PerLayer):
         raise UserError(
-            "continuity is a question about weights that are functions of time, and this model has ordinary layers,"
-            " which have no other depth."
+            "continuity only applies to weights that are functions of time, and this model has ordinary layers, which"
+            " have one depth."
         )
     depth = model.config.depth
     steps = [depth.reading_steps * 2**k for k in range(doublings + 1)]

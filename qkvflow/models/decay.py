@@ -50,8 +50,8 @@ def configure(optimizer: OptimizerConfig, rule: str) -> OptimizerConfig:
         return optimizer
     if optimizer.weight_decay_modules is not None or optimizer.default_weight_decay_mask is not None:
         raise UserError(
-            "optimizer.weight_decay_modules and default_weight_decay_mask say what decays, and so does"
-            f" weight_decay_on: {rule}. Remove them, or set weight_decay_on: levanter to use them."
+            f"optimizer.weight_decay_modules and default_weight_decay_mask conflict with weight_decay_on: {rule}."
+            " Remove them, or set weight_decay_on: levanter to use them."
         )
     optimizer = copy.copy(optimizer)
     # Levanter builds its mask in a method that has no parameters; a frozen dataclass can still carry another one.

@@ -74,13 +74,13 @@ class Exit(eqx.Module):
         """
         if config.min_steps >= steps:
             raise UserError(
-                f"exit: min_steps must be below the {steps} steps of the model, or no token ever leaves; got"
+                f"exit: min_steps must be below the {steps} steps of the model, or no token can exit; got"
                 f" {config.min_steps}."
             )
         if has_coda and config.rule != "velocity":
             raise UserError(
-                f"exit: rule: {config.rule} reads a prediction off the state of the flow, which this model's coda would"
-                " change first (model.coda_layers). Use rule: velocity."
+                f"exit: rule: {config.rule} predicts from the state of the flow, which this model's coda changes first"
+                " (model.coda_layers). Use rule: velocity."
             )
         return Exit(jnp.asarray(config.threshold, jnp.float32), config.rule, config.min_steps)
 

@@ -90,10 +90,10 @@ def merged(model):
 def _unknown(config: LmConfig) -> UserError:
     kind = config.get_choice_name(type(config))
     return UserError(
-        f"the model is of type {kind}, in a variant that qkvflow cannot read as steps in depth: it reads its own"
-        " models (neuralode), and Levanter's gpt2 and llama without extensions (scaling of attention by layer, upcast"
-        " attention, hybrid, query-key or input norms, heads of another size). Such a model can be trained,"
-        " evaluated and sampled from."
+        f"the model is of type {kind}, in a variant that qkvflow cannot treat as steps in depth: it supports its own"
+        " models (neuralode), and Levanter's gpt2 and llama without extensions (layer-wise attention scaling, upcast"
+        " attention, hybrid, query-key or input norms, other head sizes). You can train, evaluate and sample such a"
+        " model."
     )
 
 

@@ -184,7 +184,7 @@ def _check_targets(model: eqx.Module, targets: list[str] | str | None) -> None:
         missing = [t for t in targets if not any(path.endswith(t) for path in paths)] if targets else ["(none given)"]
     if missing:
         raise UserError(
-            f"target_modules: no linear map of the model matches {', '.join(map(repr, missing))}. Give ends of these"
-            " paths in a list, or a regular expression that matches from their beginning, or null for all of them: "
+            f"target_modules: no linear map of the model matches {', '.join(map(repr, missing))}. Give a list of path"
+            " suffixes, a regular expression that matches from the start of a path, or null for all. The paths are: "
             + ", ".join(paths)
         )

@@ -192,7 +192,7 @@ class NeuralOdeLMHeadModel(LmHeadModel[NeuralOdeConfig]):
         reversible scheme of `adjoint: reversible` included.
         """
         if steps is None and self.config.depth.is_adaptive:
-            raise UserError("An adaptive model has no number of steps of its own: say how many, discretise(steps).")
+            raise UserError("An adaptive model has no fixed number of steps: give one, discretise(steps).")
         config = self.config.at_depth(self.config.depth.reading_steps if steps is None else steps)
         flow = self.transformer.flow.discretise(config.plan)
         return dataclasses.replace(self, transformer=dataclasses.replace(self.transformer, flow=flow), _config=config)
@@ -253,7 +253,7 @@ def _build(config: NeuralOdeConfig, *, ordinary: bool, times: tuple[float, ...],
 def _check_control(config: NeuralOdeConfig, tokens: NamedArray, control: NamedArray) -> None:
     if config.control is None:
         raise UserError(
-            "This model has no control (`model.control` is null), so it cannot be given one. Train a model with"
+            "This model has no control (`model.control` is null), so it cannot use one. Train a model with"
             " `model.control: {dim: N}`, or leave the control out."
         )
     axes = {a.name: a.size for a in control.axes}

@@ -32,7 +32,9 @@ class ScaledAdamConfig(AdamConfig):
         others = ("update_rms_clipping", "clip_update_norm", "skip_bad_steps", "adamc_weight_decay")
         if self.generated_scale != "none" and any(getattr(self, name) for name in others):
             name = next(name for name in others if getattr(self, name))
-            raise UserError(f"generated_scale: {self.generated_scale} cannot go with {name}: leave one of them out.")
+            raise UserError(
+                f"generated_scale: {self.generated_scale} cannot be combined with {name}: leave one of them out."
+            )
 
     def build(self, num_train_steps: int) -> optax.GradientTransformation:
         """Adam's direction, divided for projections, then decoupled decay, then the rate."""

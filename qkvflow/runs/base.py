@@ -105,8 +105,8 @@ class BaseRecord:
         found = next((place for place in places if place.exists()), None)
         if found is None:
             raise UserError(
-                f"the run {directory} holds only what LoRA trained, and its base is gone: there is no"
-                f" {places[0]}. Put the base back, there or at {places[1]}"
+                f"the run {directory} contains only LoRA's parameters, and its base is missing: there is no"
+                f" {places[0]}. Restore the base, there or at {places[1]}"
             )
         return found
 
@@ -119,7 +119,7 @@ class BaseRecord:
         if decode(LmConfig, self.model) != base.model or fingerprint(loaded) != self.sha256:
             raise UserError(
                 f"{base.path} is not the base that this run was made from: its parameters or its model have changed"
-                f" since (expected sha256 {self.sha256[:12]}...). Put the original base back, or fine-tune the new one"
+                f" since (expected sha256 {self.sha256[:12]}...). Restore the original base, or fine-tune the new one"
                 " as a new run with --trainer.id NAME"
             )
 

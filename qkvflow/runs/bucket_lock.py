@@ -43,8 +43,8 @@ class BucketLock:
         """
         if self._taker is not None:
             raise UserError(
-                f"{self._taker} has taken over the run {self._place}, because this process was not heard of for more"
-                f" than {PATIENCE_SECONDS:.0f} seconds. This one has stopped, and writes nothing more there"
+                f"{self._taker} has taken over the run {self._place}, because this process did not respond for more"
+                f" than {PATIENCE_SECONDS:.0f} seconds. This process has stopped and writes nothing more"
             )
 
     def take(self, while_waiting: Callable[[], None]) -> None:

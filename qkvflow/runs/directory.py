@@ -170,7 +170,7 @@ def run_id(given: str | None, config_path: str | None) -> str:
         given = re.sub(r"[^A-Za-z0-9._-]+", "-", "-".join(parts[below + 1 :])).strip("-.")
     if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,200}", given):
         raise UserError(
-            f"`trainer.id` is {shortened(given)!r}, but must be one folder name of letters, digits, `.`, `_` and `-` "
-            "that begins with a letter or a digit"
+            f"`trainer.id` is {shortened(given)!r}, but must be one folder name of letters, digits, `.`, `_` and `-`"
+            " that starts with a letter or a digit"
         )
     return given

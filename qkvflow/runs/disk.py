@@ -49,8 +49,8 @@ def require_space(path: Path, size: int) -> None:
     if free < size:
         there, needed = (scaled(count, 1000, DECIMAL, digits=3) for count in (free, size))
         raise UserError(
-            f"the disk of {path} has {there} free, but two checkpoints of this "
-            f"model take {needed}. Make room, or choose another --run_dir DIR"
+            f"the disk of {path} has {there} free, but two checkpoints of this model take {needed}. Free some space, or"
+            " choose another --run_dir DIR"
         )
 
 
@@ -64,11 +64,11 @@ def disk_errors_are_told(path: Path) -> Iterator[None]:
         causes = [error, error.__cause__, error.__context__]
         if any(os.strerror(number) in str(cause) for cause in causes for number in _FULL):
             raise UserError(
-                f"the disk of {path} became full. Make room and give the same command again: the "
-                "run continues from its newest complete checkpoint"
+                f"the disk of {path} is full. Free some space and run the same command again: the run resumes from its"
+                " newest complete checkpoint"
             ) from error
         if isinstance(error, OSError) and _is_below(path, error.filename):
-            raise UserError(f"{error.filename} cannot be used: {error.strerror}. Mend it, or remove it") from error
+            raise UserError(f"{error.filename} cannot be used: {error.strerror}. Fix it, or remove it") from error
         raise
 
 
@@ -78,8 +78,8 @@ def _is_below(folder: Path, name: object) -> bool:
 
 def _reason(error: OSError) -> str:
     if error.errno == errno.ENOSPC:
-        return "the disk is full. Make room, or put the run elsewhere with --run_dir DIR"
+        return "the disk is full. Free some space, or choose another folder with --run_dir DIR"
     if isinstance(error, FileExistsError | NotADirectoryError):
-        return f"{error.filename} is a file, not a folder. Choose another place with --run_dir DIR"
+        return f"{error.filename} is a file, not a folder. Choose another folder with --run_dir DIR"
     what = error.strerror or str(error)
-    return f"{what}. Choose a place where you may write with --run_dir DIR"
+    return f"{what}. Choose a writable folder with --run_dir DIR"

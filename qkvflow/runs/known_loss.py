@@ -38,9 +38,9 @@ def warn_of_lost(run: Run, losses: Mapping[str, float]) -> None:
     if lost:
         listing = ", ".join(f"{name} {loss:.3f}" for name, loss in lost.items())
         text = (
-            f"the flow of {run.path} is lost in this reading: its validation loss was {known:.3f} as it was trained,"
-            f" and is: {listing}. Read it nearer to its training, train it with `time_sampling: jitter`, or"
-            " fine-tune it there"
+            f"the flow of {run.path} does not work at this depth or with this solver: its validation loss was"
+            f" {known:.3f} in training, and is now: {listing}. Use settings closer to training, train with"
+            " `time_sampling: jitter`, or fine-tune it with these settings"
         )
         warnings.warn(Notice(text), stacklevel=2)
 

@@ -135,7 +135,7 @@ class BasisConfig(WeightsConfig):
             raise UserError(f"init: {self.init!r} is not known. Choices: matched.")
         if self.smoothness_weight and self.basis == "piecewise":
             raise UserError(
-                "smoothness_weight needs weights with a derivative in time, and piecewise weights jump: use another"
+                "smoothness_weight needs weights with a derivative in time, but piecewise weights jump: use another"
                 " basis, or leave it out."
             )
 

@@ -72,8 +72,8 @@ def check_enough_layers(dim: int, layers: int) -> None:
     """
     if dim > layers:
         raise UserError(
-            f"{dim} functions of time cannot be found from {layers} layers. Give at most {layers}; finetune_lm makes"
-            " weights finer afterwards (mode: {type: flow, refine: K})."
+            f"{dim} functions of time cannot be determined from {layers} layers. Give at most {layers}; finetune_lm can"
+            " refine the weights afterwards (mode: {type: flow, refine: K})."
         )
 
 

@@ -44,8 +44,8 @@ class Galerkin(TimeDependent):
         """The same function of time with `dim` basis functions, and the relative error of that (0 if it is exact)."""
         if dim < self.basis.dim:
             raise UserError(
-                f"refine: {dim} functions of time are fewer than the {self.basis.dim} that these weights have, and"
-                " cannot hold them. Give at least as many."
+                f"refine: {dim} functions of time are fewer than the {self.basis.dim} of these weights and cannot"
+                f" represent them. Give at least {self.basis.dim}."
             )
         matrix, error = self.basis.refinement(dim)
 
@@ -100,7 +100,7 @@ def refine_with_error(module, dim: int):
 
     fine = jax.tree.map(one, module, is_leaf=lambda m: isinstance(m, Galerkin))
     if not errors:
-        raise UserError("refine makes basis weights finer (weights: {type: basis}), and there are none in this module.")
+        raise UserError("refine is for basis weights (weights: {type: basis}), and this module has none.")
     return fine, max(errors)
 
 

@@ -116,7 +116,7 @@ def test_a_start_that_was_killed_is_begun_again(tmp_path):
 def test_files_of_a_stranger_are_no_empty_run(tmp_path, name):
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / name).write_text("mine")
-    with pytest.raises(UserError, match=f"not empty: it holds {name}"), prepare_run(_config(tmp_path)):
+    with pytest.raises(UserError, match=f"not empty: it contains {name}"), prepare_run(_config(tmp_path)):
         pass
     assert _files(tmp_path / "a") == {str(tmp_path / "a" / name): b"mine"}
 
@@ -158,9 +158,9 @@ def test_starts_at_once_take_nothing_from_each_other(tmp_path):
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("~nobodyknows/x", "no home of that user"),
+        ("~nobodyknows/x", "no home folder of that user"),
         ("x" * 300, "too long for a path"),
-        ("hdfs://x/y", "no folder of this machine and no bucket"),
+        ("hdfs://x/y", "neither a local folder nor a bucket"),
     ],
 )
 def test_folders_that_cannot_be_are_refused(name, words):
@@ -296,7 +296,7 @@ def test_a_disk_that_becomes_full_is_told(tmp_path):
         with disk_errors_are_told(tmp_path):
             raise ValueError("RESOURCE_EXHAUSTED: write failed [No space left on device]")
 
-    with pytest.raises(UserError, match="became full"):
+    with pytest.raises(UserError, match="is full"):
         save()
 
 
@@ -350,7 +350,7 @@ def test_reading_a_run_that_is_not_there_says_what_is(tmp_path):
     with pytest.raises(UserError, match="no checkpoint yet"):
         load_run(run)
     _checkpoint(run, 3)
-    with pytest.raises(UserError, match="no checkpoint of step 4; there are: 3"):
+    with pytest.raises(UserError, match="no checkpoint of step 4; available: 3"):
         load_run(run, checkpoint_step=4)
 
 
