@@ -74,12 +74,12 @@ class Gpt2Block(eqx.Module):
 
 @dataclass(frozen=True)
 class Gpt2LikeConfig(BlockConfig):
-    """What the blocks with GPT-2's attention share: LayerNorm, fused attention, learned positions, a tied head.
+    """Shared by the blocks with GPT-2's attention: LayerNorm, fused attention, learned positions, a tied head.
 
     Attributes:
         num_heads: attention heads.
-        form: `parallel`, attention and MLP both of x, or `sequential`, one after the other.
-        resid_pdrop: dropout of what attention and MLP add.
+        form: `parallel`, where attention and MLP both read x, or `sequential`, one after the other.
+        resid_pdrop: dropout of the outputs of attention and MLP.
         attn_pdrop: dropout of the attention weights.
     """
 
@@ -127,7 +127,7 @@ class Gpt2LikeConfig(BlockConfig):
 @BlockConfig.register_subclass("gpt2")
 @dataclass(frozen=True)
 class Gpt2BlockConfig(Gpt2LikeConfig):
-    """LayerNorm, fused attention, MLP of `mlp_scale` times the width; learned positions and a tied head around it.
+    """LayerNorm, fused attention, and an MLP of `mlp_scale` times the width; with learned positions and a tied head.
 
     Attributes:
         mlp_scale: hidden units of the MLP, as a multiple of the width.

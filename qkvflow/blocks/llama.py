@@ -91,18 +91,18 @@ class LlamaBlock(eqx.Module):
 @BlockConfig.register_subclass("llama")
 @dataclass(frozen=True)
 class LlamaBlockConfig(BlockConfig):
-    """Rotary positions inside the attention; around it a head of its own (unless tied) and no table of positions.
+    """Rotary positions inside the attention; an untied head by default, and no position embeddings.
 
     Attributes:
         num_heads: attention heads.
         form: `parallel`, `sequential` or `official`, see `qkvflow.blocks.llama`.
-        resid_pdrop: dropout of what attention and MLP add.
+        resid_pdrop: dropout of the outputs of attention and MLP.
         attn_pdrop: dropout of the attention weights.
-        num_kv_heads: heads of keys and values, a divisor of num_heads; as many as num_heads if not given.
-        intermediate_dim: hidden units of the MLP; 4 times the width if not given, as in the paper's Llama.
+        num_kv_heads: heads of keys and values, a divisor of num_heads; defaults to num_heads.
+        intermediate_dim: hidden units of the MLP; defaults to 4 times the width, as in the paper's Llama.
         rope: Levanter's rotary embeddings, `{type: default | llama3 | yarn, theta: ...}`, halves rotated (not pairs).
-        layer_norm_epsilon: of all norms; if not given 1e-5, but 1e-6 for those inside an `official` block.
-        use_bias: of all linear maps and norms. The norms inside an `official` block always have a bias, as in its
+        layer_norm_epsilon: epsilon of all norms; defaults to 1e-5, but 1e-6 for those inside an `official` block.
+        use_bias: bias of all linear maps and norms. The norms inside an `official` block always have a bias, as in its
             source.
     """
 

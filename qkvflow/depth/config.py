@@ -23,29 +23,30 @@ MAX_STEPS = 256
 
 @dataclass(frozen=True)
 class DepthConfig:
-    """A fixed grid of `steps` steps of `solver`; with `rtol` or `atol` steps of adaptive length.
+    """A fixed grid of `steps` steps of `solver`; with `rtol` or `atol`, steps of adaptive length.
 
     Attributes:
         solver: `euler`, `midpoint`, `heun`, `ralston`, `rk4`, `bosh3`, `tsit5`, `dopri5`, `dopri8`, ...
         steps: a number; `{min, max}`, from which training draws (`StepRange`); or `{grow: {0.0: 3, 0.25: 6, 0.6: 12}}`,
-            from these fractions of training on (`StepGrowth`). With tolerances, 1/steps is the length of the first step
-            that is tried.
-        endpoint: which end of its step Euler sees (`right` as in the paper, `left`); methods with several stages have
-            their own places within the step, and do not read it.
+            starting at these fractions of training (`StepGrowth`). With tolerances, 1/steps is the length of the first
+            trial step.
+        endpoint: the end of the step at which Euler evaluates W (`right` as in the paper, or `left`); multi-stage
+            methods have their own points within the step and ignore it.
         step_size: `uniform`, h = 1/steps, an ODE on [0, 1]; `residual`, h = 1, an ordinary residual network (Euler
             only).
-        adjoint: how gradients are made (docs/depth.md compares). `checkpoint`, exact, stores one state per step and
-            recomputes the rest; `direct`, exact, stores everything; `reversible`, exact, memory independent of the
-            number of steps, by a scheme that takes twice the evaluations; `backsolve`, the continuous adjoint,
+        adjoint: how gradients are computed (docs/depth.md compares them). `checkpoint`, exact, stores one state per
+            step and recomputes the rest; `direct`, exact, stores everything; `reversible`, exact, memory independent of
+            the number of steps, with a scheme that needs twice the evaluations; `backsolve`, the continuous adjoint,
             approximate.
-        coupling: lambda in (0, 1] of the reversible scheme, `reversible` has 0.99 by default; with `checkpoint` or
-            `direct` it asks for the same scheme, differentiated in another way.
-        evaluate: when W(t) is computed, see `qkvflow.depth.fixed`; `auto` is what is faster for the weights at hand.
-        time_sampling: `jitter` shifts the grid at random in each training step, which then has one step more, see
+        coupling: lambda in (0, 1] of the reversible scheme, 0.99 by default for `reversible`; with `checkpoint` or
+            `direct` it selects the same scheme, differentiated in that way.
+        evaluate: when W(t) is computed, see `qkvflow.depth.fixed`; `auto` chooses what is faster for the weights.
+        time_sampling: `jitter` shifts the grid at random in each training step, which then has one additional step, see
             `qkvflow.depth.jitter`.
-        rtol, atol: tolerances of adaptive steps (one given, the other is the same). WARNING: step sizes are chosen from
-            the whole batch, so the model is not strictly causal, and cannot be cached in generation.
-        max_steps: of a solve with tolerances, rejected ones included; hitting it is an error. 256 by default.
+        rtol, atol: tolerances of adaptive steps (if one is given, the other is the same). WARNING: step sizes depend on
+            the whole batch, so the model is not strictly causal, and generation cannot use a cache.
+        max_steps: limit on the steps of an adaptive solve, including rejected ones; reaching it is an error. 256 by
+            default.
         kinetic_weight: training adds this times the kinetic energy to the loss, the integral of the mean of (dx/dt)^2
             over tokens and width (OT-Transformer, arXiv 2505.13499); logged as `train/kinetic_energy`.
     """
@@ -157,7 +158,7 @@ class DepthConfig:
         )
 
     def _check_combination(self) -> None:
-        """Refuses keys that mean nothing beside each other; what a plan needs of its own values it checks itself."""
+        """Refuses keys that cannot be combined; plans check their own values."""
         if not self.is_adaptive and self.max_steps is not None:
             raise UserError(
                 "max_steps bounds adaptive steps, but this grid is fixed: leave it out, or give rtol and atol."

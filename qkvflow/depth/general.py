@@ -1,11 +1,11 @@
-"""The general path: `diffrax.diffeqsolve`, for adaptive step sizes and for the continuous adjoint.
+"""The general solver path: `diffrax.diffeqsolve`, for adaptive step sizes and for the continuous adjoint.
 
 Everything with a gradient travels through diffrax's `args` as raw arrays, never through a closure: the continuous
 adjoint would silently drop it. The state is a raw array too (a NamedArray cannot be one); this is the only file that
 unwraps it. It is float32 at least, since diffrax promotes the state to the dtype of t.
 
-Step sizes are chosen from the error of the whole batch of sequences: change one token and every state changes a
-little, those before it too. So an adaptive flow is not strictly causal and cannot be cached.
+Step sizes depend on the error of the whole batch of sequences: changing one token changes every state slightly,
+including those before it. So an adaptive flow is not strictly causal and cannot be cached.
 """
 
 from dataclasses import dataclass

@@ -1,7 +1,7 @@
 """`weights: per_layer`: independent weights for each point of a time grid, i.e. an ordinary stack of layers.
 
-W(t_k) = W_k for the times t_k of the grid, and nothing is known between them. Discretisation ends here: `at` of
-generated weights on a grid, frozen.
+W(t_k) = W_k for the times t_k of the grid, undefined between them. Discretisation produces these: `at` of generated
+weights on a grid, frozen.
 """
 
 from collections.abc import Sequence
