@@ -1,4 +1,4 @@
-"""The language model token by token: the same blocks and plans, each evaluation of B with a memory of its own.
+"""The language model token by token: the same blocks and plans, each evaluation of B with its own memory.
 
     x = embed(new tokens);  every evaluation of B reads its memory of earlier positions and adds the new ones
 
@@ -31,7 +31,7 @@ MOST_EVALUATIONS = 256  # of a field that are cached: each is compiled by itself
 
 
 class CachedFlow(eqx.Module):
-    """A flow whose weights stand ready, for each distinct time of its plan an ordinary block.
+    """A flow with evaluated weights: an ordinary block for each distinct time of its plan.
 
     Attributes:
         sharing: which of its evaluations keep keys and values.
@@ -74,12 +74,12 @@ class CachedFlow(eqx.Module):
 
 
 class CachedModel(eqx.Module):
-    """A language model that continues sequences from what it remembers of them.
+    """A language model that continues sequences from its memory of them.
 
     Memory is a pytree: for prelude, flow and coda one memory for each evaluation of B.
 
     Attributes:
-        exit: when a token stops on its way through the flow.
+        exit: when a token stops integrating.
     """
 
     embeddings: Embeddings
@@ -96,10 +96,10 @@ class CachedModel(eqx.Module):
     def of(
         model: NeuralOdeLMHeadModel, exits: ExitConfig | None = None, sharing: CacheSharing = EXACT
     ) -> "CachedModel":
-        """Evaluates all weights; `model` must be in inference mode. exits: a threshold of 0 is none.
+        """Evaluates all weights; `model` must be in inference mode. exits: a threshold of 0 means no exits.
 
         Raises:
-            UserError: the model has adaptive steps; the rule of `exits` cannot be asked of it, or not with `sharing`.
+            UserError: the model has adaptive steps, or `exits` does not work with this model or with `sharing`.
         """
         if exits is not None and sharing != EXACT:
             raise UserError(

@@ -44,7 +44,7 @@ def check_rule(rule: str) -> None:
 
 
 def configure(optimizer: OptimizerConfig, rule: str) -> OptimizerConfig:
-    """The same optimizer configuration, decaying what `rule` says."""
+    """The same optimizer configuration, with the decay of `rule`."""
     check_rule(rule)
     if rule == "levanter":
         return optimizer

@@ -1,7 +1,7 @@
-"""The one door for Levanter's models: GPT-2 and Llama become points of our product, with the same arrays.
+"""The entry point for Levanter's models: converts GPT-2 and Llama to our form, with the same arrays.
 
 `per_layer` weights, sequential blocks, Euler steps of length 1: the same function (tests/models/test_levanter_parity.py
-and tests/models/test_levanter_llama.py train both side by side). Behind the door everything reads one form.
+and tests/models/test_levanter_llama.py train both side by side). All other code only handles our form.
 """
 
 import equinox as eqx
@@ -25,7 +25,7 @@ def enter(model: LmHeadModel) -> NeuralOdeLMHeadModel:
     """The model in our form, LoRA merged into its weights; may consist of shapes.
 
     Raises:
-        UserError: for a model of Levanter's that is no point of our product.
+        UserError: for a Levanter model that has no such form.
     """
     if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(model)):
         return eqx.filter_eval_shape(_enter, model)
@@ -44,7 +44,7 @@ def enter_config(config: LmConfig) -> NeuralOdeConfig:
     """The configuration of a model in our form.
 
     Raises:
-        UserError: for a model of Levanter's that is no point of our product.
+        UserError: for a Levanter model that has no such form.
     """
     ours = config if isinstance(config, NeuralOdeConfig) else twin_config(config)
     if ours is None:

@@ -1,4 +1,4 @@
-"""From ordinary layers to a flow: the same model with a W(t) that passes through its layers, or near them."""
+"""From ordinary layers to a flow: the same model with a W(t) that passes through or near its layers."""
 
 import dataclasses
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""The base of a fine-tune: a run or an official checkpoint, checked before work and known again by its hash."""
+"""The base of a fine-tune: a run or an official checkpoint, checked before work and identified by its hash."""
 
 import abc
 import dataclasses
@@ -29,13 +29,13 @@ _LLAMA = "transformer.block.self_attn."
 
 @dataclass(frozen=True)
 class OfficialConfig:
-    """A checkpoint of the official implementation (SDML-KU/qkvflow); its sizes are read off its arrays.
+    """A checkpoint of the official implementation (SDML-KU/qkvflow); sizes follow from its arrays.
 
     Attributes:
         path: the folder of one checkpoint, `.../step-10000`.
-        num_heads: attention heads, which no array tells.
+        num_heads: attention heads, which the arrays do not show.
         steps: number of Euler steps it was trained with.
-        max_seq_len: the longest sequence, for the Llama block; GPT-2's stands in its table of positions.
+        max_seq_len: the longest sequence, for the Llama block; for GPT-2 it follows from the position embeddings.
         block: further keys of `model.block`, such as dropout: `{resid_pdrop: 0.1}`.
     """
 
@@ -62,7 +62,7 @@ class OfficialConfig:
 
 @dataclass(frozen=True)
 class BaseRecord:
-    """A run's `base.json`: where its base lies, and what it must be.
+    """A run's `base.json`: the location and identity of its base.
 
     Attributes:
         path: of the base run or checkpoint, absolute; relative: the same as seen from the run, so that both may be

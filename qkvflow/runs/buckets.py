@@ -1,4 +1,4 @@
-"""Buckets that cannot be used: said in plain words, before any work."""
+"""Clear errors for buckets that cannot be used, before any work."""
 
 import contextlib
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""The checkpoints of a run: which are complete, which are good, and what to do with the others."""
+"""The checkpoints of a run: which are complete, which are good, and how to handle the others."""
 
 import contextlib
 import itertools

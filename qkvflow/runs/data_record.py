@@ -1,4 +1,4 @@
-"""The training data that a run was started with: written down, and compared when the run continues."""
+"""The training data that a run was started with: recorded, and compared when the run resumes."""
 
 import json
 from collections.abc import Mapping

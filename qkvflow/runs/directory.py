@@ -1,4 +1,4 @@
-"""Where the files of a run lie, and how a run gets its name."""
+"""Where the files of a run are stored, and how a run gets its name."""
 
 import os
 import re
@@ -41,7 +41,7 @@ class RunDirectory:
 
     @property
     def location(self) -> Path | Place:
-        """Where it lies, as people know it."""
+        """Where it is stored, as shown to users."""
         return self.path if self.mirror is None else self.mirror.place
 
     @property

@@ -1,4 +1,4 @@
-"""The disk of a run: writable and with room before any work, and one clear error when it becomes full."""
+"""The disk of a run: checks access and free space before any work, and gives one clear error when it is full."""
 
 import contextlib
 import errno
@@ -16,7 +16,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # the disk, the user's share 
 
 @contextlib.contextmanager
 def refusals_are_told(path: Path) -> Iterator[None]:
-    """Turns what the file system says when the run directory `path` is made or written into a `UserError`."""
+    """Turns file system errors from creating or writing the run directory `path` into a `UserError`."""
     try:
         yield
     except OSError as error:
@@ -43,7 +43,7 @@ def require_space(path: Path, size: int) -> None:
     """Compares the free space of a disk with what checkpoints take.
 
     Raises:
-        UserError: the disk of `path` has no room for two checkpoints, of `size` bytes together.
+        UserError: the disk of `path` has no space for two checkpoints of `size` bytes in total.
     """
     free = shutil.disk_usage(path).free
     if free < size:
@@ -56,8 +56,8 @@ def require_space(path: Path, size: int) -> None:
 
 @contextlib.contextmanager
 def disk_errors_are_told(path: Path) -> Iterator[None]:
-    """Turns the many shapes in which libraries report a full disk into one `UserError`, and whatever else the disk
-    refuses of a file in the folder `path` into one that names the file."""
+    """Turns the many errors with which libraries report a full disk into one `UserError`, and other disk errors of a
+    file in the folder `path` into one that names the file."""
     try:
         yield
     except Exception as error:

@@ -1,4 +1,4 @@
-"""Folders of Hugging Face as runs: the configuration that stands for one, and a run made of one."""
+"""Hugging Face folders as runs: the configuration that represents one, and a run created from one."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The validation loss that a run knows of itself, and readings of its flow in which it is lost."""
+"""The recorded validation loss of a run, and warnings if its flow does not work with other depth settings."""
 
 import math
 import warnings
@@ -28,10 +28,10 @@ def known_loss(run: Run) -> float | None:
 
 
 def warn_of_lost(run: Run, losses: Mapping[str, float]) -> None:
-    """Warns (`Notice`) of readings whose loss on the run's validation text is far above the one that the run knows.
+    """Warns (`Notice`) if a loss on the run's validation text is far above the recorded one.
 
     Args:
-        losses: of readings, by what they are in words, such as `euler with 24 steps`.
+        losses: by description, such as `euler with 24 steps`.
     """
     known = known_loss(run)
     lost = {name: loss for name, loss in losses.items() if known is not None and not loss < known + _LOST}

@@ -1,4 +1,4 @@
-"""Reads a run back: its configuration, its model at a checkpoint, its tokenizer."""
+"""Loads a run: its configuration, its model at a checkpoint, its tokenizer."""
 
 import contextlib
 import dataclasses
@@ -39,7 +39,7 @@ from qkvflow.runs.hub import hub_config, read_hub_model
 
 @dataclass(frozen=True)
 class Run:
-    """A run that was read back; `config, model, tokenizer = run` unpacks the first three.
+    """A loaded run; `config, model, tokenizer = run` unpacks the first three.
 
     Attributes:
         config: the configuration it was trained with.
@@ -65,19 +65,19 @@ class Run:
 
 
 def load_run(path: str | os.PathLike, checkpoint_step: int | None = None, *, merge: bool = True) -> Run:
-    """Reads a run directory. The files of its checkpoint are compared with their checksums first.
+    """Loads a run directory. First compares the files of its checkpoint with their checksums.
 
     Args:
-        path: the run directory, `runs/<id>`, or `gs://bucket/runs/<id>`; or a folder of Hugging Face, whose model and
-            tokenizer are read as a run.
-        checkpoint_step: N of the checkpoint `step-N`; the newest good one if not given, with a warning (`Notice`) if
-            a newer one is damaged.
-        merge: of a LoRA run: what it trained is added to its base's weights, which gives an ordinary model;
-            otherwise it stands beside them, as in training.
+        path: the run directory, `runs/<id>`, or `gs://bucket/runs/<id>`; or a Hugging Face folder, which is loaded like
+            a run.
+        checkpoint_step: N of the checkpoint `step-N`; defaults to the newest good one, with a warning (`Notice`) if a
+            newer one is damaged.
+        merge: for a LoRA run: add its low-rank terms to the base's weights, which gives an ordinary model; otherwise
+            they stay separate, as in training.
 
     Raises:
-        UserError: there is no such run, no checkpoint, or no checkpoint of that step; if that checkpoint or all are
-            damaged; and if the base of a LoRA run is gone or has changed.
+        UserError: there is no such run, no checkpoint, or no checkpoint of that step; that checkpoint or all are
+            damaged; or the base of a LoRA run is missing or has changed.
     """
     directory = find_run(path)
     with disk_errors_are_told(directory.path), bucket_errors_are_told(directory.place):

@@ -1,4 +1,4 @@
-"""Runs that no training made: a configuration and one checkpoint of a model alone, whole or absent."""
+"""Runs created without training: a configuration and one checkpoint of the model, written completely or not at all."""
 
 import contextlib
 import dataclasses

@@ -1,4 +1,4 @@
-"""Writes LoRA into the weights: from a run that holds only what it trained, an ordinary run that stands alone."""
+"""Merges LoRA into the weights: turns a run with only LoRA's parameters into an ordinary run without a base."""
 
 import json
 import os

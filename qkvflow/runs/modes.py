@@ -1,4 +1,4 @@
-"""YAML `mode:` what is fine-tuned of a base: the flow itself, the ordinary model it becomes at M steps, or LoRA."""
+"""YAML `mode:` what is fine-tuned: the flow itself, the ordinary model that it becomes at M steps, or LoRA."""
 
 import abc
 import dataclasses
@@ -49,11 +49,11 @@ class FinetuneMode(draccus.ChoiceRegistry, abc.ABC):
 @FinetuneMode.register_subclass("flow")
 @dataclass(frozen=True)
 class FlowMode(FinetuneMode):
-    """The ODE stays one: what is trained are the functions of time W(t), read at M steps.
+    """Keeps the ODE and trains the functions of time W(t), evaluated at M steps.
 
     Attributes:
-        refine: K, of `weights: {type: basis}`: before training W(t) is written in a basis of K functions, the same
-            function of time where the finer basis can hold it (`qkvflow.weights.refine`).
+        refine: K, for `weights: {type: basis}`: before training, W(t) is expressed in a basis of K functions, exactly
+            if the finer basis can represent it (`qkvflow.weights.refine`).
     """
 
     refine: Count | None = None
@@ -103,7 +103,7 @@ class FlowMode(FinetuneMode):
 @FinetuneMode.register_subclass("full")
 @dataclass(frozen=True)
 class FullMode(FinetuneMode):
-    """The flow becomes an ordinary model of M layers, all of whose weights are trained."""
+    """Converts the flow to an ordinary model of M layers and trains all its weights."""
 
     def model_config(self, base: LmConfig, steps: int | None) -> Any:
         if isinstance(base, NeuralOdeConfig):
@@ -128,7 +128,7 @@ class FullMode(FinetuneMode):
 @FinetuneMode.register_subclass("stack")
 @dataclass(frozen=True)
 class StackMode(FinetuneMode):
-    """A deeper ordinary model of copies of an ordinary one's layers, all of whose weights are trained.
+    """A deeper ordinary model made of copies of the base's layers; trains all weights.
 
     L layers become M = n L: layer k is a copy of the base's layer k mod L (`stack`: the whole stack on top of itself;
     Gong et al. 2019, "Efficient Training of BERT by Progressively Stacking"; Du et al. 2024, G_stack) or k div n
@@ -172,16 +172,16 @@ class StackMode(FinetuneMode):
 @FinetuneMode.register_subclass("lora")
 @dataclass(frozen=True)
 class LoraMode(FullMode):
-    """The ordinary model of M layers stays as it is; beside its linear maps W stands (alpha / r) B A, which is trained.
+    """Freezes the ordinary model of M layers and trains low-rank terms (alpha / r) B A for its linear maps W.
 
     Attributes:
         r: the rank.
-        alpha: the terms are scaled by alpha / r.
-        dropout: of the input of A.
-        target_modules: ends of the paths of linear maps (`[c_attn, mlp.c_fc]`) or a regular expression; null is all.
-        train_embeddings: the tables at the model's entrance are trained too.
-        a_init: how A is drawn: `normal`, or `uniform` as PEFT draws it, sqrt(3) narrower: learning rates of the one are
-            not those of the other.
+        alpha: the low-rank terms are scaled by alpha / r.
+        dropout: dropout of the input of A.
+        target_modules: path suffixes of linear maps (`[c_attn, mlp.c_fc]`) or a regular expression; null means all.
+        train_embeddings: also train the input embeddings.
+        a_init: initialisation of A: `normal`, or `uniform` as in PEFT, sqrt(3) narrower; the two need different
+            learning rates.
     """
 
     r: Count = 8

@@ -1,4 +1,4 @@
-"""Opens the directory of a run before any work: new or to be continued, locked, writable, with room."""
+"""Opens the directory of a run before any work: new or to be resumed, locked, writable, with free space."""
 
 import contextlib
 import dataclasses

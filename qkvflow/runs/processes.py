@@ -1,4 +1,4 @@
-"""Several processes of one run: the first one opens the run directory, the others follow or end with it."""
+"""Several processes of one run: the first one opens the run directory, the others follow or exit with it."""
 
 import socket
 import time
