@@ -117,9 +117,9 @@ class _Dumper(yaml.SafeDumper):
 
 def _number(kind: type, made: type, loader: _Loader, node: yaml.ScalarNode) -> Any:
     text = loader.construct_scalar(node)
-    name = "integer" if kind is int else "number"
+    name = "an integer" if kind is int else "a number"
     if not re.fullmatch(_SCALARS["int" if kind is int else "float"][0], text):
-        raise _refusal(node, f"`{shortened(text)}` is no {name}")
+        raise _refusal(node, f"`{shortened(text)}` is not {name}")
     if len(text) > _LONGEST_NUMBER:
         return text
     # Python writes infinity and NaN without the point.

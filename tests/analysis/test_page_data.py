@@ -126,7 +126,7 @@ def test_spectra_conclude_beside_the_untrained():
     outside = findings.of_spectra("ov", spectrum([1.1, 7.5, 5.0], positive=0.9), BAND, times)
     assert "grows from 1.1 at t = 0.00 to 5 at t = 1.00, with 7.5 at t = 0.50 between" in outside
     assert (
-        "made by training: spectral radius (67% of the times), share of positive real parts (all of the times)"
+        "an effect of training: spectral radius (67% of the times), share of positive real parts (all of the times)"
         in outside
     )
     assert "90% of the real parts are positive" in outside

@@ -96,7 +96,7 @@ BOMB = "[&a [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]" + "".join(
     ("key", "value", "told"),
     [
         ("trainer.seed", "2024-13-45", "must be an integer"),
-        ("trainer.seed", "!!int x", "is no integer"),
+        ("trainer.seed", "!!int x", "is not an integer"),
         ("trainer.seed", "!!timestamp soon", "is not supported"),
         ("trainer.seed", "!!binary a", "is not supported"),
         ("trainer.seed", "9" * 5000, "must be an integer"),

@@ -242,8 +242,8 @@ def test_data_without_records_is_refused():
     write("a.jsonl", random_records(5))
     files = FilesSource(train=["a.jsonl"])
     for settings, message in (
-        ({"train": "a.txt"}, r"a\.txt: a plain text has no records"),
-        ({"train": "a.jsonl", "validation": "a.txt"}, r"a\.txt: a plain text has no records"),
+        ({"train": "a.txt"}, r"a\.txt: a plain text file has no records"),
+        ({"train": "a.jsonl", "validation": "a.txt"}, r"a\.txt: a plain text file has no records"),
         ({}, "built-in text has none"),
         ({"components": {"c": DatasetComponent(source=BuiltinSource())}}, "built-in text has none"),
         ({"components": {"c": DatasetComponent(cache_dir="elsewhere")}}, "made elsewhere"),

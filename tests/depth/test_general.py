@@ -211,7 +211,7 @@ def test_discretise_needs_a_number_of_steps(tokens):
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
-        ({"rtol": 1e-3}, "euler estimates no error"),
+        ({"rtol": 1e-3}, "euler does not estimate its error"),
         ({"solver": "rk4", "atol": 1e-3}, "rk4 does not estimate its error"),
         ({"solver": "tsit5", "rtol": -1.0}, "`rtol` must be above 0"),
         ({"solver": "tsit5", "rtol": 1e-3, "max_steps": 0}, "`max_steps` must be at least 1"),

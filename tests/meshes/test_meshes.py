@@ -188,7 +188,7 @@ def test_the_report_says_what_fits_and_warns():
     assert told["fits in 32 GiB"] == "yes, 53% free"
     assert plain.warnings() == []
     (warned,) = report(whole_arguments=[Whole("p", (9,), GIB, 0.0)]).warnings()
-    assert warned.startswith("1 GiB of parameters and optimizer are not divided")
+    assert warned.startswith("1 GiB of parameters and optimizer are not sharded")
     (warned,) = report(whole_temporaries=[Whole("w", (9,), GIB, 1.0)]).warnings()
     assert "is created whole on every device" in warned
     (warned,) = report(donated=GIB).warnings()

@@ -29,7 +29,7 @@ def test_a_finer_basis_holds_the_same_weights(basis, dim, finer):
 
 
 def test_what_cannot_be_held_is_told():
-    with pytest.warns(match="spline with 6 functions cannot hold W.t. exactly.*with an error of"):
+    with pytest.warns(match="spline with 6 functions cannot represent W.t. exactly.*with an error of"):
         refined(build(small_config(BasisConfig("spline", 5))), 6)
 
 

@@ -210,7 +210,7 @@ def test_a_different_configuration_is_refused_with_its_keys(tmp_path):
     given = dataclasses.replace(_config(tmp_path, seed=5), model=Gpt2Config(num_layers=3), z_loss_weight=0.5)
     with pytest.raises(UserError) as error, prepare_run(given):
         pass
-    for words in ("trainer.seed: 0 there, 5 given", "model.num_layers: 12 there, 3 given", "z_loss_weight"):
+    for words in ("trainer.seed: 0 before, 5 now", "model.num_layers: 12 before, 3 now", "z_loss_weight"):
         assert words in str(error.value)
     assert "--trainer.id" in str(error.value)
     assert "--accept_changes true" in str(error.value)
@@ -242,7 +242,7 @@ def test_before_the_first_step_a_configuration_may_change(tmp_path, trace):
         (path / "metrics.jsonl").write_text('{"step": 0}\n')
     else:
         (path / {"checkpoint": "checkpoints", "damaged": "damaged"}[trace] / "step-3").mkdir(parents=True)
-    with pytest.raises(UserError, match=r"trainer\.seed: 0 there, 5 given"), prepare_run(given):
+    with pytest.raises(UserError, match=r"trainer\.seed: 0 before, 5 now"), prepare_run(given):
         pass
 
 
