@@ -24,14 +24,14 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "train": Command("qkvflow.train_lm", "train a model; without a configuration, the quickstart"),
-    "finetune": Command("qkvflow.finetune_lm", "fine-tune a run, at another depth if you like: flow, full or LoRA"),
+    "finetune": Command("qkvflow.finetune_lm", "fine-tune a run, optionally at a different depth: flow, full or LoRA"),
     "eval": Command("qkvflow.eval_lm", "loss and benchmark tasks of a run, at any depth and with any solver"),
     "sample": Command("qkvflow.sample_lm", "continue a prompt"),
     "serve": Command("qkvflow.serve_lm", "serve a run over HTTP to clients of the OpenAI API"),
-    "describe": Command("qkvflow.describe", "parameters, FLOPs and memory of configurations or runs, before any work"),
-    "convert": Command("qkvflow.convert", "read and write checkpoints in the format of Hugging Face"),
+    "describe": Command("qkvflow.describe", "parameters, FLOPs and memory of configurations or runs, before you train"),
+    "convert": Command("qkvflow.convert", "import and export Hugging Face checkpoints"),
     "lift": Command("qkvflow.lift", "fit a flow W(t) to the layers of a pretrained model"),
-    "report": Command("qkvflow.analysis.report", "one HTML page on the inner dynamics of a run"),
+    "report": Command("qkvflow.analysis.report", "one HTML page on the internal dynamics of a run"),
     "spectral": Command("qkvflow.analysis.spectral", "eigenvalues of QK, OV and FF over layer-time"),
     "lyapunov": Command("qkvflow.analysis.lyapunov", "Lyapunov exponents of a run on a text"),
 }
@@ -107,7 +107,7 @@ def _run(name: str, words: Sequence[str]) -> int:
 def _unknown(word: str) -> str:
     near = difflib.get_close_matches(word, COMMANDS, n=1, cutoff=0.5)
     meant = f"did you mean `{near[0]}`? " if near else ""
-    return f"qkvflow has no command `{word[:120]}`: {meant}Its commands are {', '.join(COMMANDS)} (see qkvflow --help)"
+    return f"qkvflow has no command `{word[:120]}`: {meant}The commands are {', '.join(COMMANDS)} (see qkvflow --help)"
 
 
 if __name__ == "__main__":

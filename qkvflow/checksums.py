@@ -67,13 +67,13 @@ def damage_of(
     there = place.files()
     for name, checksum in expected.items():  # cheap, so first
         if not _is_inside(place, name):
-            return f"its {CHECKSUMS} names the file {name}, which is outside"
+            return f"its {CHECKSUMS} names the file {name}, which is outside the folder"
         if name not in there:
-            return f"its file {name} is gone"
+            return f"its file {name} is missing"
         if there[name].bytes != checksum.bytes:
             return f"its file {name} has {there[name].bytes} bytes instead of {checksum.bytes}"
         if None not in (checksum.tag, there[name].tag) and there[name].tag != checksum.tag:
-            return f"its file {name} is not as it was written ({there[name].tag} instead of {checksum.tag})"
+            return f"its file {name} has changed since it was written ({there[name].tag} instead of {checksum.tag})"
     name = None if place.is_remote else (compare or first_changed)(place, expected)
     return None if name is None else f"its file {name} {_change(place, name, expected[name])}"
 
@@ -121,7 +121,7 @@ def _change(place: Place, name: str, expected: Checksum) -> str | None:
         is_same = expected.sha256 is None or sha256_of(place.local / name) == expected.sha256
     except OSError as error:
         return f"cannot be read ({error.strerror})"
-    return None if is_same else "is not as it was written (sha256 differs)"
+    return None if is_same else "has changed since it was written (sha256 differs)"
 
 
 def _is_inside(place: Place, name: str) -> bool:

@@ -61,7 +61,7 @@ class ConvertConfig:
 def main(config: ConvertConfig) -> Path | Place:
     """Converts, and says what was written where; returns the new folder."""
     if (config.from_hf is None) == (config.to_hf is None):
-        raise UserError("say which way: either --from_hf FOLDER, which makes the run, or --to_hf FOLDER")
+        raise UserError("give a direction: either --from_hf FOLDER, which creates the run, or --to_hf FOLDER")
     with quiet_libraries() as quiet:
         progress = Progress(quiet.terminal)
         return _out(config, progress) if config.from_hf is None else _in(config, config.from_hf, progress)
@@ -69,28 +69,30 @@ def main(config: ConvertConfig) -> Path | Place:
 
 def _in(config: ConvertConfig, source: str, progress: Progress) -> Path | Place:
     if config.steps is not None or config.checkpoint_step is not None:
-        raise UserError("--steps and --checkpoint_step belong to --to_hf: a model of Hugging Face has one depth")
+        raise UserError(
+            "--steps and --checkpoint_step only work with --to_hf: a Hugging Face model has one depth. Leave them out"
+        )
     if config.data.tokenizer is not None:
-        raise UserError(f"--data.tokenizer: the tokenizer is the one that {source} brings. Leave it out")
+        raise UserError(f"--data.tokenizer: the tokenizer comes with {source}. Leave it out")
     target, path = location_of(config.run), local_path(source)
     refuse_existing(target, "--run")
     is_path = path.exists() or source.startswith(("/", "./", "../", "~"))
     if is_path and not HubFolder.is_one(path):
-        raise UserError(f"{source} is no folder with a {CONFIG}, so there is no model in the format of Hugging Face")
+        raise UserError(f"{source} is not a folder with a {CONFIG}, so it has no model in Hugging Face format")
     if not is_path:
         with progress.phase(f"Fetching {source}"):
             path = download(source, _FILES, CONFIG, "model", "Give a local folder.")
     data = dataclasses.replace(config.data, tokenizer=str(path.resolve()) if is_path else source)
     with progress.phase(f"Reading {source}"):
         import_run(HubFolder(path), target, data)
-    print(f"The run is in {target}; every program takes it with --run {target}", flush=True)
+    print(f"The run is in {target}; use it in any program with --run {target}", flush=True)
     return target
 
 
 def _out(config: ConvertConfig, progress: Progress) -> Path:
     assert config.to_hf is not None
     if config.data != FinetuneDataConfig():
-        raise UserError("--data belongs to --from_hf. Leave it out")
+        raise UserError("--data only works with --from_hf. Leave it out")
     target = local_path(config.to_hf)
     refuse_existing(target, "--to_hf")
     with progress.phase(f"Loading {config.run}"):
@@ -114,7 +116,7 @@ def _out(config: ConvertConfig, progress: Progress) -> Path:
         )
         write_text(made / "README.md", card.text())
     how = f"with trust_remote_code=True, because {reason}" if reason else "as it is"
-    print(f"The model is in {target}; transformers reads it {how}", flush=True)
+    print(f"The model is in {target}; transformers loads it {how}", flush=True)
     return target
 
 

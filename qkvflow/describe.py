@@ -99,10 +99,10 @@ def main(config: DescribeConfig) -> None:
     if not config.files and not config.run:
         raise UserError("nothing to describe: give --config_path FILE [FILE ...] or --run DIR [DIR ...]")
     if config.run and config.overrides:
-        raise UserError(f"{config.overrides[0]} changes configurations; a run is described as it is. Leave it out")
+        raise UserError(f"{config.overrides[0]} changes configurations, but a run is described unchanged. Leave it out")
     shape = None if config.mesh is None else MeshShape.read(config.mesh)
     if config.serve and config.target is None:
-        raise UserError("--serve compiles a decoding step for a machine: say which, --target v5e")
+        raise UserError("--serve compiles a decoding step for a machine: name it, for example --target v5e")
     wanted = 1 if config.serve and shape is None and ":" not in (config.target or "") else shape and shape.devices
     target = None if config.target is None else Target.read(config.target, wanted)
     shape = MeshShape(target.devices) if target is not None and shape is None else shape
@@ -229,7 +229,7 @@ def describe(config: TrainConfig, vocab_size: int, start: Start | None = None) -
         "FLOPs per batch for W(t)": {
             "forward": flops and flops.generation,
             "backward": flops and 2 * flops.generation,
-            "share of the batch's forward": flops
+            "share of the batch's forward pass": flops
             and f"{flops.generation / (flops.generation + batch * length * flops.forward):.2%}",
         },
         "memory for training": {

@@ -112,19 +112,20 @@ def main(
     if config.tasks is None:
         given = [k for k in ("tasks_folder", "task_limit", "num_fewshot") if getattr(config, k) is not None]
         if given:
-            raise UserError(f"{', '.join(given)} says how tasks are run: give --tasks NAMES, or leave it out")
+            raise UserError(f"{', '.join(given)} is for tasks: give --tasks NAMES, or leave it out")
     else:
         return _tasks(config, steps, solvers)
     if config.exit is None and config.calibrate is not None:
-        raise UserError("--calibrate looks for the threshold of a rule: give --exit '{rule: kl, threshold: 0}' too")
+        raise UserError("--calibrate searches for the threshold of a rule: also give --exit '{rule: kl, threshold: 0}'")
     caches = [CacheSharing.of(name) for name in _names(config.cache)]
     for name in ("exit", "cache"):
         if getattr(config, name) is not None and (config.continuity or len(steps) > 1 or len(solvers) > 1):
             raise UserError(
-                f"--{name} reads one flow: leave out --continuity, and give one of steps and solver at most"
+                f"--{name} evaluates one flow: leave out --continuity, and give at most one value of steps and of"
+                " solver"
             )
     if config.exit is not None and caches:
-        raise UserError("--exit and --cache are read one at a time: leave one of them out")
+        raise UserError("--exit and --cache cannot be combined: leave one of them out")
     with quiet_libraries() as quiet:
         progress = Progress(quiet.terminal)
         with progress.phase(f"Loading {config.run}"):
@@ -163,7 +164,7 @@ def _write(run: Run, name: str, content: dict[str, Any], readings: Sequence[Read
         run.directory.push()
         print(f"Written to {run.directory.location / 'evaluation' / name}")
     except OSError as error:
-        warnings.warn(Notice(f"the readings cannot be written to {target}: {error.strerror}"), stacklevel=1)
+        warnings.warn(Notice(f"the results cannot be written to {target}: {error.strerror}"), stacklevel=1)
 
 
 def _tasks(config: EvalConfig, steps: list[int], solvers: list[str]) -> list[TaskReading]:
@@ -174,7 +175,7 @@ def _tasks(config: EvalConfig, steps: list[int], solvers: list[str]) -> list[Tas
         if getattr(config, name)
     ]
     if given:
-        raise UserError(f"{', '.join(given)} says how losses are read, and tasks bring their own text: leave it out")
+        raise UserError(f"{', '.join(given)} is for losses, but tasks have their own text: leave it out")
     options = TaskOptions(
         _names(config.tasks), config.tasks_folder, config.task_limit, config.num_fewshot, config.batch_size
     )
@@ -202,7 +203,9 @@ def _flow_or_ordinary(run: Run, steps, solvers) -> Sequence[LmHeadModel]:
 
 def _refuse_depths(run: Run, steps, solvers) -> None:
     if steps or solvers:
-        raise UserError(f"{run.directory} is no flow but a Levanter model of one depth: leave out steps and solver")
+        raise UserError(
+            f"{run.directory} is not a flow but a Levanter model with one depth: leave out steps and solver"
+        )
 
 
 def _models(model: NeuralOdeLMHeadModel, steps, solvers) -> list[NeuralOdeLMHeadModel]:
@@ -223,13 +226,13 @@ def _readings(run: Run, steps, solvers, config: EvalConfig, progress: Progress) 
 
 def _exits(run: Run, exits: ExitConfig, steps, solvers, config: EvalConfig, progress: Progress) -> list[ExitReading]:
     """The full model, and the one with exits."""
-    model = _one_flow(run, steps, solvers, "tokens leave a flow on its way")
+    model = _one_flow(run, steps, solvers, "only a flow has exits")
     reader = ForcedReader(model, exits)
     examples = list(RunEvaluator(run, config.batch_size, config.max_eval_batches).examples())
     with progress.phase("The full model"):
         full = reader.read(examples, 0.0)
     if config.calibrate is not None:
-        with progress.phase(f"Looking for the threshold of {exits.rule}"):
+        with progress.phase(f"Searching for the threshold of {exits.rule}"):
             return [full, reader.calibrate(examples, config.calibrate, full.loss)]
     with progress.phase(f"{exits.rule} below {exits.threshold:g}"):
         return [full, reader.read(examples, exits.threshold)]
@@ -237,7 +240,7 @@ def _exits(run: Run, exits: ExitConfig, steps, solvers, config: EvalConfig, prog
 
 def _one_flow(run: Run, steps, solvers, why: str) -> NeuralOdeLMHeadModel:
     if not isinstance(run.model, NeuralOdeLMHeadModel):
-        raise UserError(f"{run.directory} is no flow but a Levanter model: {why}")
+        raise UserError(f"{run.directory} is not a flow but a Levanter model: {why}")
     model, trained = run.model, run.model.config.depth
     if steps or solvers:
         solver = solvers[0] if solvers else trained.solver
@@ -247,7 +250,7 @@ def _one_flow(run: Run, steps, solvers, why: str) -> NeuralOdeLMHeadModel:
 
 def _caches(run: Run, caches, steps, solvers, config: EvalConfig, progress: Progress) -> list[CacheReading]:
     """The exact cache, and each of `caches`."""
-    model = _one_flow(run, steps, solvers, "evaluations of a flow share their cache")
+    model = _one_flow(run, steps, solvers, "only a flow can share its cache")
     examples = list(RunEvaluator(run, config.batch_size, config.max_eval_batches).examples())
     readings = []
     for sharing in dict.fromkeys([EXACT, *caches]):
@@ -274,7 +277,7 @@ def _tell_exits(run: Run, readings: list[ExitReading], suffix: str) -> list[Exit
 
 def _continuity(run: Run, config: EvalConfig, progress: Progress) -> Continuity:
     if not isinstance(run.model, NeuralOdeLMHeadModel):
-        raise UserError(f"{config.run} is no flow but a Levanter model: --continuity is a question about flows")
+        raise UserError(f"{config.run} is not a flow but a Levanter model: --continuity only applies to flows")
     ways(run.model)  # refuses ordinary layers before any text is read
     evaluator = RunEvaluator(run, config.batch_size, config.max_eval_batches)
     with contextlib.ExitStack() as phases:
@@ -374,9 +377,7 @@ def _integers(name: str, value: int | str | list[int] | None) -> list[int]:
     try:
         numbers = [int(item) for item in items]
     except ValueError:
-        raise UserError(
-            f"{name} must be a whole number or several of them, such as 4,6,12; got {show(value)}"
-        ) from None
+        raise UserError(f"{name} must be a whole number, or several such as 4,6,12; got {show(value)}") from None
     for number in numbers:
         check_range(name, number, Steps)
     return numbers

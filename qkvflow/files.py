@@ -23,14 +23,14 @@ def local_path(name: str | os.PathLike) -> Path:
     """
     shown = shortened(str(name))
     if "\0" in str(name):
-        raise UserError(f"{shown!r} cannot be a path: it holds a zero byte")
+        raise UserError(f"{shown!r} cannot be a path: it contains a zero byte")
     try:
         path = Path(name).expanduser()
         sizes = [len(os.fsencode(part)) for part in (path, *path.parts)]
     except RuntimeError:
-        raise UserError(f"{shown}: there is no home of that user; write the whole path") from None
+        raise UserError(f"{shown}: there is no home folder of that user; write the full path") from None
     except UnicodeEncodeError:
-        raise UserError(f"{shown!r} cannot be a path: it holds half of a character") from None
+        raise UserError(f"{shown!r} cannot be a path: it contains half of a character") from None
     if sizes[0] >= _LONGEST_PATH or max(sizes[1:], default=0) > _LONGEST_NAME:
         raise UserError(f"{shown} is too long for a path: a name has at most {_LONGEST_NAME} bytes")
     return path

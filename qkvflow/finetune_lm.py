@@ -40,7 +40,7 @@ def main(config: FinetuneConfig) -> Path | Place:
     """
     if config.merge and config.mode is None:
         if config.run is None:
-            raise UserError("say which LoRA run to merge: --run runs/<id> --merge")
+            raise UserError("name the LoRA run to merge: --run runs/<id> --merge")
         return _merge(find_run(config.run), config)
     settled, base, mode = settle(config)
     directory = finetune_directory(config)
@@ -58,7 +58,7 @@ def main(config: FinetuneConfig) -> Path | Place:
         conclude(trained.text, trained.exit_status)
         if trained.text and not (config.merge or mode.stores_base):
             merge = f"{called('finetune')} --run {directory} --merge"
-            print(f"To write LoRA into the weights: {merge}", flush=True)
+            print(f"To merge LoRA into the weights: {merge}", flush=True)
     if config.merge:
         return _merge(directory, config)
     return directory.location
@@ -77,7 +77,7 @@ def _target(source: RunDirectory, config: FinetuneConfig, *, free: bool = False)
     moved = config.mode is None and config.run_dir != FinetuneConfig().run_dir
     target = (location_of(config.run_dir) if moved else source.location.parent) / name
     if free and target.exists():
-        raise UserError(f"{target} exists already. Remove it, or give another name with --trainer.id NAME")
+        raise UserError(f"{target} already exists. Remove it, or choose another name with --trainer.id NAME")
     return target
 
 

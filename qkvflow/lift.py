@@ -91,7 +91,7 @@ def main(config: LiftConfig) -> Path | Place:
     print(_text(report))
     if weights.dim == report["layers"] and found.error > _ROUNDING:
         warnings.warn(Notice(_ill_conditioned(weights, found)), stacklevel=1)
-    print(f"The run is in {target}; every program takes it with --run {target}", flush=True)
+    print(f"The run is in {target}; use it in any program with --run {target}", flush=True)
     return target
 
 
@@ -164,7 +164,7 @@ def _text(report: dict[str, Any]) -> str:
         lines.append(f"{name:<32}{rough:>38}{error:>20.2e}")
     if "loss" in report:
         ways = [name for name in ("not_aligned", "aligned") if name in report["loss"]["by_k"][0]]
-        lines += ["", f"loss of the base {report['loss']['base']:.4f}; of flows that are not healed:"]
+        lines += ["", f"loss of the base {report['loss']['base']:.4f}; of flows without healing:"]
         lines += [f"{'K':>4}" + "".join(f"{name.replace('_', ' '):>14}" for name in ways)]
         lines += [f"{row['k']:>4}" + "".join(f"{row[n]:>14.4f}" for n in ways) for row in report["loss"]["by_k"]]
     return "\n".join(lines)
@@ -172,9 +172,9 @@ def _text(report: dict[str, Any]) -> str:
 
 def _ill_conditioned(weights: BasisConfig, found: Fit) -> str:
     return (
-        f"{weights.basis} with as many functions as layers should pass through the layers, but is off by"
-        f" {found.error:.1e}: the condition of its matrix is {found.condition:.1e}, and fp32 has 7 digits. Take cosine"
-        " or piecewise, or fewer functions"
+        f"{weights.basis} with as many functions as layers should pass through the layers, but the error is"
+        f" {found.error:.1e}: the condition number of its matrix is {found.condition:.1e}, and fp32 has 7 digits. Use"
+        " cosine or piecewise, or fewer functions"
     )
 
 

@@ -52,7 +52,7 @@ def locked(path: Path, *, wait: bool) -> Iterator[None]:
         except OSError as error:
             if error.errno not in _NO_LOCKS:
                 raise
-            logger.warning("%s has no file locks: do not start the same twice at once", path.parent)
+            logger.warning("%s has no file locks: do not start the same command twice at once", path.parent)
         yield
 
 

@@ -81,11 +81,14 @@ def to_arrays(model: NeuralOdeLMHeadModel) -> dict[str, np.ndarray]:
     compare by name."""
     if not _units(model.transformer.flow.weights):
         raise UserError(
-            "Official names are those of generated weights, and this model has none (it is discretised, or was built"
-            " with other weights). Give the model with `weights: generated`, before discretise."
+            "Official names only exist for generated weights, and this model has none (it is discretised, or has other"
+            " weights). Give a model with `weights: generated`, before discretise."
         )
     if getattr(model.config.weights, "frozen_time", None) is not None:
-        raise UserError("The official code knows no frozen time: this model's `weights.frozen_time` would be lost.")
+        raise UserError(
+            "The official code has no frozen time, so this model's `weights.frozen_time` would be lost. Give a model"
+            " without it."
+        )
     return {name: np.asarray(_to_official_order(name, get(model)).array) for name, get in _accessors(model).items()}
 
 
@@ -107,8 +110,8 @@ def read_checkpoint(path: str | os.PathLike) -> dict[str, np.ndarray]:
         arrays[".".join(parts)] = np.asarray(ts.open(spec, open=True, read=True).result().read().result())
     if not arrays:
         raise UserError(
-            f"{root} holds no arrays in the layout of the official code (folders with a .zarray file). Checkpoints of"
-            " qkvflow itself are read with qkvflow.runs.load_run."
+            f"{root} contains no arrays in the layout of the official code (folders with a .zarray file). To load a"
+            " checkpoint of qkvflow itself, use qkvflow.runs.load_run."
         )
     return arrays
 
@@ -187,7 +190,7 @@ def _from_official_order(name: str, values: np.ndarray, template: NamedArray) ->
     axes = [template.resolve_axis(a) for a in _official_axes(name, template)]
     expected = tuple(a.size for a in axes)
     if tuple(values.shape) != expected:
-        raise UserError(f"{name} has shape {tuple(values.shape)}, but {expected} is needed for axes {axes}.")
+        raise UserError(f"{name} has shape {tuple(values.shape)}, but must have {expected} for axes {axes}.")
     return hax.named(jax.numpy.asarray(values), axes).rearrange(template.axes)
 
 
@@ -204,7 +207,7 @@ def _check_rotary(tables: Mapping[str, np.ndarray], block: LlamaBlockConfig) -> 
         if error > 1e-6 * max(positions, 100):
             raise UserError(
                 f"{_BLOCK}{_ROTARY}{name} differs by {error:.2g} from the rotary positions of {block.rope}. Give the"
-                " ones that the arrays were trained with: rope=DefaultRotaryEmbeddingsConfig(theta=...)."
+                " ones used in training: rope=DefaultRotaryEmbeddingsConfig(theta=...)."
             )
 
 
@@ -214,7 +217,7 @@ def _check_names(arrays: Mapping[str, np.ndarray], accessors: Mapping[str, Calla
         parts = [f"{len(missing)} missing: {missing[:5]}"] if missing else []
         parts += [f"{len(unknown)} unknown: {unknown[:5]}"] if unknown else []
         raise UserError(
-            "These arrays are not a whole official model: " + "; ".join(parts) + ". Names look like"
+            "These arrays are not a complete official model: " + "; ".join(parts) + ". Names look like"
             f" '{_BLOCK}attn.c_attn.f_W.weight', without a prefix such as 'param/' or 'model.'."
         )
 
@@ -223,7 +226,7 @@ def _first_time_network(arrays: Mapping[str, np.ndarray]) -> str:
     names = sorted(n for n in arrays if n.endswith(".lin1.weight"))
     if not names:
         raise UserError(
-            f"No time network found: a name such as '{_BLOCK}attn.c_attn.lin1.weight' is needed, the names given"
+            f"No time network found: a name such as '{_BLOCK}attn.c_attn.lin1.weight' is required; the given names"
             f" start with {sorted(arrays)[:3]}."
         )
     return names[0]
@@ -231,7 +234,7 @@ def _first_time_network(arrays: Mapping[str, np.ndarray]) -> str:
 
 def _shape(arrays: Mapping[str, np.ndarray], name: str, ndim: int) -> tuple[int, ...]:
     if name not in arrays:
-        raise UserError(f"{name} is missing. The names given start with {sorted(arrays)[:3]}.")
+        raise UserError(f"{name} is missing. The given names start with {sorted(arrays)[:3]}.")
     shape = tuple(np.shape(arrays[name]))
     if len(shape) != ndim:
         raise UserError(f"{name} must have {ndim} dimensions, got shape {shape}.")

@@ -104,14 +104,14 @@ def main(config: SampleConfig) -> list[str]:
     SamplingOptions(config.temperature, config.top_k, config.top_p, config.seed)
     stops = [stop for given in config.stop or [] for stop in stop_strings(given)]
     if config.num_samples > 1 and config.temperature == 0:
-        raise UserError("num_samples: at temperature 0 all samples of a prompt are the same. Set --temperature 0.8")
+        raise UserError("num_samples: at temperature 0, all samples of a prompt are identical. Set --temperature 0.8")
     drafting = Drafting.of(config.draft_steps, config.draft_tokens)
     sharing = CacheSharing.of(config.cache)
     prompts = read_prompts(config.prompt, config.prompt_file)
     if len(prompts) * config.num_samples > MOST_TEXTS:
         raise UserError(
-            f"{len(prompts) * config.num_samples:,} texts are asked for; at most {MOST_TEXTS:,} are made at one start."
-            " Take fewer num_samples, and another --seed for the next ones"
+            f"{len(prompts) * config.num_samples:,} texts are requested; at most {MOST_TEXTS:,} are possible in one run"
+            " of the program. Use fewer num_samples, and another --seed for the next run"
         )
     with quiet_libraries() as quiet:
         progress = Progress(quiet.terminal)

@@ -132,7 +132,7 @@ def main(config: ServeConfig) -> None:
         url = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
         progress.say(f"Serving {writer.name} (step {writer.step}, texts of up to {length} tokens) at {url}")
         if access.api_key is None and not _is_local(host):
-            progress.say(f"Whoever reaches {host} may use it: nobody is asked for a key. --api_key KEY asks for one.")
+            progress.say(f"Anyone who can reach {host} can use it without a key. Use --api_key KEY to require one.")
         progress.say("Stop with Ctrl-C or SIGTERM.")
         asyncio.run(_Server(options).serve(sockets=[sock]))
         progress.say("Stopped.")
@@ -141,14 +141,12 @@ def main(config: ServeConfig) -> None:
 def _access(config: ServeConfig) -> Access:
     for name in ("allowed_hosts", "allowed_origins"):
         if not all(part.strip() for part in getattr(config, name) or ()):
-            raise UserError(f"{name} has an empty name: is a variable of the shell not set? Leave it out for none")
+            raise UserError(f"{name} has an empty name: is a shell variable unset? Leave it out for none")
     key, source = config.api_key, "api_key"
     if key is None and API_KEY in os.environ:
         key, source = os.environ[API_KEY], f"the environment variable {API_KEY}"
     if key is not None and not (key.strip() and key.isascii() and key.isprintable()):
-        raise UserError(
-            f"{source} must be a text of printable ASCII characters that is not empty; leave it out for none"
-        )
+        raise UserError(f"{source} must be a nonempty text of printable ASCII characters; leave it out for none")
     return Access((config.host, *(config.allowed_hosts or ())), config.allowed_origins or (), key)
 
 

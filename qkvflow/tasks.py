@@ -60,7 +60,7 @@ class Tasks:
             ) from None
         folder = None if options.folder is None else local_path(options.folder)
         if folder is not None and not folder.is_dir():
-            raise UserError(f"there is no folder {options.folder} with tasks (tasks_folder)")
+            raise UserError(f"the folder {options.folder} does not exist (tasks_folder)")
         self._harness, self._options = harness, options
         self._manager = harness.task_manager(options.names, None if folder is None else str(folder))
 

@@ -172,8 +172,8 @@ def start_trackers(
         except Exception as error:
             kind, reason = type(config).__name__, str(error).rstrip(".")
             raise UserError(
-                f"the tracker of `trainer.tracker` ({kind}) could not start: {reason}. Mend its settings or leave "
-                "it out: metrics.jsonl and TensorBoard are always written"
+                f"the tracker of `trainer.tracker` ({kind}) could not start: {reason}. Fix its settings or leave it"
+                " out: metrics.jsonl and TensorBoard are always written"
             ) from error
     return RunTracker(jsonl, others)
 

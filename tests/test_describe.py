@@ -100,8 +100,8 @@ def test_command_line():
         (["--mesh="], "empty value"),
         (["--mesh", "0x8"], "--mesh 0x8: give"),
         (["--mesh", "²x8"], "--mesh ²x8: give"),
-        (["--mesh", "9999999x9999999"], "for up to 65,536 devices"),
-        (["--mesh", "9" * 5000], "for up to 65,536 devices"),
+        (["--mesh", "9999999x9999999"], "for at most 65,536 devices"),
+        (["--mesh", "9" * 5000], "for at most 65,536 devices"),
     ],
 )
 def test_mistakes_are_told_before_anything_is_compiled(words, told):

@@ -50,7 +50,7 @@ def test_another_text_is_read_by_the_runs_tokenizer(place):
     ("words", "told"),
     [
         (["--data.validation", "missing.txt"], r"missing\.txt does not exist"),
-        (["--data.tokenizer", "byte"], "is that of the run"),
+        (["--data.tokenizer", "byte"], "must be that of the run"),
         (["--data.validations", "other.txt"], r"`data\.validations`, did you mean `data\.validation`"),
         (["--data.validation", ""], "empty value"),
         (["--data", "other.txt"], "`data` must be a mapping"),
@@ -84,9 +84,9 @@ def test_a_flow_that_is_lost_is_told_by_the_loss_that_the_run_knows(place, capfd
     try:
         evaluate("--steps", "3,4")
         told = capfd.readouterr().err
-        assert "warning: the flow of runs/flow is lost" in told
-        assert "was 4.000 as it was trained, and is: euler with 3 steps 4.9" in told
-        with pytest.warns(match="is lost in this reading.*heun with 3 steps"):
+        assert "warning: the flow of runs/flow does not work at this depth" in told
+        assert "was 4.000 in training, and is now: euler with 3 steps 4.9" in told
+        with pytest.warns(match="does not work at this depth.*heun with 3 steps"):
             open_writer("runs/flow", 3, solver="heun")
     finally:
         metrics.write_text(known)

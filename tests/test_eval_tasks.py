@@ -114,7 +114,7 @@ def test_tasks_that_there_are_not(folder):
     (folder.parent / "questions.jsonl").unlink()
     with pytest.raises(UserError, match="own_choices cannot be loaded"):
         run_eval("--run", OLD / "flow", "--tasks", "own_choices", "--tasks_folder", folder)
-    with pytest.raises(UserError, match="there is no folder"):
+    with pytest.raises(UserError, match="does not exist"):
         run_eval("--run", OLD / "flow", "--tasks", "own_choices", "--tasks_folder", folder / "none")
 
 

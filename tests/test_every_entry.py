@@ -219,5 +219,5 @@ def test_describe_tells_what_control_costs(case):
 @pytest.mark.parametrize("depth", [depth for depth in DEPTHS if depth not in ONE_GRID])
 @pytest.mark.parametrize("control", [None, CONTROL], ids=["plain", "control"])
 def test_ordinary_layers_have_no_depth_but_their_own(depth, control):
-    with pytest.raises(UserError, match="per_layer has weights at the times of one fixed grid"):
+    with pytest.raises(UserError, match="per_layer only has weights at the times of one fixed grid"):
         Case("per_layer", "llama", depth).config(control)

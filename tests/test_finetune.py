@@ -185,9 +185,9 @@ def test_merged_is_unmerged_and_stands_alone(base, tuned, tmp_path):
     assert _loss(alone.path) == pytest.approx(_loss(tuned("lora"), unmerged), abs=1e-5)
     assert _loss(alone.path) == pytest.approx(final, abs=1e-4)
     assert alone.config.trainer.id == "tuned-lora-merged"
-    with pytest.raises(UserError, match="exists already"):
+    with pytest.raises(UserError, match="already exists"):
         main(decode(FinetuneConfig, {"run": str(tuned("lora")), "merge": True, "run_dir": str(tmp_path)}))
-    with pytest.raises(UserError, match="no LoRA run"):
+    with pytest.raises(UserError, match="not a LoRA run"):
         main(decode(FinetuneConfig, {"run": str(merged), "merge": True}))
 
 
@@ -201,7 +201,7 @@ def test_a_lora_run_knows_its_base(base, tuned, tmp_path):
     (moved / "tuned-lora" / "base.json").write_text(json.dumps(gone))
     assert fingerprint(load_run(moved / "tuned-lora").model) == fingerprint(load_run(tuned("lora")).model)
     shutil.rmtree(moved / "flow")
-    with pytest.raises(UserError, match=r"its base is gone.*nowhere"):
+    with pytest.raises(UserError, match=r"its base is missing.*nowhere"):
         load_run(moved / "tuned-lora")
     forged = {**record, "sha256": "0" * 64}
     (moved / "tuned-lora" / "base.json").write_text(json.dumps(forged))
@@ -253,7 +253,7 @@ def test_levanter_models_are_bases_too(base):
     before = read_metrics(run / "metrics.jsonl")[0]["finetune/eval_loss_before"]
     assert before == pytest.approx(read_metrics(source / "metrics.jsonl")[-1]["eval/loss"], abs=1e-4)
     assert np.isfinite(_loss(run))
-    with pytest.raises(UserError, match="2 layers, which has no other depth"):
+    with pytest.raises(UserError, match="2 layers, which has only this depth"):
         _finetune({**raw, "steps": 3})
     with pytest.raises(UserError, match="ordinary layers"):
         _finetune({**raw, "mode": {"type": "flow"}})
@@ -293,7 +293,7 @@ def _char_tokenizer(folder: Path) -> Path:
     ("change", "words"),
     [
         ({"run": "nowhere"}, "no run nowhere"),
-        ({"run": None}, "say what to begin from"),
+        ({"run": None}, "give a base"),
         ({"mode": None}, "`mode` is missing"),
         ({"steps": 0}, "`steps` must be at least 1"),
         ({"vocab_size": 300}, r"`vocab_size` is 300.*vocabulary of 257"),
@@ -303,7 +303,7 @@ def _char_tokenizer(folder: Path) -> Path:
         ({"mode": {"type": "lora", "dropout": 1.0}}, "`mode.dropout` must be"),
         ({"mode": {"type": "full"}, "merge": True}, "`merge`"),
         ({"model": {"type": "gpt2"}}, "`model` cannot be set"),
-        ({"checkpoint_step": 5}, "no checkpoint of step 5; there are: 11"),
+        ({"checkpoint_step": 5}, "no checkpoint of step 5; available: 11"),
         ({"trainer": {"id": "flow"}}, "would write into its base"),
         ({"trainer": {"initialize_from": "x"}}, "initialize_from"),
     ],

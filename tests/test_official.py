@@ -170,5 +170,5 @@ def test_official_checkpoint_directory(case, tmp_path):
     for name, value in case.params.items():
         np.testing.assert_array_equal(arrays[name], value)
     (tmp_path / "nothing").mkdir()
-    with pytest.raises(UserError, match="holds no arrays"):
+    with pytest.raises(UserError, match="contains no arrays"):
         official.read_checkpoint(tmp_path / "nothing")

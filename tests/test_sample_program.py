@@ -51,7 +51,7 @@ def trained(tmp_path_factory):
     result = program("qkvflow.train_lm", "--config_path", "tiny.yaml", cwd=folder)
     assert result.returncode == 0, result.stderr
     # The last lines say how to let the run write; the command works as it stands.
-    (hint,) = [line for line in result.stdout.splitlines() if line.startswith("To let it write")]
+    (hint,) = [line for line in result.stdout.splitlines() if line.startswith("To generate text")]
     words = hint.split(":", 1)[1].split()
     is_command = [Path(words[0]).name, words[1]] == ["qkvflow", "sample"]
     assert is_command or words[:3] == ["python", "-m", "qkvflow.sample_lm"]
@@ -63,7 +63,7 @@ def trained(tmp_path_factory):
     [
         (SampleConfig, ["--steps", "100000000"], "`steps` must be at least 1 and at most 65536"),
         (SampleConfig, ["--num_samples", "0"], "`num_samples` must be at least 1"),
-        (SampleConfig, ["--num_samples", "100000000"], "100,000,000 texts are asked for; at most 100,000"),
+        (SampleConfig, ["--num_samples", "100000000"], "100,000,000 texts are requested; at most 100,000"),
         (SampleConfig, ["--batch_size", "-1"], "`batch_size` must be at least 1"),
         (ServeConfig, ["--steps", "100000000"], "`steps` must be at least 1 and at most 65536"),
         (ServeConfig, ["--max_concurrent", "100000000"], "`max_concurrent` must be .* at most 1024"),

@@ -189,7 +189,7 @@ def stopped(base) -> tuple[Path, int, str]:
 def test_a_terminated_run_finishes_its_step_and_writes_a_checkpoint(stopped):
     run, status, stdout = stopped
     assert status == 143
-    match = re.match(r"Stopped by SIGTERM after step (\d+); a checkpoint is written", stdout)
+    match = re.match(r"Stopped by SIGTERM after step (\d+); a checkpoint was written", stdout)
     assert match
     assert checkpoint_steps(run / "checkpoints")[-1] == max(_losses(run)) == int(match[1])
 

@@ -58,9 +58,9 @@ def _drawn(caption: str) -> Callable[[Callable[..., Figure]], Callable[..., Figu
 
 
 @_drawn(
-    "Shows: the eigenvalues of each head (marker) at each layer-time t (colour), the unit circle (dashed), and in"
-    " grey an untrained model. Surprising: a trained model inside the grey cloud, or positive real parts of OV at"
-    " one end of t only."
+    "Shows: the eigenvalues of each head (marker) at each layer-time t (colour), the unit circle (dashed), and an"
+    " untrained model (grey). Surprising: a trained model inside the grey cloud, or positive real parts of OV only at"
+    " one end of t."
 )
 def eigenvalues(times, values: Mapping[str, np.ndarray], untrained: Mapping[str, np.ndarray] | None = None) -> Figure:
     """Eigenvalues in the complex plane, one panel for each family, coloured by t. values: family -> [time, ...], of
@@ -88,8 +88,8 @@ def eigenvalues(times, values: Mapping[str, np.ndarray], untrained: Mapping[str,
 
 
 @_drawn(
-    "Shows: the median over heads (line) and their range (shade) along t, beside the range of untrained models "
-    "(brown). Surprising: a line that stays in the brown band, where training has left no trace."
+    "Shows: the median over heads (line) and their range (shade) along t, and the range of untrained models (brown)."
+    " Surprising: a line that stays in the brown band, which means that training has left no trace."
 )
 def summaries(times, summaries: Mapping[str, Summary], bands: Mapping[str, Summary] | None = None) -> Figure:
     """Radius, share of positive real parts and symmetry against t: median and range over heads; in brown the range
@@ -124,8 +124,8 @@ def summaries(times, summaries: Mapping[str, Summary], bands: Mapping[str, Summa
 
 
 @_drawn(
-    "Shows: how many directions a matrix uses: singular values by rank, median over heads, at each t (colour). "
-    "Surprising: a sharp drop, which makes the matrix one of low rank."
+    "Shows: how many directions a matrix uses: singular values by rank, median over heads, at each t (colour)."
+    " Surprising: a sharp drop, which means that the matrix has low rank."
 )
 def singular_values(times, values: Mapping[str, np.ndarray]) -> Figure:
     """Singular values by rank, median over heads, one line for each t. values: family -> [time, ..., rank]."""
@@ -142,9 +142,9 @@ def singular_values(times, values: Mapping[str, np.ndarray]) -> Figure:
 
 
 @_drawn(
-    "Shows: how strongly the output token (framed) depends on each token, after each step; colours end at the 97 "
-    "% of all other tokens. Surprising: a token far from the output that is neither the first nor rare. One text "
-    "proves nothing: compare shuffled texts."
+    "Shows: how strongly the output token (framed) depends on each token, after each step; the colour scale ends at the"
+    " 97 % quantile of all other tokens. Surprising: a token far from the output that is neither the first nor rare."
+    " One text proves nothing: compare with shuffled texts."
 )
 def token_map(labels: Sequence[str], exponents: np.ndarray, output_position: int = -1) -> Figure:
     """The paper's token scores: the largest exponent of each token so far, after each step. [steps, position, embed]"""
@@ -166,8 +166,8 @@ def token_map(labels: Sequence[str], exponents: np.ndarray, output_position: int
 
 
 @_drawn(
-    "Shows: how much the leading perturbations of the whole sequence have grown by t. Surprising: a line that "
-    "falls, a direction that layers first amplify and then damp."
+    "Shows: how much the leading perturbations of the whole sequence have grown by t. Surprising: a falling line, that"
+    " is, a direction that layers first amplify and then damp."
 )
 def growth(step_exponents: np.ndarray) -> Figure:
     """Cumulative exponents of the whole sequence's flow along t. [steps, k]"""
@@ -187,8 +187,8 @@ def growth(step_exponents: np.ndarray) -> Figure:
 
 
 @_drawn(
-    "Shows: means over texts with 95 % intervals, beside the same texts with their tokens shuffled. Surprising: "
-    "intervals that do not overlap; only that comes from the order of the words."
+    "Shows: means over texts with 95 % intervals, and the same texts with shuffled tokens. Surprising: intervals that"
+    " do not overlap; only this is due to word order."
 )
 def corpus(result: CorpusExponents) -> Figure:
     """Means over texts and 95 % intervals: the spectrum, and token scores by distance to the output; with shuffles."""
@@ -261,8 +261,8 @@ def lens(result: LogitLens, labels: Sequence[str] | None = None) -> Figure:
 
 
 @_drawn(
-    "Shows: how evenly each head spreads its attention (1: over all it sees). Surprising: a head near 0 (it looks"
-    " at one token) or near 1 (it looks at none in particular) at all t."
+    "Shows: how evenly each head spreads its attention (1: over all tokens that it sees). Surprising: a head near 0 (it"
+    " attends to one token) or near 1 (it attends uniformly) at all t."
 )
 def entropy(values: np.ndarray) -> Figure:
     """Attention entropy of each head along t, as a share of the most it can be: mean over tokens. [steps, heads, N]"""

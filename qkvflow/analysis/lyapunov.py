@@ -95,8 +95,8 @@ def step_exponents(
     tangent = _tangent(model, tokens)
     if not 1 <= k <= tangent.size:
         raise UserError(
-            f"k must lie in 1..{tangent.size}: the state has position x embed = {tangent.shape[0]} x"
-            f" {tangent.shape[1]} dimensions, and each has one exponent. Got {k}."
+            f"k must lie in 1..{tangent.size}: the state has position x embed = {tangent.shape[0]} x {tangent.shape[1]}"
+            f" dimensions, and each has one exponent; got {k}."
         )
     start = exponents.leading_directions(tangent, k, sweeps=sweeps, seed=seed, tick=tick)
     logs = exponents.benettin(tangent, start)
@@ -114,7 +114,7 @@ def direction_exponents(model: LmHeadModel | Reading, tokens: NamedArray, direct
         raise UserError(f"directions must have the shape [m, {tangent.shape[0]}, {tangent.shape[1]}], got {v.shape}.")
     norms = np.linalg.norm(v.reshape(len(v), -1), axis=1)
     if not norms.all():
-        raise UserError("a direction is zero, and has no exponent.")
+        raise UserError("a direction is zero, so it has no exponent: give nonzero directions.")
     logs = []
     for n in range(tangent.steps):
         v = v / norms[:, None, None]
@@ -194,7 +194,9 @@ def _reading(model: LmHeadModel | Reading) -> Reading:
 def _at_official_times(model) -> Reading:
     depth = enter_config(model.config).depth
     if depth.solver != "euler" or depth.step_size != "uniform":
-        raise UserError("official_times reproduces the official code, whose flow is Euler with step 1/L.")
+        raise UserError(
+            "official_times reproduces the official code, which only has Euler flows with step 1/L: leave it out."
+        )
     try:
         return read(model, endpoint="left")
     except UserError as error:
@@ -237,9 +239,9 @@ def main(config: LyapunovConfig) -> dict[str, np.ndarray]:
         if getattr(config, name) < least:
             raise UserError(f"{name} must be at least {least}, got {getattr(config, name)}")
     if config.texts == 1:
-        raise UserError("texts must be at least 2 to give an interval, or 0 for none; got 1")
+        raise UserError("texts must be at least 2, so that there is an interval, or 0 for none; got 1")
     if config.official_times and config.control is not None:
-        raise UserError("official_times reproduces the official code, which has no control: leave one of them out")
+        raise UserError("official_times reproduces the official code, which has no control: leave one of the two out")
     with opened(config.run, config.checkpoint_step) as (run, progress):
         folder = output_folder(run, config.out)
         reading, (text,) = texts_of(run, None if config.text is None else [config.text], control=config.control)

@@ -92,7 +92,9 @@ def output_folder(run: Run, out: str | None) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"cannot make the folder {folder}: {error.strerror}. Give another one with --out DIR") from None
+        raise UserError(
+            f"cannot create the folder {folder}: {error.strerror}. Choose another folder with --out DIR"
+        ) from None
     return folder
 
 

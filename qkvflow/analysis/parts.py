@@ -130,5 +130,5 @@ def _repeat(array: NamedArray, Heads: Axis) -> NamedArray:
 
 def _unknown(module, what: str) -> NoReturn:
     raise UserError(
-        f"{type(module).__name__} has no {what} that the analysis knows. It reads gpt2, llama and ssm blocks."
+        f"{type(module).__name__} has no {what} that the analysis supports. It supports gpt2, llama and ssm blocks."
     )

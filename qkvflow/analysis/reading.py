@@ -126,7 +126,7 @@ def read(
         dim = None if ours.config.control is None else ours.config.control.dim
         if dim is None or control.axis_size(CONTROL) != dim:
             raise UserError(
-                f"the control has {control.axis_size(CONTROL)} components, and the model takes"
+                f"the control has {control.axis_size(CONTROL)} components, but the model takes"
                 f" {'none' if dim is None else dim} (model.control)."
             )
     changes = {} if endpoint is None else {"endpoint": endpoint}
@@ -143,7 +143,7 @@ def check_finite(model: eqx.Module) -> None:
             name = jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".array")
             raise UserError(
                 f"the weights are not finite: {name} holds NaN or infinity, so there are no spectra, exponents or"
-                " trajectories to read. Training had diverged: take an earlier checkpoint with --checkpoint_step N."
+                " trajectories. Training diverged: use an earlier checkpoint with --checkpoint_step N."
             )
 
 
@@ -159,7 +159,7 @@ def sequence(reading: Reading, tokens) -> NamedArray:
     if array.ndim > 1 and array.size == array.shape[-1]:
         array = array.reshape(-1)
     if array.ndim != 1:
-        raise UserError(f"one sequence of tokens at a time, got an array of shape {array.shape}.")
+        raise UserError(f"tokens must be one sequence, got an array of shape {array.shape}.")
     if array.size == 0:
         raise UserError("there are no tokens: the text is empty. Give at least one token.")
     if not np.issubdtype(array.dtype, np.integer):

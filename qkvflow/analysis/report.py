@@ -96,7 +96,7 @@ def main(config: ReportConfig) -> Path:
             raise UserError(f"{name} must be at least {least}, got {getattr(config, name)}")
     paths = [config.run, *(config.compare or [])]
     if len(paths) > MOST_RUNS:
-        raise UserError(f"the page compares at most {MOST_RUNS} runs, got {len(paths)}: leave some out of --compare")
+        raise UserError(f"the page compares at most {MOST_RUNS} runs, got {len(paths)}: remove some from --compare")
     times = times_of(config.times)
     with opened(config.run, config.checkpoint_step) as (first, progress):
         opened_runs = [first]
@@ -123,8 +123,8 @@ def main(config: ReportConfig) -> Path:
         html = render(data)
         if len(html.encode()) > LARGEST:
             raise UserError(
-                f"the page would have {len(html.encode()) / 1e6:.1f} MB, more than {LARGEST / 1e6:.0f}: give shorter or"
-                " fewer texts, fewer --checkpoints, or compare fewer runs"
+                f"the page would have {len(html.encode()) / 1e6:.1f} MB, more than {LARGEST / 1e6:.0f}: use shorter or"
+                " fewer texts, fewer --checkpoints, or fewer runs in --compare"
             )
         target.write_text(html, encoding="utf-8")
     print(f"Written to {target} ({len(html.encode()) / 1e6:.2f} MB): open it in a browser")

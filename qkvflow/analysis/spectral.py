@@ -140,7 +140,7 @@ def over_training(
     """
     steps = checkpoint_steps(RunDirectory(Path(run)).checkpoints) if steps is None else steps
     if not steps:
-        raise UserError(f"{run} has no checkpoints. Keep some while training: trainer.checkpointer.keep.")
+        raise UserError(f"{run} has no checkpoints. Set trainer.checkpointer.keep to keep some during training.")
     values, at = [], times
     for done, step in enumerate(sorted(steps)):
         model = load_run(run, step).model
@@ -180,9 +180,7 @@ def main(config: SpectralConfig) -> dict[str, np.ndarray]:
     if config.draws < 0:
         raise UserError(f"draws must be at least 0, got {config.draws}")
     if config.control is not None and config.text is None:
-        raise UserError(
-            "control moves the states of a text, and the spectra of weights do not read it: give --text too"
-        )
+        raise UserError("control only affects the states of a text, not the spectra of weights: also give --text")
     times = times_of(config.times)
     with opened(config.run, config.checkpoint_step) as (run, progress):
         model, folder = run.model, output_folder(run, config.out)
@@ -261,7 +259,7 @@ def times_of(value) -> tuple[float, ...] | None:
         return None
     if isinstance(value, int):
         if value < 2:
-            raise UserError(f"times: a number of times must be at least 2, got {value}; one time is written 0.5")
+            raise UserError(f"times: a number of times must be at least 2, got {value}; write one time as 0.5")
         return tuple(np.linspace(0.0, 1.0, value).tolist())
     items = value if isinstance(value, list) else str(value).split(",")
     try:

@@ -46,11 +46,11 @@ def attend(
     *,
     key=None,
 ) -> tuple[NamedArray, KeysValues | None]:
-    """softmax(q k^T / sqrt(head_size)) v, with dropout of the weights; and the memory with k and v in it.
+    """softmax(q k^T / sqrt(head_size)) v, with dropout of the weights; and the memory extended by k and v.
 
     q: {..., position, head_size}; k, v: {..., position, head_size}; axes that all three have are heads, those that
     only q has share the keys and values (grouped queries).
-    memory: of earlier positions, which q sees too, as those of `inputs.window` do.
+    memory: keys and values of earlier positions, which q also attends to.
     """
     mask, dropout, dtype = inputs.mask, 0.0 if layer.inference else layer.dropout, None
     Batch, Heads = (), ()
@@ -82,7 +82,7 @@ def attend(
     )
     if memory is not None:
         return out.unflatten_axis(BATCH_HEADS, (Batch, Heads)), memory
-    # Kernels keep no pattern: it is computed beside them where it is asked for, and used where it is edited.
+    # Kernels do not keep the pattern: it is computed separately if requested, and used if edited.
     out = inputs.beside("attn.pattern", lambda: _pattern(q, k, mask), lambda p, out=out: _attended(p, v, out), out)
     return out, None
 
@@ -100,7 +100,7 @@ def _pattern(q: NamedArray, k: NamedArray, mask) -> NamedArray:
 
 
 def _attended(pattern: NamedArray, v: NamedArray, out: NamedArray) -> NamedArray:
-    """What a pattern makes of the values, in the form of `out`."""
+    """The values weighted by a pattern, with the axes of `out`."""
     groups = [a for a in out.axes if a.name in (KV_HEAD, Q_HEADS_PER_GROUP)]
     pattern = pattern.unflatten_axis(HEADS, groups) if groups else pattern
     attended = hax.dot(pattern, v.rename({POSITION: KEY_POSITION}), axis=KEY_POSITION)
@@ -153,6 +153,6 @@ class Gpt2Attention(eqx.Module):
         return self.c_attn(x).rearrange((..., QKV, HEADS, POSITION, HEAD_SIZE)).unbind(QKV)
 
     def memory(self, Batch: Axis, length: int, dtype) -> KeysValues:
-        """Room for `length` positions."""
+        """An empty memory for `length` positions."""
         _, Heads, HeadSize = self.c_attn.Out
         return KeysValues.empty(Batch, Heads, length, HeadSize, dtype)

@@ -77,7 +77,8 @@ def _hold(delta, A, B):
 
 
 def _whole(array):
-    """What each turn of a loop reads, whole on every device of a mesh: parts would be gathered anew at each turn."""
+    """What each iteration of a loop reads, replicated on every device of a mesh: shards would be gathered in each
+    iteration."""
     if jax.sharding.get_abstract_mesh().empty:
         return array
     return lax.with_sharding_constraint(array, jax.sharding.PartitionSpec())

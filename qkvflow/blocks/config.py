@@ -1,4 +1,4 @@
-"""YAML `block:` the choices for B(x; W), each of which builds an ordinary block and says what stands around it."""
+"""YAML `block:` the choices for B(x; W). Each builds an ordinary block and describes what surrounds it."""
 
 import abc
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from qkvflow.ranges import ProperShare, check_ranges
 
 @dataclass(frozen=True)
 class BlockConfig(draccus.ChoiceRegistry, abc.ABC):
-    """What B is. The block knows no time and no solver; its arrays are plain NamedArrays.
+    """What B is. The block does not depend on time or solver; its arrays are plain NamedArrays.
 
     Attributes:
         embed_pdrop: dropout of the embeddings.

@@ -5,7 +5,7 @@
 s: {embed}, the shift by layer-time (a function of t in the flow, see `qkvflow.weights.shift`);
 C: {control} -> {embed}; u: the control, {..., control}, or None; alpha: a learned scale, 0.1 at first.
 Source: `ODEFunc` of PeterJemley/Continuous-Depth-Transformers-with-Learned-Control-Dynamics (arXiv 2601.10007).
-Differs from the source: C has no bias (s has one), so that no control and control zero are the same.
+Differs from the source: C has no bias (s has one), so that no control equals zero control.
 """
 
 import equinox as eqx

@@ -74,12 +74,12 @@ class Gpt2Block(eqx.Module):
 
 @dataclass(frozen=True)
 class Gpt2LikeConfig(BlockConfig):
-    """What the blocks with GPT-2's attention share: LayerNorm, fused attention, learned positions, a tied head.
+    """Shared by the blocks with GPT-2's attention: LayerNorm, fused attention, learned positions, a tied head.
 
     Attributes:
         num_heads: attention heads.
-        form: `parallel`, attention and MLP both of x, or `sequential`, one after the other.
-        resid_pdrop: dropout of what attention and MLP add.
+        form: `parallel`, where attention and MLP both read x, or `sequential`, one after the other.
+        resid_pdrop: dropout of the outputs of attention and MLP.
         attn_pdrop: dropout of the attention weights.
         attn_backend: the kernel of attention; if not given the best of the platform, see `qkvflow.blocks.kernels`.
         flash_attention_block_size: positions in a block of that kernel; its own if not given.
@@ -129,7 +129,7 @@ class Gpt2LikeConfig(BlockConfig):
 @BlockConfig.register_subclass("gpt2")
 @dataclass(frozen=True)
 class Gpt2BlockConfig(Gpt2LikeConfig):
-    """LayerNorm, fused attention, MLP of `mlp_scale` times the width; learned positions and a tied head around it.
+    """LayerNorm, fused attention, and an MLP of `mlp_scale` times the width; with learned positions and a tied head.
 
     Attributes:
         mlp_scale: hidden units of the MLP, as a multiple of the width.
@@ -141,7 +141,10 @@ class Gpt2BlockConfig(Gpt2LikeConfig):
     def __post_init__(self):
         super().__post_init__()
         if self.activation is ActivationFunctionEnum.xielu:
-            raise UserError("activation: xielu has parameters of its own, which this block does not hold.")
+            raise UserError(
+                "activation: xielu has its own parameters, which this block does not support. Choose another"
+                " activation."
+            )
 
     def init(self, Embed: Axis, *, key) -> Gpt2Block:
         k_attn, k_mlp = maybe_rng_split(key, 2)

@@ -81,6 +81,6 @@ class GroupedQueryAttention(eqx.Module):
         return inputs.see("attn.out", self.o_proj(hax.auto_sharded(out))), memory
 
     def memory(self, Batch: Axis, length: int, dtype) -> KeysValues:
-        """Room for `length` positions."""
+        """An empty memory for `length` positions."""
         KvHead, HeadSize = self.k_proj.Out
         return KeysValues.empty(Batch, KvHead, length, HeadSize, dtype)

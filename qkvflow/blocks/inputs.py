@@ -1,7 +1,7 @@
-"""What a block is given besides the state x: one record, which passes through model, flow and solver as it is.
+"""The inputs of a block besides the state x: one record, which passes unchanged through model, flow and solver.
 
 To add an input (a second signal, segment ids), add a field here and read it in the block that uses it: models take a
-keyword of that name, batches an attribute, and everything between hands the record on.
+keyword of that name, batches an attribute, and everything in between passes the record on.
 """
 
 import dataclasses
@@ -17,15 +17,15 @@ from qkvflow.blocks.probe import Probe, apart
 
 
 class Inputs(eqx.Module):
-    """Beside the state x {..., position, embed} of B(x; W).
+    """The inputs of B(x; W) besides the state x {..., position, embed}.
 
     Attributes:
-        mask: of the attention; None attends to everything. Not read where there is a `window`.
-        pos_ids: {..., position} int, of rotary positions or of the table of positions; None is 0, 1, 2, ...
-        control: {..., control} or {..., position, control}; None is zero control.
-        window: which positions x holds, where earlier ones are remembered; None if x holds whole sequences.
-        probe: is told of every place of the forward pass while it is traced; None, as ever but in `qkvflow.lens`,
-            leaves no trace in the program.
+        mask: attention mask; None attends to everything. Ignored if there is a `window`.
+        pos_ids: {..., position} int, for rotary or learned positions; None means 0, 1, 2, ...
+        control: {..., control} or {..., position, control}; None means zero control.
+        window: which positions x contains, if earlier ones are in a memory; None if x contains whole sequences.
+        probe: receives every named value of the forward pass while it is traced; None, the value outside
+            `qkvflow.lens`, leaves no trace in the program.
     """
 
     mask: AttentionMask | NamedArray | None = None
@@ -46,7 +46,8 @@ class Inputs(eqx.Module):
         return Inputs.of(example.attn_mask, **{name: getattr(example, name) for name in own})
 
     def see(self, place: str, value: NamedArray) -> NamedArray:
-        """Names a value of the forward pass. Gives what the pass goes on with: `value`, unless it is edited."""
+        """Names a value of the forward pass. Returns the value that the pass continues with: `value`, unless it is
+        edited."""
         return value if self.probe is None else self.probe.see(place, value)
 
     def made(self, place: str, make: Callable[..., NamedArray], *of: NamedArray) -> NamedArray:

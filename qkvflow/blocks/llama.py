@@ -91,18 +91,18 @@ class LlamaBlock(eqx.Module):
 @BlockConfig.register_subclass("llama")
 @dataclass(frozen=True)
 class LlamaBlockConfig(BlockConfig):
-    """Rotary positions inside the attention; around it a head of its own (unless tied) and no table of positions.
+    """Rotary positions inside the attention; an untied head by default, and no position embeddings.
 
     Attributes:
         num_heads: attention heads.
         form: `parallel`, `sequential` or `official`, see `qkvflow.blocks.llama`.
-        resid_pdrop: dropout of what attention and MLP add.
+        resid_pdrop: dropout of the outputs of attention and MLP.
         attn_pdrop: dropout of the attention weights.
-        num_kv_heads: heads of keys and values, a divisor of num_heads; as many as num_heads if not given.
-        intermediate_dim: hidden units of the MLP; 4 times the width if not given, as in the paper's Llama.
+        num_kv_heads: heads of keys and values, a divisor of num_heads; defaults to num_heads.
+        intermediate_dim: hidden units of the MLP; defaults to 4 times the width, as in the paper's Llama.
         rope: Levanter's rotary embeddings, `{type: default | llama3 | yarn, theta: ...}`, halves rotated (not pairs).
-        layer_norm_epsilon: of all norms; if not given 1e-5, but 1e-6 for those inside an `official` block.
-        use_bias: of all linear maps and norms. The norms inside an `official` block always have a bias, as in its
+        layer_norm_epsilon: epsilon of all norms; defaults to 1e-5, but 1e-6 for those inside an `official` block.
+        use_bias: bias of all linear maps and norms. The norms inside an `official` block always have a bias, as in its
             source.
         attn_backend: the kernel of attention; if not given the best of the platform, see `qkvflow.blocks.kernels`.
         flash_attention_block_size: positions in a block of that kernel; its own if not given.
@@ -132,7 +132,10 @@ class LlamaBlockConfig(BlockConfig):
                 f" keys and values serves an equal group of query heads. Possible: {', '.join(divisors)}."
             )
         if self.activation is ActivationFunctionEnum.xielu:
-            raise UserError("activation: xielu has parameters of its own, which this block does not hold.")
+            raise UserError(
+                "activation: xielu has its own parameters, which this block does not support. Choose another"
+                " activation."
+            )
 
     @property
     def kv_heads(self) -> int:
@@ -148,7 +151,7 @@ class LlamaBlockConfig(BlockConfig):
         if (Embed.size // self.num_heads) % 2 != 0:
             raise UserError(
                 f"The head size is hidden_dim / num_heads = {Embed.size} / {self.num_heads} ="
-                f" {Embed.size // self.num_heads}, but rotary positions turn pairs of numbers, so it must be even."
+                f" {Embed.size // self.num_heads}, but rotary positions rotate pairs of numbers, so it must be even."
                 " Choose another hidden_dim or num_heads."
             )
 

@@ -1,7 +1,7 @@
-"""What an evaluation of B keeps of earlier positions, so that later ones need not compute them again.
+"""What an evaluation of B stores of earlier positions, so that later ones need not recompute them.
 
-Keys and values for attention, the state of a recurrence for a state-space mixer. Each evaluation of B has a memory of
-its own, since each sees other states x(t).
+Keys and values for attention, the state of a recurrence for a state-space mixer. Each evaluation of B has its own
+memory, because each sees different states x(t).
 """
 
 from collections.abc import Sequence
@@ -18,14 +18,14 @@ from qkvflow.axes import BATCH, BATCH_HEADS, HEAD_SIZE, KEY_POSITION, POSITION
 class Window(eqx.Module):
     """The new positions start, start + 1, ... of each sequence, of which the first `count` are real.
 
-    The others fill up the batch: what they leave in a memory of keys is never seen, since the next window of their
-    sequence begins with them; states of recurrences they leave alone.
+    The others are padding: the keys that they write are never seen, because the next window of their sequence starts at
+    those positions; they do not change states of recurrences.
 
     Attributes:
-        trial: some of the positions may be taken back. Keys need nothing for that; states of recurrences are kept after
-            each position, until `settled` says how many of them stay.
-        written: the memory has the keys of these positions already, and is only read; states of recurrences are given
-            from before them.
+        trial: some of the positions may be rolled back. Keys need nothing for this; states of recurrences are kept
+            after each position, until `settled` says how many positions stay.
+        written: the memory already has the keys of these positions and is only read; states of recurrences are those
+            before these positions.
     """
 
     start: NamedArray  # {batch}, int32
@@ -45,8 +45,8 @@ class Window(eqx.Module):
 class KeysValues(eqx.Module):
     """Keys and values of one attention layer: {batch_heads, position, head_size}; column p holds position p.
 
-    The heads of all sequences lie along one axis, so that a product of matrices takes the arrays as they are. With two
-    axes XLA merges them first, and on the way copies the memory at each step.
+    The heads of all sequences share one axis, so that a matrix product can use the arrays directly. With two axes, XLA
+    merges them first and copies the memory at each step.
     """
 
     k: NamedArray
@@ -96,7 +96,7 @@ def joined(keys: Sequence[KeysValues], states: Sequence[NamedArray], form: Form)
 
 
 def states(memory) -> list[NamedArray]:
-    """The states of all recurrences in a memory: what must be put back if positions are taken back."""
+    """The states of all recurrences in a memory: what must be restored if positions are rolled back."""
     return [leaf for leaf in _leaves(memory)[0] if isinstance(leaf, NamedArray)]
 
 

@@ -1,4 +1,4 @@
-"""Places: the values inside a block that have a name, so that they can be looked at and changed from outside."""
+"""Named values inside a block, which can be read and edited from outside."""
 
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -8,13 +8,13 @@ from haliax import NamedArray
 
 
 def apart(*values: NamedArray) -> tuple[NamedArray, ...]:
-    """The same values, of which something is computed beside the forward pass. XLA is kept from seeing that the pass
-    computes the same: it would read both from one place, compile that in another way, and round otherwise."""
+    """The same values, for computations outside the forward pass. This hides from XLA that the pass computes the same:
+    it would share the result, compile it differently, and round differently."""
     return jax.lax.optimization_barrier(values)
 
 
 class Probe(Protocol):
-    """What is told of each place while a forward pass is traced. It hands on what the pass goes on with."""
+    """Receives each named value while a forward pass is traced, and returns the value that the pass continues with."""
 
     def see(self, place: str, value: NamedArray) -> NamedArray:
         """`value`, or what stands in its place, with the same axes."""

@@ -1,7 +1,7 @@
-"""The selective state-space recurrence in a loop over positions, with its backward pass by hand.
+"""The selective state-space recurrence in a loop over positions, with a hand-written backward pass.
 
-What autodiff makes of the same loop takes 2 to 3 times as long: it stores or moves more, and it sums the gradient of A
-over the batch at every position. Here, with g_k the gradient of h_k and z = Delta_k A:
+The automatic derivative of the same loop takes 2 to 3 times as long: it stores or moves more, and it sums the gradient
+of A over the batch at every position. Here, with g_k the gradient of h_k and z = Delta_k A:
 
     g_k = C_k y_bar_k + exp(z_{k+1}) g_{k+1}
     Delta_bar = sum_n g exp(z) (A h_{k-1} + B x)        A_bar = sum_k g Delta (exp(z) h_{k-1} + Delta phi'(z) B x)

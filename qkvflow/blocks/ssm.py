@@ -63,8 +63,8 @@ class SsmBlockConfig(Gpt2LikeConfig):
     """GPT-2's attention and a diagonal state-space model with `state_size` numbers for each channel of the state x.
 
     Attributes:
-        state_size: of Mamba 16.
-        selective: Delta, B and C depend on the input (Mamba); otherwise on layer-time only, through the weights.
+        state_size: numbers per channel; Mamba uses 16.
+        selective: Delta, B and C depend on the input (Mamba); otherwise only on layer-time, through the weights.
     """
 
     state_size: Count = 16

@@ -30,7 +30,8 @@ DELTA_RANGE = (1e-3, 1e-1)
 
 
 class StateSpace(eqx.Module):
-    """What does not look at the input: A_raw {state, embed}, delta_raw, D {embed}; not selective: B, C as A_raw."""
+    """The parameters that do not depend on the input: A_raw {state, embed}, delta_raw, D {embed}; not selective: B, C
+    as A_raw."""
 
     A_raw: NamedArray
     delta_raw: NamedArray
@@ -85,7 +86,7 @@ class SsmMixer(eqx.Module):
 
     def __call__(self, x: NamedArray, mask: AttentionMask | NamedArray | None) -> NamedArray:
         """In chunks of positions. The state is reset where the segment ids of `mask` change, so that documents packed
-        in one sequence do not see each other; nothing else of the mask is read (an SSM is causal by itself)."""
+        in one sequence do not see each other; the rest of the mask is ignored (an SSM is always causal)."""
         return self._over_positions(x, mask, fast=True)
 
     def extend(self, x: NamedArray, inputs: Inputs, state: NamedArray | None) -> tuple[NamedArray, NamedArray | None]:

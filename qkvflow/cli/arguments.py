@@ -54,7 +54,7 @@ def _split(
     while words:
         word = words.pop(0)
         if not word.startswith("--") or word == "--":
-            raise UserError(f"unexpected word `{shortened(word)}`: every option is written `--key value` (see --help)")
+            raise UserError(f"unexpected word `{shortened(word)}`: write every option as `--key value` (see --help)")
         key, equals, value = word[2:].partition("=")
         if not equals:
             # A negative number is a value; anything else that starts with a dash is the next flag.
@@ -66,7 +66,7 @@ def _split(
             value = words.pop(0)
         if key not in texts and not value.strip():
             raise UserError(
-                f"the flag --{shortened(key)} has an empty value: is a variable of the shell not set? For none, write"
+                f"the flag --{shortened(key)} has an empty value: is a shell variable unset? For none, write"
                 f" `--{shortened(key)} null`, or leave the flag out"
             )
         if texts.get(key):  # takes several: `--text A B`
@@ -75,7 +75,7 @@ def _split(
                 value = words.pop(0)
         if key in ("config_path", "config"):
             if path is not None:
-                raise UserError("--config_path is given twice; one file is read")
+                raise UserError("--config_path is given twice, but only one file can be read: remove one")
             path = value
         else:
             overrides.append((key, value if key in texts else Typed(value, f"--{shortened(key)}")))
@@ -95,7 +95,7 @@ def _set(raw: dict[str, Any], dotted: str, value: str | Typed) -> None:
             child = node[part] = {}
         elif not isinstance(child, dict):
             parent = ".".join(parts[: index + 1])
-            raise UserError(f"--{dotted}: `{parent}` is the value {show(child)} there and has no keys below it")
+            raise UserError(f"--{dotted}: `{parent}` is the value {show(child)} and has no keys below it")
         node = child
     node[parts[-1]] = value
 

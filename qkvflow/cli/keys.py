@@ -54,7 +54,9 @@ def sections(config_class: type, dotted: str) -> str:
             names = sorted({name for cls in classes for name in _names(cls)})
             near = difflib.get_close_matches(part, names, n=1)
             meant = f"did you mean `{near[0]}`? " if near else ""
-            raise UserError(f"`{shortened('.'.join(parts[: at + 1]))}` is no key: {meant}There is {', '.join(names)}")
+            raise UserError(
+                f"`{shortened('.'.join(parts[: at + 1]))}` is not a key: {meant}The keys are {', '.join(names)}"
+            )
         classes = list(dict.fromkeys(cls for hint in found for cls in _dataclasses(hint)))
         if not classes:
             raise UserError(f"`{'.'.join(parts[: at + 1])}` is a single value, without keys below it")
@@ -63,7 +65,7 @@ def sections(config_class: type, dotted: str) -> str:
     tables = [f"{_title(dotted, cls)}\n{key_table(cls, prefix)}" for cls in own]
     others = [name for cls in classes if cls not in own and (name := _type_name(cls))]
     return (
-        "\n\n".join([*tables, *([f"Other types, of Levanter: {', '.join(sorted(others))}"] if others else [])]) + "\n"
+        "\n\n".join([*tables, *([f"Other types, from Levanter: {', '.join(sorted(others))}"] if others else [])]) + "\n"
     )
 
 

@@ -126,8 +126,8 @@ def _memory_is_short(error: BaseException) -> str | None:
         return None
     said = next(iter(str(error).splitlines()), "")
     return (
-        f"there is not enough memory{f' ({shortened(said, 200)})' if said else ''}. Take smaller batches, shorter"
-        " sequences or a smaller model (`qkvflow describe` says what one needs), or a machine with more"
+        f"there is not enough memory{f' ({shortened(said, 200)})' if said else ''}. Use smaller batches, shorter"
+        " sequences, a smaller model (`qkvflow describe` reports what it needs), or a machine with more memory"
     )
 
 

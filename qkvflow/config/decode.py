@@ -98,7 +98,7 @@ def _decode_dataclass(cls: type, raw: Any, path: str, note: str = "") -> Any:
             values[name] = None if is_default_none else decode(hints[name], raw[name], _join(path, name))
         elif field.default is _MISSING and field.default_factory is _MISSING:
             hint = "" if path or raw else " (give a file with --config_path FILE)"
-            raise UserError(f"the key `{_join(path, name)}` is missing{note}; it must be given{hint}")
+            raise UserError(f"the key `{_join(path, name)}` is missing{note}; it is required{hint}")
     outside = field_out_of_range(cls, values, LEVANTER, path)
     if outside is not None:
         raise UserError(outside)
@@ -271,8 +271,9 @@ def _refuse_key(path: str, key: str, valid: list[str], note: str, types_with: li
     hint = f", did you mean `{_join(path, near[0])}`?" if near else "."
     if path and types_with and note:
         hint += (
-            f" It is a key of type {', '.join(types_with)}: with another type alone, a section keeps the other keys of"
-            f" its file. Give it whole: --{path} '{{type: {note.removeprefix(' (type ').removesuffix(')')}}}'."
+            f" It is a key of type {', '.join(types_with)}: if you override only the type, the section keeps the other"
+            f" keys from the file. Give the whole section: --{path} '{{type:"
+            f" {note.removeprefix(' (type ').removesuffix(')')}}}'."
         )
     where = f"`{path}`{note}" if path else "the top level"
     raise UserError(f"unknown key `{_join(path, key)}`{hint} Keys of {where}: {', '.join(valid)}")

@@ -61,7 +61,7 @@ def read_config(path: Path, config_class: type[T]) -> T:
     try:
         return decode(config_class, raw)
     except UserError as error:
-        raise UserError(f"{path} was written by another version or changed by hand: {error}") from None
+        raise UserError(f"{path} was written by another version or edited by hand: {error}") from None
 
 
 def differences(stored: Any, given: Any, free_keys: Collection[str]) -> dict[str, tuple[Any, Any]]:
@@ -73,7 +73,7 @@ def differences(stored: Any, given: Any, free_keys: Collection[str]) -> dict[str
 
 def listed(changes: Mapping[str, tuple[Any, Any]]) -> str:
     """What `differences` gave, a line each."""
-    return "\n".join(f"  {key}: {_show(old)} there, {_show(new)} given" for key, (old, new) in changes.items())
+    return "\n".join(f"  {key}: {_show(old)} before, {_show(new)} now" for key, (old, new) in changes.items())
 
 
 def _is_below(key: str, above: Collection[str]) -> bool:

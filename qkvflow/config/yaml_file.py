@@ -33,7 +33,7 @@ def read_written(path: Path) -> dict[str, Any]:
         raise UserError(f"there is no configuration file {name}{_near_names(path)}") from None
     except IsADirectoryError:
         files = sorted(str(p) for p in path.glob("*.yaml"))
-        listing = f"; it holds {', '.join(files)}" if files else ""
+        listing = f"; it contains {', '.join(files)}" if files else ""
         raise UserError(f"{name} is a directory, but a configuration is a YAML file{listing}") from None
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
@@ -41,7 +41,7 @@ def read_written(path: Path) -> dict[str, Any]:
     if raw is None:
         return {}
     if not isinstance(raw, dict):
-        raise UserError(f"{name} must hold `key: value` lines at its top level, but holds a {type(raw).__name__}")
+        raise UserError(f"{name} must contain `key: value` lines at its top level, but contains a {type(raw).__name__}")
     return raw
 
 
@@ -73,4 +73,4 @@ def _near_names(path: Path) -> str:
     shown = near or sorted(candidates)[:8]
     if not shown:
         return f" (looked in {os.getcwd()})"
-    return f" (looked in {os.getcwd()}); {'near names' if near else 'there is'}: {', '.join(shown)}"
+    return f" (looked in {os.getcwd()}); {'similar names' if near else 'available'}: {', '.join(shown)}"

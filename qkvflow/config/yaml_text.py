@@ -53,7 +53,7 @@ def load(text: str, where: str) -> Any:
         if node is None:
             return None
         if _size(node, {}) > _LARGEST_TREE:
-            raise UserError(f"{where} holds more than {_LARGEST_TREE:,} values when its aliases are written out")
+            raise UserError(f"{where} contains more than {_LARGEST_TREE:,} values when its aliases are expanded")
         return loader.construct_document(node)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
@@ -64,7 +64,7 @@ def load(text: str, where: str) -> Any:
     except yaml.YAMLError as error:
         raise UserError(f"{where} is not valid YAML: {shortened(str(error))}") from None
     except RecursionError:
-        raise UserError(f"{where} is not valid here: its brackets are nested too deeply") from None
+        raise UserError(f"{where} is not accepted: its brackets are nested too deeply") from None
     finally:
         loader.dispose()
 
@@ -103,12 +103,12 @@ class _Loader(yaml.SafeLoader):
             if isinstance(key_node, yaml.ScalarNode) and key_node.tag != f"{_PREFIX}merge":
                 key = self.construct_object(key_node)
                 if key in seen:
-                    raise _refusal(key_node, f"the key `{shortened(key_node.value)}` stands twice")
+                    raise _refusal(key_node, f"the key `{shortened(key_node.value)}` appears twice")
                 seen.add(key)
         return super().construct_mapping(node, deep=deep)
 
     def refuse_tag(self, node: yaml.Node) -> Any:
-        raise _refusal(node, f"the tag `{shortened(node.tag.replace(_PREFIX, '!!'))}` is not read here")
+        raise _refusal(node, f"the tag `{shortened(node.tag.replace(_PREFIX, '!!'))}` is not supported")
 
 
 class _Dumper(yaml.SafeDumper):
@@ -117,9 +117,9 @@ class _Dumper(yaml.SafeDumper):
 
 def _number(kind: type, made: type, loader: _Loader, node: yaml.ScalarNode) -> Any:
     text = loader.construct_scalar(node)
-    name = "integer" if kind is int else "number"
+    name = "an integer" if kind is int else "a number"
     if not re.fullmatch(_SCALARS["int" if kind is int else "float"][0], text):
-        raise _refusal(node, f"`{shortened(text)}` is no {name}")
+        raise _refusal(node, f"`{shortened(text)}` is not {name}")
     if len(text) > _LONGEST_NUMBER:
         return text
     # Python writes infinity and NaN without the point.

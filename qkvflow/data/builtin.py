@@ -40,8 +40,8 @@ def library() -> dict[str, str]:
             found["/".join(names)] = path.read_text(encoding="utf-8")
     if len(found) < 100:
         raise UserError(
-            f"this Python carries no sources of its standard library in {folder}: give other text, such as"
-            " --data.train my.txt"
+            f"this Python has no source of its standard library in {folder}: give other text, such as --data.train"
+            " my.txt"
         )
     return found
 

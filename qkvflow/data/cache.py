@@ -62,7 +62,10 @@ def load_or_build(
 
     if not is_there():
         if not build:
-            raise UserError(f"there is no token cache {target}, and `data.auto_build_caches` is false")
+            raise UserError(
+                f"there is no token cache {target}, and `data.auto_build_caches` is false: set it to true, or name an"
+                " existing cache"
+            )
         with _lock(folder, split):
             # Another process may have built it while this one waited.
             if not is_there():
@@ -210,8 +213,8 @@ def _lock(folder: Path, split: str) -> Iterator[None]:
             stack.enter_context(locked(folder / f"{split}.lock", wait=True))
         except OSError as error:
             raise UserError(
-                f"the token cache {folder} is not finished and cannot be written: {error.strerror or error}. Name a"
-                " folder that can be written with `data.cache_dir`; a finished cache may be read-only."
+                f"the token cache {folder} is not finished and cannot be written: {error.strerror or error}. Set"
+                " `data.cache_dir` to a writable folder; a finished cache may be read-only."
             ) from error
         try:
             yield
@@ -221,6 +224,6 @@ def _lock(folder: Path, split: str) -> Iterator[None]:
             # A full disk comes back from the store as an error of many shapes.
             if shutil.disk_usage(folder).free < _FULL_DISK_BYTES:
                 raise UserError(
-                    f"the disk of the token cache {folder} is full; free some space or move `data.cache_dir`"
+                    f"the disk with the token cache {folder} is full; free some space or change `data.cache_dir`"
                 ) from error
             raise

@@ -64,7 +64,7 @@ class DataConfig(LmDataConfig):
         super().__post_init__()
         check_ranges(self)
         if self.validation is not None and self.train is None:
-            raise UserError("`validation` is given without `train`; both name files. Give `train` too.")
+            raise UserError("`validation` is given without `train`: also give `train`.")
 
     def control_field(self, dim: int | None) -> ControlField | None:
         """Where the records hold their control, for a model with `dim` components of it; None without `control_key`.
@@ -76,8 +76,8 @@ class DataConfig(LmDataConfig):
             return None
         if dim is None:
             raise UserError(
-                f"`data.control_key` is {self.control_key!r}, but the model has no control (`model.control` is null) "
-                "and would not hear it. Set `model.control: {dim: N}` of a `type: neuralode`, or leave the key out."
+                f"`data.control_key` is {self.control_key!r}, but the model has no control (`model.control` is null)"
+                " and would ignore it. Set `model.control: {dim: N}` with `type: neuralode`, or leave the key out."
             )
         return ControlField(self.control_key, dim)
 
@@ -179,12 +179,12 @@ def _resolve_component(
         return component if control is None else with_control(name, component, control)
     base = component.cache_dir or cache_dir
     if base is None:
-        raise UserError("`cache_dir` is null; name a folder for the tokens")
+        raise UserError("`cache_dir` is null; set it to a folder for the tokens")
     base = base if "://" in base else str(local_path(base))
     if component.source.format != TextLmDatasetFormat() or component.source.cache_dir is not None:
         raise UserError(
-            f"component {name!r}: `format` and `cache_dir` inside `source` are not read; "
-            f"write them one level up, under `components.{name}`"
+            f"component {name!r}: `format` and `cache_dir` inside `source` are ignored; write them one level up, under"
+            f" `components.{name}`"
         )
     component = _with_text_format(name, component)
     if control is not None:
@@ -202,7 +202,7 @@ def _with_text_format(name: str, component: DatasetComponent) -> DatasetComponen
         return component
     if not isinstance(format, TextLmDatasetFormat):
         if isinstance(source, BuiltinSource):
-            raise UserError(f"component {name!r}: the builtin text has no other format than text")
+            raise UserError(f"component {name!r}: the builtin text only has the format text")
         return dataclasses.replace(component, source=dataclasses.replace(source, text_key=None))
     if isinstance(source, BuiltinSource):
         return dataclasses.replace(component, format=DocumentFormat())

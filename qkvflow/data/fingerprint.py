@@ -126,5 +126,5 @@ def _url_identity(pattern: str) -> list[Any]:
     if not urls:
         raise UserError(f"no file matches {pattern!r} (current folder: {Path.cwd()})")
     if any(url.endswith(".txt") for url in urls):
-        raise UserError(f"{pattern!r}: a source of `type: url` reads no .txt; use `type: files` with `train`")
+        raise UserError(f"{pattern!r}: a source of `type: url` does not support .txt; use `type: files` with `train`")
     return [file_identity(Path(url.removeprefix("file://"))) for url in urls]

@@ -71,8 +71,8 @@ def _record_threshold(files: tuple[Path, ...], stamps: tuple, text_key: str | No
     distinct = np.unique(np.fromiter(hashes, dtype=np.uint64))
     if len(distinct) < 2:
         raise UserError(
-            f"validation_fraction needs at least two different documents, but {', '.join(map(str, files))} "
-            f"hold {len(distinct)}. Give files for validation, or set validation_fraction to 0."
+            f"validation_fraction needs at least two different documents, but {', '.join(map(str, files))} contain"
+            f" {len(distinct)}. Give validation files, or set validation_fraction to 0."
         )
     count = min(max(round(fraction * len(distinct)), 1), len(distinct) - 1)
     return int(distinct[count - 1])

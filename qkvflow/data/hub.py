@@ -28,9 +28,9 @@ def check_dataset_reachable(name: str) -> None:
         pass
     except OSError as error:
         raise UserError(
-            f"the data set {name!r} cannot be fetched: the Hugging Face hub is out of reach "
-            f"({type(error).__name__}). If it is in the local cache, set HF_HUB_OFFLINE=1; otherwise give "
-            "local files with `data.train` and `data.validation`."
+            f"the data set {name!r} cannot be fetched: the Hugging Face hub cannot be reached ({type(error).__name__})."
+            " If it is in the local cache, set HF_HUB_OFFLINE=1; otherwise give local files with `data.train` and"
+            " `data.validation`."
         ) from error
 
 
@@ -61,8 +61,8 @@ def download(name: str, files: Sequence[str], first: str, what: str, instead: st
     except (OSError, ValueError) as error:
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise UserError(
-            f"the {what} {name!r} is no local folder (current folder: {Path.cwd()}) and could not be "
-            f"fetched from the Hugging Face hub ({reason}). {instead}"
+            f"the {what} {name!r} is not a local folder (current folder: {Path.cwd()}) and could not be fetched from"
+            f" the Hugging Face hub ({reason}). {instead}"
         ) from error
     return found
 

@@ -97,8 +97,8 @@ def _check_characters(text: str, where: str) -> None:
     except UnicodeEncodeError as error:
         half = f"\\u{ord(text[error.start]):04x}"
         raise UserError(
-            f"{where}: {half} is half of a character, as cutting text in UTF-16 leaves it, and no text. Remove it, or"
-            " write the whole character"
+            f"{where}: {half} is half of a character (a lone UTF-16 surrogate), not text. Remove it, or write the whole"
+            " character"
         ) from None
 
 

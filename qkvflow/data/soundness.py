@@ -35,8 +35,8 @@ def damage(cache: Path, *, whole: bool = False) -> str | None:
 def refusal(cache: Path, what: str) -> UserError:
     """What to tell the user of a damaged cache."""
     return UserError(
-        f"the token cache {cache} is damaged: {what}. To build it again from the data, give the same command with"
-        " `--data.rebuild_caches true`; or put the file back"
+        f"the token cache {cache} is damaged: {what}. To rebuild it from the data, run the same command with"
+        " `--data.rebuild_caches true`; or restore the file"
     )
 
 
@@ -53,10 +53,10 @@ def check_counts(cache: Path, tree: TreeCache[dict]) -> None:
             settings = json.loads((cache / array / "zarr.json").read_text())
             for number in range(math.ceil(length / settings["chunk_grid"]["configuration"]["chunk_shape"][0])):
                 if not (cache / array / "c" / str(number)).is_file():
-                    raise refusal(cache, f"its file {array}/c/{number} is gone")
+                    raise refusal(cache, f"its file {array}/c/{number} is missing")
         found = tree.flat_field_length(field) if len(tree) else 0
         if found != count:
-            raise refusal(cache, f"it has {found} numbers of {field} instead of {count}")
+            raise refusal(cache, f"it has {found} values of {field} instead of {count}")
     if sum(size for _, size, _ in _stamp(cache)) <= _WHOLE_BYTES:
         try:
             seal(cache)

@@ -39,8 +39,8 @@ class FilesSource(LmDatasetSourceConfigBase):
         check_ranges(self)
         if self.validation and self.validation_fraction > 0:
             raise UserError(
-                "validation files and a validation_fraction are both given; the fraction is held out of the "
-                "training files only where there are none for validation. Leave one of them out."
+                "validation files and a validation_fraction are both given, but the fraction is only used if there are"
+                " no validation files. Leave one of them out."
             )
 
     def check(self) -> None:
@@ -57,10 +57,10 @@ class FilesSource(LmDatasetSourceConfigBase):
             _check_file(path)
             readable = read_text(path, "text") if is_plain_text(path) else self.records(path)
             if next(readable, None) is None:
-                raise UserError(f"the data file {path} holds no text and no records")
+                raise UserError(f"the data file {path} contains no text and no records")
         shared = {path.resolve() for path in train} & {path.resolve() for path in validation}
         if shared:
-            raise UserError(f"{min(shared)} is given both for training and for validation; leave it out of one")
+            raise UserError(f"{min(shared)} is given both for training and for validation; remove it from one")
 
     def files(self, split: str) -> list[Path]:
         """The files given for a split, globs expanded, each once, in the given order."""
@@ -161,8 +161,8 @@ class BuiltinDataSource(ShardedDataSource[dict]):
 def _expand(pattern: str) -> list[Path]:
     if "://" in pattern:
         raise UserError(
-            f"{pattern!r} is no local path; for files on a network use a source of `type: url` with "
-            "`train_urls` and `validation_urls`, or `type: hf` for a Hugging Face data set"
+            f"{pattern!r} is not a local path; for remote files use a source of `type: url` with `train_urls` and"
+            " `validation_urls`, or `type: hf` for a Hugging Face data set"
         )
     path = local_path(pattern)
     if path.exists() or not glob.has_magic(str(path)):
@@ -179,7 +179,9 @@ def _check_file(path: Path) -> None:
     if not path.is_file():
         raise UserError(f"the data file {path} does not exist (current folder: {Path.cwd()})")
     if not path.name.lower().endswith(ENDINGS):
-        raise UserError(f"{path}: the ending {path.suffix!r} is not supported; supported are {', '.join(ENDINGS)}")
+        raise UserError(
+            f"{path}: the file extension {path.suffix!r} is not supported; supported are {', '.join(ENDINGS)}"
+        )
     try:
         with path.open("rb"):
             pass

@@ -42,7 +42,7 @@ def unigram_entropy(
     """
     total = int(validation.sum())
     if total == 0:
-        raise UserError("there are no validation tokens to take the unigram entropy of")
+        raise UserError("there are no validation tokens, so there is no unigram entropy")
     log_probability = np.log(train + 1.0) - np.log(train.sum() + float(len(train)))
     nats = float(-(validation @ log_probability) / total)
     seen = validation[validation > 0] / total

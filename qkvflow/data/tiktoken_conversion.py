@@ -66,9 +66,9 @@ def convert(encoding: tiktoken.Encoding) -> Tokenizer:
         wanted = regex.findall(pattern, probe), encoding.encode(probe, allowed_special="all")
         if found != wanted:
             raise UserError(
-                f"the tiktoken encoding {encoding.name!r} cannot be converted exactly: its regular "
-                "expression means something else to the `tokenizers` library (found with the text "
-                f"{probe!r}). Use a Hugging Face tokenizer folder instead."
+                f"the tiktoken encoding {encoding.name!r} cannot be converted exactly: its regular expression has a"
+                f" different meaning in the `tokenizers` library (found with the text {probe!r}). Use a Hugging Face"
+                " tokenizer folder instead."
             )
     return tokenizer
 

@@ -175,14 +175,14 @@ def _save_tiktoken(name: str, made: Path) -> None:
     from qkvflow.data.tiktoken_conversion import convert
 
     if name not in tiktoken.list_encoding_names():
-        raise UserError(f"tiktoken knows no encoding {name!r}; it knows: {', '.join(tiktoken.list_encoding_names())}")
+        raise UserError(f"tiktoken has no encoding {name!r}; it has: {', '.join(tiktoken.list_encoding_names())}")
     try:
         encoding = tiktoken.get_encoding(name)
     except (OSError, ValueError) as error:
         raise UserError(
-            f"the tiktoken file of {name!r} is not on this machine and could not be fetched "
-            f"({type(error).__name__}). Set the environment variable TIKTOKEN_CACHE_DIR to a folder that "
-            "holds it, or use a local tokenizer folder, or `tokenizer: byte`, which needs no file."
+            f"the tiktoken file of {name!r} is not on this machine and could not be fetched ({type(error).__name__})."
+            " Set the environment variable TIKTOKEN_CACHE_DIR to a folder that contains it, or use a local tokenizer"
+            " folder, or `tokenizer: byte`, which needs no file."
         ) from error
     _save(convert(encoding), END_OF_TEXT if END_OF_TEXT in encoding.special_tokens_set else None, made)
 
@@ -199,8 +199,8 @@ def _refuse_other_origin(spec: str, folder: Path) -> None:
         found = json.loads(origin.read_text(encoding="utf-8"))["spec"] if origin.is_file() else None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(
-            f"{origin}, which says what this tokenizer was made from, cannot be read: {error}. Remove the folder"
-            f" {folder}: it is made again from `data.tokenizer`"
+            f"{origin}, which records the source of this tokenizer, cannot be read: {error}. Remove the folder"
+            f" {folder}: it will be recreated from `data.tokenizer`"
         ) from None
     source = local_path(spec)
     if (source / "tokenizer.json").is_file():
@@ -209,6 +209,6 @@ def _refuse_other_origin(spec: str, folder: Path) -> None:
         same = found == spec
     if not same:
         raise UserError(
-            f"{folder} already holds another tokenizer (made from {found!r}, now {spec!r} is asked for, or "
-            "its files have changed since). A run keeps its tokenizer: start a new run for another one."
+            f"{folder} already contains another tokenizer (made from {found!r}; the configuration now asks for"
+            f" {spec!r}, or its files have changed). A run keeps its tokenizer: start a new run for another one."
         )

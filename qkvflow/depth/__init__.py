@@ -1,4 +1,4 @@
-"""How do we travel from t = 0 to t = 1? Solvers, grids and integration; knows nothing of weights or blocks."""
+"""How do we travel from t = 0 to t = 1? Solvers, grids and integration; independent of weights and blocks."""
 
 from qkvflow.depth.config import DepthConfig as DepthConfig
 from qkvflow.depth.early import integrate_until_exit as integrate_until_exit

@@ -23,29 +23,30 @@ MAX_STEPS = 256
 
 @dataclass(frozen=True)
 class DepthConfig:
-    """A fixed grid of `steps` steps of `solver`; with `rtol` or `atol` steps of adaptive length.
+    """A fixed grid of `steps` steps of `solver`; with `rtol` or `atol`, steps of adaptive length.
 
     Attributes:
         solver: `euler`, `midpoint`, `heun`, `ralston`, `rk4`, `bosh3`, `tsit5`, `dopri5`, `dopri8`, ...
         steps: a number; `{min, max}`, from which training draws (`StepRange`); or `{grow: {0.0: 3, 0.25: 6, 0.6: 12}}`,
-            from these fractions of training on (`StepGrowth`). With tolerances, 1/steps is the length of the first step
-            that is tried.
-        endpoint: which end of its step Euler sees (`right` as in the paper, `left`); methods with several stages have
-            their own places within the step, and do not read it.
+            starting at these fractions of training (`StepGrowth`). With tolerances, 1/steps is the length of the first
+            trial step.
+        endpoint: the end of the step at which Euler evaluates W (`right` as in the paper, or `left`); multi-stage
+            methods have their own points within the step and ignore it.
         step_size: `uniform`, h = 1/steps, an ODE on [0, 1]; `residual`, h = 1, an ordinary residual network (Euler
             only).
-        adjoint: how gradients are made (docs/depth.md compares). `checkpoint`, exact, stores one state per step and
-            recomputes the rest; `direct`, exact, stores everything; `reversible`, exact, memory independent of the
-            number of steps, by a scheme that takes twice the evaluations; `backsolve`, the continuous adjoint,
+        adjoint: how gradients are computed (docs/depth.md compares them). `checkpoint`, exact, stores one state per
+            step and recomputes the rest; `direct`, exact, stores everything; `reversible`, exact, memory independent of
+            the number of steps, with a scheme that needs twice the evaluations; `backsolve`, the continuous adjoint,
             approximate.
-        coupling: lambda in (0, 1] of the reversible scheme, `reversible` has 0.99 by default; with `checkpoint` or
-            `direct` it asks for the same scheme, differentiated in another way.
-        evaluate: when W(t) is computed, see `qkvflow.depth.fixed`; `auto` is what is faster for the weights at hand.
-        time_sampling: `jitter` shifts the grid at random in each training step, which then has one step more, see
+        coupling: lambda in (0, 1] of the reversible scheme, 0.99 by default for `reversible`; with `checkpoint` or
+            `direct` it selects the same scheme, differentiated in that way.
+        evaluate: when W(t) is computed, see `qkvflow.depth.fixed`; `auto` chooses what is faster for the weights.
+        time_sampling: `jitter` shifts the grid at random in each training step, which then has one additional step, see
             `qkvflow.depth.jitter`.
-        rtol, atol: tolerances of adaptive steps (one given, the other is the same). WARNING: step sizes are chosen from
-            the whole batch, so the model is not strictly causal, and cannot be cached in generation.
-        max_steps: of a solve with tolerances, rejected ones included; hitting it is an error. 256 by default.
+        rtol, atol: tolerances of adaptive steps (if one is given, the other is the same). WARNING: step sizes depend on
+            the whole batch, so the model is not strictly causal, and generation cannot use a cache.
+        max_steps: limit on the steps of an adaptive solve, including rejected ones; reaching it is an error. 256 by
+            default.
         kinetic_weight: training adds this times the kinetic energy to the loss, the integral of the mean of (dx/dt)^2
             over tokens and width (OT-Transformer, arXiv 2505.13499); logged as `train/kinetic_energy`.
     """
@@ -82,8 +83,8 @@ class DepthConfig:
             )
         if self.step_size == "residual" and (self.time_sampling == "jitter" or not isinstance(self.steps, int)):
             raise UserError(
-                "step_size: residual has steps of length 1, whose number and places cannot be drawn at random, or grow."
-                " Use step_size: uniform."
+                "step_size: residual has steps of length 1, whose number and positions cannot be random or grow. Use"
+                " step_size: uniform."
             )
         if self.kinetic_weight and self.adjoint == "reversible":
             raise UserError(
@@ -157,35 +158,37 @@ class DepthConfig:
         )
 
     def _check_combination(self) -> None:
-        """Refuses keys that mean nothing beside each other; what a plan needs of its own values it checks itself."""
+        """Refuses keys that cannot be combined; plans check their own values."""
         if not self.is_adaptive and self.max_steps is not None:
             raise UserError(
-                "max_steps bounds adaptive steps, and this grid is fixed: leave it out, or give rtol and atol."
+                "max_steps bounds adaptive steps, but this grid is fixed: leave it out, or give rtol and atol."
             )
         if not self.is_general:
             return
         what = "adaptive steps (rtol, atol)" if self.is_adaptive else "adjoint: backsolve"
         if self.coupling is not None:
             raise UserError(
-                "coupling belongs to the reversible scheme on a fixed grid, and has no meaning with tolerances or"
-                " adjoint: backsolve. Leave it out."
+                "coupling is for the reversible scheme on a fixed grid, and has no effect with tolerances or adjoint:"
+                " backsolve. Leave it out."
             )
         if self.time_sampling == "jitter" or isinstance(self.steps, StepRange):
             raise UserError(
-                f"{what} cannot go with steps drawn at random: use time_sampling: fixed and one number of steps."
+                f"{what} cannot be combined with random steps: use time_sampling: fixed and one number of steps."
             )
         if isinstance(self.steps, StepGrowth) and self.is_adaptive:
             raise UserError(
-                f"steps: grow says how many steps there are, and {what} find that out themselves: give one number of"
-                " steps (the length of the first that is tried), or leave out rtol and atol."
+                f"steps: grow sets the number of steps, but {what} choose it themselves: give one number of steps (it"
+                " sets the first trial step), or leave out rtol and atol."
             )
         if self.kinetic_weight:
             raise UserError(
-                f"kinetic_weight sums over the steps of a fixed grid, and cannot with {what}: leave it out."
+                f"kinetic_weight sums over the steps of a fixed grid, which {what} does not have: leave it out."
             )
         if self.step_size == "residual":
-            raise UserError(f"step_size: residual has steps of length 1, {what} solves an ODE on [0, 1]: use uniform.")
+            raise UserError(
+                f"step_size: residual has steps of length 1, but {what} solves an ODE on [0, 1]: use uniform."
+            )
         if self.endpoint == "left" and self.is_adaptive:
-            raise UserError("endpoint: left is Euler's on a fixed grid; adaptive steps do not read it. Leave it out.")
+            raise UserError("endpoint: left is for Euler on a fixed grid; adaptive steps do not use it. Leave it out.")
         if self.evaluate == "batched":
-            raise UserError(f"evaluate: batched needs times known beforehand; with {what} use evaluate: auto.")
+            raise UserError(f"evaluate: batched needs times that are known in advance; with {what} use evaluate: auto.")

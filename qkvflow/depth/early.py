@@ -1,4 +1,4 @@
-"""Fixed-step integration with memory in which each token stops on its own: from then on its state stays as it is.
+"""Fixed-step integration with memory in which each token can stop early: from then on its state stays fixed.
 
 The field still sees the states that stay, for what it puts into its memory: later tokens read it. What else an
 evaluation would give is left out as soon as no token of the batch moves. Memories are written outside that branch: by

@@ -1,11 +1,11 @@
-"""The general path: `diffrax.diffeqsolve`, for adaptive step sizes and for the continuous adjoint.
+"""The general solver path: `diffrax.diffeqsolve`, for adaptive step sizes and for the continuous adjoint.
 
 Everything with a gradient travels through diffrax's `args` as raw arrays, never through a closure: the continuous
 adjoint would silently drop it. The state is a raw array too (a NamedArray cannot be one); this is the only file that
 unwraps it. It is float32 at least, since diffrax promotes the state to the dtype of t.
 
-Step sizes are chosen from the error of the whole batch of sequences: change one token and every state changes a
-little, those before it too. So an adaptive flow is not strictly causal and cannot be cached.
+Step sizes depend on the error of the whole batch of sequences: changing one token changes every state slightly,
+including those before it. So an adaptive flow is not strictly causal and cannot be cached.
 """
 
 from dataclasses import dataclass
@@ -64,13 +64,13 @@ class AdaptivePlan(AbstractPlan):
     def __post_init__(self):
         if not has_error_estimate(solver_by_name(self.solver)):
             raise UserError(
-                f"rtol, atol: {self.solver} estimates no error, so its steps are fixed. Leave the tolerances out, or"
-                " use solver: tsit5 (or another that adapts: midpoint, heun, ralston, bosh3, dopri5, dopri8)."
+                f"rtol, atol: {self.solver} does not estimate its error, so its steps are fixed. Leave the tolerances"
+                " out, or use solver: tsit5 (or another that adapts: midpoint, heun, ralston, bosh3, dopri5, dopri8)."
             )
         if self.adjoint == "reversible":
             raise UserError(
-                "adjoint: reversible walks a fixed grid back; with tolerances use adjoint: checkpoint, or leave out"
-                " rtol and atol."
+                "adjoint: reversible steps back along a fixed grid; with tolerances use adjoint: checkpoint, or leave"
+                " out rtol and atol."
             )
 
     def solve(
@@ -126,8 +126,8 @@ class BacksolvePlan(AbstractPlan):
     def __post_init__(self):
         if self.endpoint == "right" and self.solver == "euler":
             raise UserError(
-                "adjoint: backsolve is diffrax's, whose Euler sees the left end of a step: set endpoint: left, or use"
-                " another solver."
+                "adjoint: backsolve comes from diffrax, whose Euler evaluates the left end of a step: set endpoint:"
+                " left, or use another solver."
             )
 
     def solve(
@@ -211,8 +211,8 @@ def _diffeqsolve(
     successful = solution.result == diffrax.RESULTS.successful
     if not isinstance(successful, jax.core.Tracer) and not bool(successful):
         raise UserError(
-            f"the solver took max_steps ({max_steps}) steps and did not reach t = 1: raise depth.max_steps, or"
-            " loosen depth.rtol and depth.atol."
+            f"the solver took max_steps ({max_steps}) steps without reaching t = 1: raise depth.max_steps, or loosen"
+            " depth.rtol and depth.atol."
         )
     states = hax.named(solution.ys, (Axis(LAYERS, solution.ys.shape[0]), *axes))
     states = hax.where(successful, states, jnp.nan).astype(dtype)

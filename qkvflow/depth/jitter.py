@@ -1,5 +1,4 @@
-"""`time_sampling: jitter`: a grid in depth whose first step is as long as chance will have it, so that over training
-the field is seen at all times.
+"""`time_sampling: jitter`: a grid in depth whose first step has a random length, so that training covers all times.
 
 With d uniform in (0, 1/L) the grid is 0, d, d + 1/L, ..., d + (L-1)/L, 1: L + 1 steps, all of length 1/L but the
 first (d) and the last (1/L - d). Source: `generate_t` of the official code, which its model never calls.

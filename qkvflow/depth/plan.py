@@ -1,4 +1,4 @@
-"""A plan: how a flow travels from t = 0 to t = 1. What every plan can do, and what it gives back."""
+"""A plan: how a flow travels from t = 0 to t = 1. The interface of all plans, and their results."""
 
 import abc
 from collections.abc import Callable
@@ -15,7 +15,7 @@ Field = Callable[[Any, NamedArray, Any, Any], NamedArray]
 
 
 class Statistics(eqx.Module):
-    """What a solve cost whose steps follow the state.
+    """The cost of an adaptive solve.
 
     Attributes:
         steps: tried, those rejected included. evaluations: of the vector field; one more was made each time that the
@@ -31,14 +31,14 @@ class Statistics(eqx.Module):
 
 
 class Solution(eqx.Module):
-    """x(1), and what was asked for beside it.
+    """x(1), and optional further results.
 
     Attributes:
-        states: after each step, {layers, ...}; None unless the trajectory was asked for.
-        statistics: None where the plan says beforehand what a solve costs.
-        kinetic: the integral of the mean of (dx/dt)^2 over all axes of x, fp32, with the mean velocity of each step in
-            place of dx/dt: sum_k mean((x_{k+1} - x_k)^2) / (t_{k+1} - t_k). None unless asked for.
-        steps: how many there were, where they were drawn from several numbers.
+        states: after each step, {layers, ...}; None unless the trajectory was requested.
+        statistics: None if the plan knows the cost of a solve in advance.
+        kinetic: the integral of the mean of (dx/dt)^2 over all axes of x, fp32, with the mean velocity of each step
+            instead of dx/dt: sum_k mean((x_{k+1} - x_k)^2) / (t_{k+1} - t_k). None unless requested.
+        steps: the number of steps, if it was drawn at random.
     """
 
     end: NamedArray
@@ -49,7 +49,7 @@ class Solution(eqx.Module):
 
 
 class Watch(Protocol):
-    """Looks into the steps of a solve while they are traced, and may change the state after each."""
+    """Observes the steps of a solve while they are traced, and may change the state after each step."""
 
     def begin(self, step: jax.Array) -> None:
         """A step, whose number may be traced, begins."""

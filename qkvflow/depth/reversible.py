@@ -5,10 +5,10 @@ The forward pass keeps the last pair (y_L, z_L) only; the backward pass walks th
 
     z_n = z_{n+1} + Psi_{-h}(t_{n+1}, y_{n+1}),    y_n = (y_{n+1} - (1 - l) z_n - Psi_h(t_n, z_n)) / l
 
-Each increment that is evaluated to walk back is the one to be differentiated, so a step costs 2 increments forward,
-2 forward again and 2 backward: twice `checkpoint` of the plain scheme, as much as `checkpoint` of this one.
-Exact up to rounding: errors of the walk grow by 1/l per step, so the pair is kept in float32 or better.
-Source: McCallum and Foster (arXiv 2410.11648), algorithms 1 and 2.
+Each increment that is evaluated to step back is also the one to differentiate, so a step costs 2 increments forward, 2
+forward again and 2 backward: twice `checkpoint` of the plain scheme, as much as `checkpoint` of this one. Exact up to
+rounding: errors of the walk grow by 1/l per step, so the pair is kept in float32 or better. Source: McCallum and Foster
+(arXiv 2410.11648), algorithms 1 and 2.
 """
 
 from collections.abc import Callable

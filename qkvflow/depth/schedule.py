@@ -1,4 +1,4 @@
-"""YAML `depth.steps` where it is no single number: a range to draw from, or a number that grows as training goes on."""
+"""YAML `depth.steps` if it is not a single number: a range to draw from, or a number that grows during training."""
 
 import itertools
 import math
@@ -14,11 +14,11 @@ from qkvflow.ranges import Range, Steps, check_ranges
 class StepRange:
     """A number of steps drawn for each training batch from `choices` numbers between `min` and `max`, in equal ratios.
 
-    Each is compiled once. Evaluation and everything else that is not training takes `max` steps.
+    Each is compiled once. Evaluation and everything else outside training uses `max` steps.
 
     Attributes:
         min, max: the fewest and the most steps.
-        choices: how many numbers, both ends included.
+        choices: the number of values, including both ends.
     """
 
     min: Steps
@@ -87,7 +87,7 @@ class StepGrowth:
         """The training step, counted from 0, with which each stage begins.
 
         Raises:
-            UserError: if training is so short that a stage has no step.
+            UserError: if training is too short, so that a stage has no step.
         """
         # 0.6 * 10 is 6.000000000000001 or 5.999999999999999 for some numbers: rounded first
         first = tuple(math.ceil(round(fraction * num_train_steps, 6)) for fraction, _ in self.grow.pairs)

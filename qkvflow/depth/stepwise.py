@@ -1,8 +1,8 @@
-"""Fixed-step integration of a field with memory: step by step, each evaluation of the field with a memory of its own.
+"""Fixed-step integration of a field with memory: unrolled, each evaluation of the field with its own memory.
 
-The steps stand one after another in the program, with the weights of each as arrays of their own. In a scan XLA would
-copy the weights and the memory of a step out of the stacked arrays first, which on a CPU costs several times what the
-field itself does for a single new token.
+The program contains the steps one after another, with separate weight arrays for each. In a scan, XLA would first copy
+the weights and the memory of a step out of the stacked arrays, which on a CPU costs several times as much as the field
+itself for a single new token.
 """
 
 from collections.abc import Callable, Sequence

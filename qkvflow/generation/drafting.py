@@ -47,7 +47,9 @@ class Drafting:
         """
         if steps is None:
             if tokens is not None:
-                raise UserError(f"draft_tokens is {tokens}, but nothing drafts: give draft_steps too, such as 3.")
+                raise UserError(
+                    f"draft_tokens is {tokens}, but draft_steps is missing: also give draft_steps, such as 3."
+                )
             return None
         drafting = Drafting(steps) if tokens is None else Drafting(steps, tokens)
         if drafting.steps < 1:

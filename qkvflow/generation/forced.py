@@ -113,7 +113,10 @@ class ForcedReader:
         most = loss + cost
         low, high, best = np.log(_LOWEST), np.log(_HIGHEST), self.read(examples, _LOWEST)
         if best.loss > most:
-            raise UserError(f"calibrate: exits cost more than {cost} nats even at the threshold {_LOWEST:g}.")
+            raise UserError(
+                f"calibrate: exits cost more than {cost} nats even at the threshold {_LOWEST:g}. Allow a higher cost,"
+                " or use another rule."
+            )
         for _ in range(_HALVINGS):
             reading = self.read(examples, float(np.exp((low + high) / 2)))
             if reading.loss <= most:

@@ -82,14 +82,17 @@ def generate(
     for i, prompt in enumerate(prompts):
         if len(prompt) and not 0 <= prompt.min() <= prompt.max() < vocab:
             raise UserError(
-                f"tokens of sequence {i} run from {prompt.min()} to {prompt.max()}, the vocabulary to {vocab}."
+                f"tokens of sequence {i} range from {prompt.min()} to {prompt.max()}, but the vocabulary has only"
+                f" {vocab}."
             )
     options = [SamplingOptions(temperature, top_k, top_p, seed + i) for i in range(Batch.size)]
 
     drafting = Drafting.of(draft_steps, draft_tokens)
     exits = ExitConfig.of(exit) if isinstance(exit, Mapping) else exit
     if report is not None and drafting is None and exits is None:
-        raise UserError("report receives what drafting and exits achieve: pass draft_steps or exit, or leave it out.")
+        raise UserError(
+            "report receives the statistics of drafting and exits: pass draft_steps or exit, or leave it out."
+        )
     prepared = PreparedModel(model, use_cache, dtype, drafting, exits, CacheSharing.of(cache))
     for i, n in enumerate(counts):
         prepared.check_length(n, max_new_tokens, f"the prompt of sequence {i}" if Batch.size > 1 else "the prompt")

@@ -63,7 +63,7 @@ class HarnessModel(TemplateLM):
         begin, end = self._codec.bos_token_id, self._codec.eos_token_id
         found = end if begin is None else begin
         if found is None:
-            raise UserError("the tokenizer has no token that begins or ends a text, which tasks put before a text")
+            raise UserError("the tokenizer has no begin-of-text or end-of-text token, which tasks put before a text")
         return found
 
     @property
@@ -163,7 +163,7 @@ def task_manager(names: Sequence[str], folder: str | None) -> TaskManager:
     missing = [name for name in names if not manager.match_tasks([name])]
     if missing:
         raise UserError(
-            f"lm-evaluation-harness has no task {', '.join(map(repr, missing))}: `lm_eval ls tasks` lists those it has;"
+            f"lm-evaluation-harness has no task {', '.join(map(repr, missing))}: `lm_eval ls tasks` lists its tasks;"
             " --tasks_folder DIR adds your own"
         )
     try:
@@ -171,8 +171,8 @@ def task_manager(names: Sequence[str], folder: str | None) -> TaskManager:
     except Exception as error:  # the harness and datasets raise many kinds
         reason = next(iter(str(error).splitlines()), "") or type(error).__name__
         raise UserError(
-            f"the tasks {', '.join(names)} cannot be loaded: {reason[:300]}. Tasks of --tasks_folder DIR with data on"
-            " this machine need no network"
+            f"the tasks {', '.join(names)} cannot be loaded: {reason[:300]}. Tasks in --tasks_folder DIR with local"
+            " data need no network"
         ) from None
     return manager
 

@@ -18,7 +18,9 @@ def dtype_by_name(name: str):
     """
     short = _LONG_NAMES.get(name, name)
     if short not in _DTYPES:
-        raise UserError(f"dtype must be one of {', '.join(_DTYPES)}, or left out for that of the weights; got {name!r}")
+        raise UserError(
+            f"dtype must be one of {', '.join(_DTYPES)}, or left out for the dtype of the weights; got {name!r}"
+        )
     return _DTYPES[short]
 
 

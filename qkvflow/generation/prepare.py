@@ -64,15 +64,18 @@ class PreparedModel:
             self._check_drafting(model, drafting)
         if exits is not None and not self.is_cached:
             raise UserError(
-                "Exits leave keys and values of tokens that have stopped in the cache of a flow: leave exit out for a"
-                " model that is no flow, and with use_cache: false."
+                "Exits need the cache of a flow: leave exit out for a model that is not a flow, and with use_cache:"
+                " false."
             )
         if sharing != EXACT and not self.is_cached:
-            raise UserError(f"cache: {sharing} is about the cache of a flow, and nothing is cached here: leave it out.")
+            raise UserError(
+                f"cache: {sharing} is for the cache of a flow, and there is no such cache here: leave it out."
+            )
         if sharing.every == 0 and drafting is not None:
             raise UserError(
-                "cache: latest and draft_steps exclude each other: with one set of keys and values for each token, what"
-                " a pass over several drafts gives is not what they give one by one. Take `every N`, or leave one out."
+                "cache: latest and draft_steps cannot be combined: with one set of keys and values per token, a pass"
+                " over several drafts gives a different result than one token at a time. Use `every N`, or leave one"
+                " out."
             )
         given = (dtype, drafting, exits, sharing)
         self.model = _evaluate_weights(model, *given) if self.is_cached else _recomputed(model, dtype)
@@ -107,13 +110,13 @@ class PreparedModel:
         if max_new_tokens < 1:
             raise UserError(f"max_new_tokens must be at least 1, got {max_new_tokens}.")
         if prompt < 1:
-            raise UserError(f"{what} is empty: a model continues a text, so give at least one token to begin with.")
+            raise UserError(f"{what} is empty: a model continues a text, so give at least one token.")
         room = self.max_seq_len - prompt
         if max_new_tokens > room:
             fix = f"Ask for at most {room} new tokens, or shorten it." if room > 0 else "Shorten it."
             raise UserError(
-                f"{what} has {prompt} tokens and {max_new_tokens} new ones are asked for, but the model has"
-                f" {self.max_seq_len} positions (model.max_seq_len), and none was trained beyond them. {fix}"
+                f"{what} has {prompt} tokens and {max_new_tokens} new ones are requested, but the model was trained"
+                f" with {self.max_seq_len} positions (model.max_seq_len). {fix}"
             )
 
     def check_control(self, control) -> np.ndarray | None:
@@ -126,7 +129,7 @@ class PreparedModel:
             return None
         if self.control_dim is None:
             raise UserError(
-                "This model has no control (`model.control` is null), so it cannot be given one. Train a model with"
+                "This model has no control (`model.control` is null), so it cannot use one. Train a model with"
                 " `model.control: {dim: N}`, or leave the control out."
             )
         try:
@@ -143,14 +146,14 @@ class PreparedModel:
     def _check_drafting(self, model: LmHeadModel, drafting: Drafting) -> None:
         if not (self.is_cached and isinstance(model, NeuralOdeLMHeadModel)):
             raise UserError(
-                "Drafts are made by the same flow on a coarse grid, and checked with its cache: leave draft_steps out"
-                " for a model that is no flow, and with use_cache: false."
+                "Drafting runs the same flow on a coarse grid and needs its cache: leave draft_steps out for a model"
+                " that is not a flow, and with use_cache: false."
             )
         steps = model.config.depth.reading_steps
         if drafting.steps >= steps:
             raise UserError(
-                f"draft_steps must be below the {steps} steps that the model is read at, got {drafting.steps}: the"
-                " draft must cost less than what it spares."
+                f"draft_steps must be below the {steps} steps of the model, got {drafting.steps}: a draft must cost"
+                " less than it saves."
             )
 
 

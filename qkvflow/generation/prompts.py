@@ -37,14 +37,14 @@ def read_prompts(prompt: str | None, file: str | None, stdin: TextIO | None = No
     stdin = sys.stdin if stdin is None else stdin
     if stdin.isatty():
         raise UserError(
-            'there is nothing to continue: give --prompt "..." or --prompt_file FILE, or pipe a text into the program'
+            'there is nothing to continue: give --prompt "..." or --prompt_file FILE, or pipe text into the program'
         )
     try:
         text = stdin.read().removeprefix(_MARK).removesuffix("\n")
     except UnicodeDecodeError as error:
         raise UserError(f"standard input is not text in UTF-8: {error}") from None
     if not text:
-        raise UserError('standard input is empty: pipe a text into the program, or begin a new one with --prompt ""')
+        raise UserError('standard input is empty: pipe text into the program, or start a new text with --prompt ""')
     return [Prompt(text, None, "the prompt")]
 
 
@@ -58,7 +58,7 @@ def stop_strings(stop: str | list[str] | None) -> list[str]:
         try:
             stop = yaml.safe_load(stop)
         except (yaml.YAMLError, RecursionError) as error:
-            raise UserError(f'stop: {stop!r} is no list such as ["\\n", "END"]: {error}') from None
+            raise UserError(f'stop: {stop!r} is not a list such as ["\\n", "END"]: {error}') from None
     elif isinstance(stop, str):
         text, stop = stop, ""
         while text:
@@ -66,7 +66,7 @@ def stop_strings(stop: str | list[str] | None) -> list[str]:
             stop, text = stop + (escape or text[0]), text[2 if escape else 1 :]
         stop = [stop]
     if not isinstance(stop, list) or not all(isinstance(s, str) and s for s in stop):
-        raise UserError(f"stop must be a text, or a list of texts, that are not empty; got {stop!r}")
+        raise UserError(f"stop must be a nonempty text or a list of nonempty texts; got {stop!r}")
     return stop
 
 
@@ -81,7 +81,7 @@ def _from_file(path: Path) -> list[Prompt]:
     lines = [line.removesuffix("\r") for line in text.split("\n")]
     numbered = [(f"{path}, line {i}", line) for i, line in enumerate(lines, start=1) if line.strip()]
     if not numbered:
-        raise UserError(f"the prompt_file {path} is empty: it holds one prompt per line")
+        raise UserError(f"the prompt_file {path} is empty: it must have one prompt per line")
     if path.suffix == ".jsonl":
         return [_from_record(where, line) for where, line in numbered]
     return [Prompt(line, None, where) for where, line in numbered]

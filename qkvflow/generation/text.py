@@ -21,7 +21,7 @@ def encode_prompt(tokenizer: MarinTokenizer, text: str) -> list[int]:
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:
-        raise UserError("The prompt is not text: it has bytes or half characters that are not UTF-8.") from None
+        raise UserError("The prompt is not text: it contains bytes or half characters that are not UTF-8.") from None
     ids = list(tokenizer.encode(text)) if text else []
     begin = tokenizer.bos_token_id
     if begin is not None and ids[:1] != [begin]:
@@ -29,7 +29,7 @@ def encode_prompt(tokenizer: MarinTokenizer, text: str) -> list[int]:
     if not ids and tokenizer.eos_token_id is not None:
         ids = [tokenizer.eos_token_id]
     if not ids:
-        raise UserError("The prompt is empty, and the tokenizer has no token that begins a text: give some text.")
+        raise UserError("The prompt is empty, and the tokenizer has no begin-of-text token: give some text.")
     return ids
 
 

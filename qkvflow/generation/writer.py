@@ -74,7 +74,7 @@ def open_writer(
     model = loaded.model
     if steps is not None or solver is not None:
         if not isinstance(model, NeuralOdeLMHeadModel):
-            raise UserError(f"{run} is no flow but a Levanter model of one depth: leave out steps and solver")
+            raise UserError(f"{run} is not a flow but a Levanter model with one depth: leave out steps and solver")
         depth = model.config.depth
         model = model.with_depth(depth.on_grid(steps, solver=depth.solver if solver is None else solver))
         if model.config.depth != depth:

@@ -78,12 +78,12 @@ print(tokenizer.decode(model.generate(**tokens, max_new_tokens=50)[0]))
         else:
             weights, steps = encode(self.trained.weights)["type"], encode(self.trained.depth.steps)
             what = (
-                f"A flow dx/dt = B(x; W(t)) with `{weights}` weights, trained with `steps: {steps}`,"
-                f" read here with {depth.reading_steps} steps of `{depth.solver}`{around}."
+                f"A flow dx/dt = B(x; W(t)) with `{weights}` weights, trained with `steps: {steps}`, exported with"
+                f" {depth.reading_steps} steps of `{depth.solver}`{around}."
             )
         if self.reason is None:
             return f"{what} It is a native class of transformers and needs no code."
-        return f"{what} No class of transformers computes it ({self.reason}): the code is in `modeling_qkvflow.py`."
+        return f"{what} No transformers class implements it ({self.reason}): the code is in `modeling_qkvflow.py`."
 
     def _data(self) -> str:
         data = encode(self.data)

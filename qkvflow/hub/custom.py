@@ -130,4 +130,6 @@ def _rotation(rope: RotaryEmbeddingsConfig, size: int) -> tuple[np.ndarray, floa
         ramp = np.clip((np.arange(half, dtype=np.float32) - low) / max(high - low, 1), 0.0, 1.0)
         scale = 1.0 if rope.factor <= 1.0 else 0.1 * rope.mscale * math.log(rope.factor) + 1.0
         return (plain / rope.factor * ramp + plain * (1 - ramp)).astype(np.float32), scale
-    raise UserError(f"positions rotated by {type(rope).__name__} cannot leave: default, linear, llama3 and yarn can")
+    raise UserError(
+        f"rotary positions of type {type(rope).__name__} cannot be exported: only default, linear, llama3 and yarn can"
+    )

@@ -33,23 +33,26 @@ def model_config(settings: Any, where: str) -> LmConfig:
     """
     kind = settings.model_type
     if kind not in FAMILIES:
-        raise UserError(f"{where} holds a model of type {kind!r}, which is not read. Read are: {', '.join(FAMILIES)}.")
+        raise UserError(
+            f"{where} contains a model of type {kind!r}, which is not supported. Supported types:"
+            f" {', '.join(FAMILIES)}."
+        )
     for name in ("hidden_act", "activation_function"):
         if getattr(settings, name, None) in _ACTIVATIONS:
             setattr(settings, name, _ACTIVATIONS[getattr(settings, name)])
     try:
         return FAMILIES[kind](settings)
     except UserError as error:
-        raise UserError(f"{where} holds a {kind} that cannot be read: {error}") from None
+        raise UserError(f"{where} contains a {kind} that is not supported: {error}") from None
     except (ValueError, KeyError, TypeError, AttributeError, AssertionError) as error:
-        raise UserError(f"{where}/config.json describes a {kind} that cannot be read: {error}") from None
+        raise UserError(f"{where}/config.json describes a {kind} that is not supported: {error}") from None
 
 
 def _gpt2(settings: Any) -> LmConfig:
     _require(settings, scale_attn_weights=True, add_cross_attention=False, tie_word_embeddings=True)
     inner = settings.n_inner or 4 * settings.n_embd
     if inner % settings.n_embd:
-        raise UserError(f"n_inner ({inner}) is no multiple of n_embd ({settings.n_embd})")
+        raise UserError(f"n_inner ({inner}) is not a multiple of n_embd ({settings.n_embd})")
     config = Gpt2Config.from_hf_config(settings)
     return dataclasses.replace(config, mlp_scale=inner // settings.n_embd, resid_pdrop=settings.resid_pdrop)
 
@@ -98,7 +101,7 @@ def _require(settings: Any, **values: Any) -> None:
     for name, value in values.items():
         found = getattr(settings, name, value)
         if found != value:
-            raise UserError(f"{name} is {found!r}, and only {value!r} is known here")
+            raise UserError(f"{name} is {found!r}, but only {value!r} is supported")
 
 
 def _head_dim(settings: Any) -> int | None:

@@ -37,9 +37,9 @@ class HubFolder:
         raw = read_json(self.path / CONFIG)
         kind = raw.get("model_type")
         if kind == "qkvflow":
-            raise UserError(f"{self.path} was written by qkvflow from a run, for others to read: give that run instead")
+            raise UserError(f"{self.path} was exported by qkvflow from a run: use that run instead")
         if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
-            raise UserError(f"{self.path} holds a model of type {kind!r}, which is not read")
+            raise UserError(f"{self.path} contains a model of type {kind!r}, which is not supported")
         try:
             return CONFIG_MAPPING[kind].from_dict(raw)
         except Exception as error:  # transformers checks some values, in many ways
@@ -56,8 +56,8 @@ class HubFolder:
         if not index.is_file():
             if not (self.path / WEIGHTS).is_file():
                 raise UserError(
-                    f"{self.path} has no {WEIGHTS} (nor {INDEX}). Files of other formats are not read, because reading"
-                    " them can run code: save the model again with transformers, save_pretrained(folder)"
+                    f"{self.path} has no {WEIGHTS} (nor {INDEX}). Other file formats are refused, because loading them"
+                    " can run code: save the model again with transformers, save_pretrained(folder)"
                 )
             return (self.path / WEIGHTS,)
         names = read_json(index).get("weight_map")
@@ -66,7 +66,7 @@ class HubFolder:
         files = tuple(self.path / name for name in sorted(set(names.values())))
         for file in files:
             if file.parent != self.path or not file.is_file():
-                raise UserError(f"{self.path} is incomplete: {INDEX} names {file.name}, and it is not there")
+                raise UserError(f"{self.path} is incomplete: {INDEX} names {file.name}, which is missing")
         return files
 
     @cached_property
@@ -82,7 +82,7 @@ class HubFolder:
                 with safe_open(file, "np") as arrays:
                     found |= {name: tuple(arrays.get_slice(name).get_shape()) for name in arrays.keys()}  # noqa: SIM118
             except (SafetensorError, OSError) as error:
-                raise UserError(f"{file} is damaged, or not whole: {_first_line(error)}") from None
+                raise UserError(f"{file} is damaged or incomplete: {_first_line(error)}") from None
         return found
 
 
@@ -97,7 +97,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path} cannot be read: {_first_line(error)}") from None
     if not isinstance(raw, dict):
-        raise UserError(f"{path} cannot be read: it holds no JSON object")
+        raise UserError(f"{path} cannot be read: it does not contain a JSON object")
     return raw
 
 

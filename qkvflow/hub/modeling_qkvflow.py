@@ -60,7 +60,7 @@ class FlowCache(DynamicCache):
 
     def crop(self, max_length):
         if self.states:
-            raise ValueError("the state of a state-space model cannot be taken back")
+            raise ValueError("the state of a state-space model cannot be rolled back")
         super().crop(max_length)
 
     def reorder_cache(self, beam_idx):
@@ -368,7 +368,7 @@ class QkvflowForCausalLM(PreTrainedModel, GenerationMixin):
         if past_key_values is None and (self.config.use_cache if use_cache is None else use_cache):
             past_key_values = FlowCache()
         if past_key_values is not None and not isinstance(past_key_values, FlowCache):
-            raise ValueError("past_key_values must be what this model returned")
+            raise ValueError("past_key_values must come from this model")
         past = 0 if past_key_values is None else past_key_values.get_seq_length()
         real = torch.ones(batch, past + length, dtype=torch.bool, device=device)
         if attention_mask is not None:

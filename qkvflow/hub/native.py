@@ -24,7 +24,7 @@ def obstacle(config: NeuralOdeConfig) -> str | None:
     """Why a discretised model is no native one; None if it is."""
     block, plan = config.block, config.plan
     if not isinstance(block, Gpt2BlockConfig | LlamaBlockConfig):
-        return "its block is none of GPT-2 or Llama"
+        return "its block is neither GPT-2 nor Llama"
     if config.control is not None:
         return "it has a control signal"
     if block.form != "sequential":
@@ -33,12 +33,12 @@ def obstacle(config: NeuralOdeConfig) -> str | None:
     if plan.grid.tableau.stages > 1 or plan.grid.coupling is not None:
         return f"its solver ({config.depth.solver}) has several evaluations in a step"
     if plan.step != 1.0:
-        return f"its steps have the length 1/{plan.steps}, and those of a layer have length 1"
+        return f"its steps have length 1/{plan.steps}, but a layer is a step of length 1"
     if isinstance(block, LlamaBlockConfig):
         if block.use_bias:
             return "its norms have biases"
         if not isinstance(block.rope, DefaultRotaryEmbeddingsConfig | Llama3RotaryEmbeddingsConfig):
-            return "its positions are rotated in a way of its own"
+            return "its rotary positions are of a different type"
     return None
 
 

@@ -68,12 +68,12 @@ def _check_arrays(folder: HubFolder, expected: dict[str, tuple[int, ...]], optio
     others = sorted(n for n in found.keys() - expected.keys() if n not in optional and not _BUFFERS.fullmatch(n))
     if missing or others:
         what = [f"{_some(missing)} missing"] * bool(missing) + [f"{_some(others)} unknown to it"] * bool(others)
-        raise UserError(f"the arrays in {folder.path} are not those of its config.json: {', '.join(what)}")
+        raise UserError(f"the arrays in {folder.path} do not match its config.json: {', '.join(what)}")
     for name, shape in expected.items():
         if found[name] != shape:
             raise UserError(
-                f"{folder.path} does not fit its config.json: {name} has the shape {list(found[name])}, and should have"
-                f" {list(shape)}"
+                f"{folder.path} does not match its config.json: {name} has the shape {list(found[name])} but should"
+                f" have {list(shape)}"
             )
 
 

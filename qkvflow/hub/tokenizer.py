@@ -39,7 +39,7 @@ def _convert(source: Path, made: Path) -> None:
     from transformers import AutoTokenizer
 
     if not any((source / name).is_file() for name in OLD_FILES):
-        raise UserError(f"{source} has no tokenizer: put its {TOKENIZER_FILES[0]} there")
+        raise UserError(f"{source} has no tokenizer: put its {TOKENIZER_FILES[0]} in that folder")
     try:
         AutoTokenizer.from_pretrained(str(source.resolve()), local_files_only=True).save_pretrained(str(made))
     except Exception as error:  # transformers raises many kinds

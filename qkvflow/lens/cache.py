@@ -32,7 +32,7 @@ class Cache(eqx.Module, Mapping):
             if own == name:
                 array = self.arrays[key]
                 return array if row is None else _row(array, row)
-        raise KeyError(f"{name!r} was not asked for; there are {', '.join(self) or 'no places'}")
+        raise KeyError(f"{name!r} was not requested; available: {', '.join(self) or 'nothing'}")
 
     def __iter__(self) -> Iterator[str]:
         return iter(name for name, _, _ in self.rows)
@@ -57,7 +57,7 @@ class Cache(eqx.Module, Mapping):
             return _named(jnp.concatenate(arrays, axis=axis), (LAYERS, *names))
         if place not in self.arrays or place in self:
             known = sorted({key for _, key, row in self.rows if row is not None})
-            raise UserError(f"no steps of {place!r} were asked for; there are {', '.join(known) or 'none'}.")
+            raise UserError(f"no steps of {place!r} were requested; available: {', '.join(known) or 'none'}.")
         return self.arrays[place]
 
 

@@ -29,13 +29,13 @@ def chosen(patterns: str | Iterable[str], known: Sequence[str]) -> frozenset[str
 
 def _matches(pattern: str, known: Sequence[str]) -> list[str]:
     if not isinstance(pattern, str):
-        raise UserError(f"a place is named by a text such as '3.mlp.out', got {pattern!r:.80}.")
+        raise UserError(f"a name must be a text such as '3.mlp.out', got {pattern!r:.80}.")
     found = [name for name in known if name == pattern or fnmatchcase(name, pattern)]
     found = found or [name for name in known if _same_time(pattern, name)]
     if not found:
         near = difflib.get_close_matches(pattern, known, n=1)
         hint = f" Did you mean {near[0]}?" if near else ""
-        raise UserError(f"no place of this model is called {shortened(pattern)!r}.{hint} It has {summary(known)}.")
+        raise UserError(f"this model has no activation {shortened(pattern)!r}.{hint} It has {summary(known)}.")
     return found
 
 

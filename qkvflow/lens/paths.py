@@ -89,7 +89,7 @@ def clustering(states: NamedArray, closeness: float = 0.99) -> Clustering:
     x = _array(states)
     count = x.shape[-2]
     if count < 2:
-        raise UserError("clusters are of at least two tokens, and there is one: give a longer text.")
+        raise UserError("clusters need at least two tokens, but there is only one: give a longer text.")
     similar = cosine(x[..., :, None, :], x[..., None, :, :])
     upper = np.triu_indices(count, 1)
     reached = (similar >= closeness) | np.eye(count, dtype=bool)

@@ -173,6 +173,6 @@ def _edited(edit: Edit, value: NamedArray, name: str) -> NamedArray:
         got = given.axes if isinstance(given, NamedArray) else type(given).__name__
         want = ", ".join(f"{a.name} {a.size}" for a in value.axes)
         raise UserError(
-            f"the edit of {name} must give a NamedArray with the axes that it is given ({want}), and gave {got}."
+            f"the edit of {name} must return a NamedArray with the axes of its input ({want}), but returned {got}."
         )
     return given.rearrange(value.axes).astype(value.dtype)

@@ -84,8 +84,8 @@ def opened(model: LmHeadModel) -> NeuralOdeLMHeadModel:
     ours = inference_mode(model if isinstance(model, NeuralOdeLMHeadModel) else enter(model), True)
     if not isinstance(ours.transformer.flow.plan, FixedPlan):
         raise UserError(
-            "this flow is solved by diffrax, which has no numbered steps to look into (rtol and atol, or adjoint:"
-            " backsolve). Read it on a fixed grid: model.with_depth(model.config.depth.on_grid(steps))."
+            "diffrax solves this flow (rtol and atol, or adjoint: backsolve), so it has no numbered steps to inspect."
+            " Use a fixed grid: model.with_depth(model.config.depth.on_grid(steps))."
         )
     return ours
 

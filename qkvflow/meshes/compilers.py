@@ -47,8 +47,8 @@ def _folder(platform: str) -> Path:
             return place
     name = {"tpu": "TPUs", "gpu": "GPUs"}[platform]
     raise UserError(
-        f"--target needs the compiler for {name}, which is not installed: make setup EXTRA=dev,targets"
-        " (about 1.2 GB on disk; training does not see it)"
+        f"--target needs the compiler for {name}, which is not installed: make setup EXTRA=dev,targets (about 1.2 GB on"
+        " disk; training does not load it)"
     )
 
 

@@ -45,7 +45,7 @@ def compile_decoding(config: TrainConfig, tokens: int, slots: int, dtype: str | 
     def make(key) -> CachedModel:
         model = enter(inference_mode(config.model.build(Vocab, key=key), True))
         if not isinstance(model, NeuralOdeLMHeadModel):
-            raise UserError(f"--serve: a decoding step of {type(model).__name__} is not compiled here")
+            raise UserError(f"--serve: a decoding step of {type(model).__name__} cannot be compiled")
         return cast(CachedModel.of(model), dtype)
 
     model = eqx.filter_eval_shape(make, key_shape())

@@ -111,7 +111,7 @@ def told(trials: list[Trial]) -> list[str]:
     best = cheapest(trials)
     return [
         *lines,
-        f"the cheapest that fits: {best.change}" if best else "none of these fits: take more or larger chips",
+        f"the cheapest change that fits: {best.change}" if best else "none of these fits: use more or larger chips",
     ]
 
 

@@ -164,9 +164,9 @@ class MeshReport:
             lines.append(f"whole on every device: {whole.name} {list(whole.sizes)}, {in_bytes(whole.bytes)}")
         for whole in self.whole_temporaries[:10]:
             often = f"{round(whole.times)} times" if whole.times != 1 else "once"
-            lines.append(f"made whole {often} a step: {list(whole.sizes)}, {in_bytes(whole.bytes)}, by {whole.name}")
+            lines.append(f"created whole {often} a step: {list(whole.sizes)}, {in_bytes(whole.bytes)}, by {whole.name}")
         if len(self.whole_temporaries) > 10:
-            lines.append(f"... and {len(self.whole_temporaries) - 10} smaller ones (all of them: --json FILE)")
+            lines.append(f"... and {len(self.whole_temporaries) - 10} smaller ones (--json FILE lists all)")
         return lines + [f"warning: {text}" for text in self.warnings()]
 
     def warnings(self) -> list[str]:
@@ -175,22 +175,23 @@ class MeshReport:
         many = sum(w.bytes for w in self.whole_arguments)
         if many > NOTABLE * self.memory:
             found.append(
-                f"{in_bytes(many)} of parameters and optimizer are not divided: no axis of theirs is in"
+                f"{in_bytes(many)} of parameters and optimizer are not sharded: none of their axes is in"
                 " `trainer.mesh.param_mapping` or `shared_mapping`"
             )
         for whole in self.whole_temporaries:
             if whole.bytes > NOTABLE * self.memory and whole.times <= 1:
-                found.append(f"{list(whole.sizes)}, {in_bytes(whole.bytes)}, is made whole on every device")
+                found.append(f"{list(whole.sizes)}, {in_bytes(whole.bytes)}, is created whole on every device")
         if self.compiled and not self.texts and self.donated < 0.99 * (self.parameters + self.optimizer):
             found.append(
-                f"only {in_bytes(self.donated)} of the old state's memory serve the new one: for a moment both exist"
+                f"only {in_bytes(self.donated)} of the old state's memory is reused for the new one: for a moment both"
+                " exist"
             )
         if self.rematerialised:
-            found.append(f"XLA gathers {self.rematerialised} arrays whole only to divide them in another way")
+            found.append(f"XLA gathers {self.rematerialised} arrays in full only to shard them differently")
         if self.unknown_loops:
             found.append(
-                f"{self.unknown_loops} loops have no number of turns that is known beforehand (attention by blocks,"
-                " adaptive steps): FLOPs and traffic count one turn of each"
+                f"the number of iterations of {self.unknown_loops} loops is unknown (blockwise attention, adaptive"
+                " steps): FLOPs and traffic count one iteration of each"
             )
         return found
 
@@ -202,7 +203,7 @@ class MeshReport:
 
     def _filled(self) -> dict[str, str]:
         filled = self.arguments - self.given
-        return {"of these filled up in tiles": in_bytes(filled)} if self.given and filled > 0.01 * self.given else {}
+        return {"of these padding of tiles": in_bytes(filled)} if self.given and filled > 0.01 * self.given else {}
 
     def _fits(self) -> dict[str, str]:
         if self.chip is None or self.memory_limit is None:

@@ -11,7 +11,7 @@ from qkvflow.errors import UserError, shortened
 _AXES = {2: ("data", "model"), 3: ("replica", "data", "model")}
 # The largest pods have some ten thousand; for many more, the compiler on this machine runs out of memory or threads.
 _LARGEST = 1 << 16
-_FORMS = "`64` (devices, divided as `trainer.mesh` says), `8x8` (data x model) or `2x4x8` (replica x data x model)"
+_FORMS = "`64` (devices, arranged as `trainer.mesh` says), `8x8` (data x model) or `2x4x8` (replica x data x model)"
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class MeshShape:
         if not all(sizes) or len(sizes) > 3:
             raise UserError(f"--mesh {shortened(text)}: give {_FORMS}")
         if prod(sizes) > _LARGEST:
-            raise UserError(f"--mesh {shortened(text)}: the step can be compiled for up to {_LARGEST:,} devices here")
+            raise UserError(f"--mesh {shortened(text)}: the step can be compiled for at most {_LARGEST:,} devices")
         return MeshShape(prod(sizes), tuple(zip(_AXES[len(sizes)], sizes, strict=True)) if len(sizes) > 1 else ())
 
     def applied(self, trainer: TrainerConfig) -> TrainerConfig:
@@ -52,7 +52,8 @@ class MeshShape:
         others = {name: n for name, n in trainer.mesh.axes.items() if name not in sizes and n != 1}
         if others:
             raise UserError(
-                f"--mesh names the axes {', '.join(n for n, _ in self.axes)}, but `trainer.mesh.axes` also has "
-                f"{others}. Give the number of devices alone, `--mesh {self.devices}`, and sizes by --trainer.mesh.axes"
+                f"--mesh names the axes {', '.join(n for n, _ in self.axes)}, but `trainer.mesh.axes` also has"
+                f" {others}. Give only the number of devices, `--mesh {self.devices}`, and set sizes with"
+                " --trainer.mesh.axes"
             )
         return dataclasses.replace(trainer, mesh=dataclasses.replace(trainer.mesh, axes=sizes))

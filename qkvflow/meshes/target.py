@@ -35,7 +35,9 @@ class Target:
         """
         kind, _, topology = text.lower().partition(":")
         if kind not in CHIPS:
-            raise UserError(f"--target {shortened(text)}: known are {', '.join(CHIPS)}, and topologies such as v5e:4x4")
+            raise UserError(
+                f"--target {shortened(text)} is unknown. Targets: {', '.join(CHIPS)}, and topologies such as v5e:4x4"
+            )
         tpu = CHIPS[kind].platform == "tpu"
         if not topology:
             if devices is None and tpu:
@@ -74,7 +76,7 @@ def _slice_of(kind: str, devices: int) -> str:
     sizes = {prod(int(n) for n in shape.split("x")): shape for shape in _shapes(kind)}
     if devices not in sizes:
         raise UserError(
-            f"--mesh has {devices:,} devices, but {kind} has no slice of so many chips: it has slices of"
+            f"--mesh has {devices:,} devices, but {kind} has no slice with that many chips: it has slices of"
             f" {', '.join(map(str, sizes))}"
         )
     return sizes[devices]

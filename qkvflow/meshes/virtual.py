@@ -68,7 +68,7 @@ def describe_mesh(
     if status == 2 and "error: " in text:
         raise UserError(re.split(r"^error: ", text, flags=re.MULTILINE)[-1].strip())
     if status in (-signal.SIGKILL, 128 + signal.SIGKILL):
-        raise UserError("compiling was killed, usually because this machine has too little memory for it")
+        raise UserError("compiling was killed, usually because this machine has too little memory")
     raise RuntimeError(
         f"compiling for {target or f'{shape.devices} virtual devices'} failed with status {status}:\n{text[-6000:]}"
     )

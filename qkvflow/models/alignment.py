@@ -1,4 +1,4 @@
-"""Brings the layers of an ordinary stack into one order, so that they are points of a smooth path.
+"""Aligns the layers of an ordinary stack by permutations, so that they lie on a smooth path.
 
 What a layer computes does not depend on the order of its hidden units, nor on that of its heads: heads of keys and
 values move with the query heads that read them, and those may change places among themselves. Neighbouring layers

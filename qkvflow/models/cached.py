@@ -1,4 +1,4 @@
-"""The language model token by token: the same blocks and plans, each evaluation of B with a memory of its own.
+"""The language model token by token: the same blocks and plans, each evaluation of B with its own memory.
 
     x = embed(new tokens);  every evaluation of B reads its memory of earlier positions and adds the new ones
 
@@ -32,7 +32,7 @@ MOST_EVALUATIONS = 256  # of a field that are cached: each is compiled by itself
 
 
 class CachedFlow(eqx.Module):
-    """A flow whose weights stand ready, for each distinct time of its plan an ordinary block.
+    """A flow with evaluated weights: an ordinary block for each distinct time of its plan.
 
     Attributes:
         sharing: which of its evaluations keep keys and values.
@@ -52,9 +52,9 @@ class CachedFlow(eqx.Module):
         evaluations = flow.plan.evaluations or 0  # None where steps adapt, which is refused elsewhere
         if evaluations > MOST_EVALUATIONS:
             raise UserError(
-                f"This flow has {evaluations:,} evaluations of its field, and at most {MOST_EVALUATIONS} can"
-                " be cached: each is compiled by itself, and keeps keys and values of its own. Take fewer steps, or"
-                " read the whole text again for each token (use_cache false)."
+                f"This flow has {evaluations:,} evaluations of its field, but at most {MOST_EVALUATIONS} can be cached:"
+                " each is compiled separately and keeps its own keys and values. Use fewer steps, or recompute the"
+                " whole text for each token (use_cache false)."
             )
         times = flow.plan.times
         stacked = evaluate(flow.weights, grid(times))
@@ -76,12 +76,12 @@ class CachedFlow(eqx.Module):
 
 
 class CachedModel(eqx.Module):
-    """A language model that continues sequences from what it remembers of them.
+    """A language model that continues sequences from its memory of them.
 
     Memory is a pytree: for prelude, flow and coda one memory for each evaluation of B.
 
     Attributes:
-        exit: when a token stops on its way through the flow.
+        exit: when a token stops integrating.
     """
 
     embeddings: Embeddings
@@ -98,15 +98,15 @@ class CachedModel(eqx.Module):
     def of(
         model: NeuralOdeLMHeadModel, exits: ExitConfig | None = None, sharing: CacheSharing = EXACT
     ) -> "CachedModel":
-        """Evaluates all weights; `model` must be in inference mode. exits: a threshold of 0 is none.
+        """Evaluates all weights; `model` must be in inference mode. exits: a threshold of 0 means no exits.
 
         Raises:
-            UserError: the model has adaptive steps; the rule of `exits` cannot be asked of it, or not with `sharing`.
+            UserError: the model has adaptive steps, or `exits` does not work with this model or with `sharing`.
         """
         if exits is not None and sharing != EXACT:
             raise UserError(
-                f"cache: {sharing} and exit exclude each other: a token that has stopped leaves keys and values of its"
-                " own in every later evaluation. Leave one of them out."
+                f"cache: {sharing} and exit cannot be combined: a stopped token stores its own keys and values in every"
+                " later evaluation. Leave one of them out."
             )
         model = on_fixed_grid(model)
         parts = model.transformer
@@ -190,9 +190,9 @@ def on_fixed_grid(model: NeuralOdeLMHeadModel) -> NeuralOdeLMHeadModel:
     depth = model.config.depth
     if depth.is_adaptive:
         raise UserError(
-            "This model has adaptive steps (rtol, atol), and cannot generate as it is: step sizes are chosen from the"
-            " whole text, so a new token changes the states of all earlier ones too, and nothing of them can be kept."
-            " Read it on a fixed grid: model.with_depth(model.config.depth.on_grid(steps=12)), in programs --steps 12."
+            "This model has adaptive steps (rtol, atol), so it cannot generate: step sizes depend on the whole text, so"
+            " a new token changes the states of all earlier ones and nothing can be cached. Use a fixed grid:"
+            " model.with_depth(model.config.depth.on_grid(steps=12)), in programs --steps 12."
         )
     return model.with_depth(depth.on_grid())
 

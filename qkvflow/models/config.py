@@ -17,8 +17,8 @@ from qkvflow.weights import GeneratedConfig, PerLayerConfig, WeightsConfig
 
 @dataclass(frozen=True)
 class ControlConfig:
-    """A control signal of `dim` components and a shift by layer-time move the input of the vector field, whose output
-    is scaled by a learned alpha: the ODE flow hybrid. See `qkvflow.blocks.controlled`.
+    """A control signal of `dim` components and a shift by layer-time are added to the input of the vector field, and
+    its output is scaled by a learned alpha: the ODE flow hybrid. See `qkvflow.blocks.controlled`.
 
     Attributes:
         dim: components of the control signal.
@@ -38,15 +38,15 @@ class NeuralOdeConfig(LmConfig):
     """x(0) = embed(tokens);  dx/dt = B(x; W(t)), t in [0, 1];  logits = head(norm(x(1))).
 
     Attributes:
-        max_seq_len: tokens of a sequence, at most.
+        max_seq_len: maximum number of tokens in a sequence.
         hidden_dim: the width of the state x.
         block: what B is.
         weights: what W(t) is.
         depth: how the model travels from t = 0 to t = 1.
         prelude_layers, coda_layers: ordinary layers (per-layer weights, x + B(x), sequential form) before and after the
             flow.
-        control: the flow hears a control signal; None for a model without.
-        gradient_checkpointing: of the ordinary layers; the flow has `depth.adjoint`.
+        control: the flow receives a control signal; None for a model without control.
+        gradient_checkpointing: applies to the ordinary layers; the flow uses `depth.adjoint`.
     """
 
     max_seq_len: Count = 1024
@@ -67,16 +67,16 @@ class NeuralOdeConfig(LmConfig):
         is_one_grid = not (self.depth.is_general or self.training_plans) and len(self.depth.stages) == 1
         if isinstance(self.weights, PerLayerConfig) and not is_one_grid:
             raise UserError(
-                "weights: per_layer has weights at the times of one fixed grid, and none between them: adaptive steps,"
-                " adjoint: backsolve, time_sampling: jitter and a range of steps or steps that grow need weights that"
-                " are functions of time (generated, modulated, basis, constant)."
+                "weights: per_layer only has weights at the times of one fixed grid: adaptive steps, adjoint:"
+                " backsolve, time_sampling: jitter and a range of steps or steps that grow need weights that are"
+                " functions of time (generated, modulated, basis, constant)."
             )
         if self.depth.adjoint == "backsolve":
             for name, value in vars(self.block).items():
                 if name.endswith("_pdrop") and name != "embed_pdrop" and value > 0:
                     raise UserError(
-                        f"adjoint: backsolve solves the field back in time, and cannot with a mask of dropout drawn in"
-                        f" each step: set block.{name}: 0.0, or use adjoint: checkpoint or reversible."
+                        "adjoint: backsolve solves the field backwards in time, which does not work with a random"
+                        f" dropout mask in each step: set block.{name}: 0.0, or use adjoint: checkpoint or reversible."
                     )
 
     @property
@@ -94,12 +94,12 @@ class NeuralOdeConfig(LmConfig):
 
     @property
     def training_plans(self) -> tuple[FixedPlan, ...]:
-        """Of which one is drawn for each training batch; none if training is done with `plan`."""
+        """The plans of which one is drawn for each training batch; none if training uses `plan`."""
         return self.depth.training_plans(self.weights.evaluate)
 
     @property
     def travel(self) -> dict[str, Any]:
-        """What a flow takes of `depth`: its plans, and what it is to give besides its end."""
+        """The settings of a flow from `depth`: its plans, and its additional outputs."""
         kinetic = self.depth.kinetic_weight > 0.0
         return {"plan": self.plan, "training_plans": self.training_plans, "kinetic": kinetic}
 
@@ -127,7 +127,7 @@ class NeuralOdeConfig(LmConfig):
     def flops_per_token(self, vocab_size: int, context_length: int) -> float | None:
         """Forward FLOPs per token: block evaluations and head. Generating W(t) costs extra, once per batch.
 
-        None with adaptive steps, whose number is not known beforehand.
+        None with adaptive steps, whose number is not known in advance.
         """
         if self.plan.evaluations is None:
             return None

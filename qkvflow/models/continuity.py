@@ -1,7 +1,7 @@
-"""Is a trained flow a solution of its ODE? It is read on finer grids and by better methods, and what changes is told.
+"""Is a trained flow a solution of its ODE? Compares its evaluation on finer grids and with better methods.
 
-A flow whose weights are smooth in t, and that was not trained on one grid alone, reads the same however it is solved. A
-stack of layers in disguise does not: between the times that it was trained at its weights are anything.
+A flow with weights that are smooth in t, trained on more than one grid, gives the same result with every solver. A
+stack of layers in disguise does not: its weights are arbitrary between the training times.
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ SOLVERS = ("heun", "rk4")
 
 @dataclass(frozen=True)
 class Reading:
-    """The flow by one method on one grid, beside the finest reading.
+    """The flow by one method on one grid, compared with the finest evaluation.
 
     Attributes:
         loss: on the validation text, nats per token.
@@ -77,14 +77,14 @@ class Continuity:
 
     @property
     def verdict(self) -> str:
-        """The rule and what it says, in a sentence."""
+        """The rule and its verdict, as a sentence."""
         found = f"losses differ by up to {self.worst:.3f} nats (rule: {MARGIN})"
         if not math.isnan(self.order):
             found += (
                 f", the observed order is {self.order:.2f} of {self.expected_order}"
                 f" (rule: {SHARE_OF_ORDER * self.expected_order:g})"
             )
-        return f"{'an ODE' if self.is_continuous else 'no ODE, a stack of layers'} by the rule: {found}"
+        return f"{'an ODE' if self.is_continuous else 'not an ODE, a stack of layers'} by the rule: {found}"
 
     def as_json(self) -> dict[str, Any]:
         """For files: plain values."""
@@ -98,15 +98,15 @@ class Continuity:
 
 
 def ways(model: NeuralOdeLMHeadModel, doublings: int = 2, solvers: Sequence[str] = SOLVERS) -> list[tuple[str, int]]:
-    """Methods and steps to read at: L, 2L, ... by its own method, the same by each of `solvers`, the finest last.
+    """Methods and steps to evaluate: L, 2L, ... by its own method, the same by each of `solvers`, the finest last.
 
     Raises:
         UserError: ordinary layers, which have no weights between their times.
     """
     if isinstance(model.transformer.flow.weights, PerLayer):
         raise UserError(
-            "continuity is a question about weights that are functions of time, and this model has ordinary layers,"
-            " which have no other depth."
+            "continuity only applies to weights that are functions of time, and this model has ordinary layers, which"
+            " have one depth."
         )
     depth = model.config.depth
     steps = [depth.reading_steps * 2**k for k in range(doublings + 1)]
@@ -123,12 +123,12 @@ def continuity(
     solvers: Sequence[str] = SOLVERS,
     step: Callable[[str], Any] = lambda name: None,
 ) -> Continuity:
-    """Reads a flow by several methods on several grids.
+    """Evaluates a flow with several methods on several grids.
 
     Args:
         example: the tokens on which states and distributions are compared.
         loss: of a model on a text; by default that on `example`.
-        step: is told what is read next.
+        step: called with the name of the next evaluation.
 
     Raises:
         UserError: ordinary layers.
@@ -176,7 +176,7 @@ def _kl(log_best: jax.Array, log_p: jax.Array) -> float:
 
 
 def table(found: Continuity) -> str:
-    """The readings as lines, and the verdict."""
+    """The evaluations as lines, and the verdict."""
     lines = [f"{'solver':<9}{'steps':>6}{'evaluations':>13}{'loss':>9}{'state':>10}{'KL':>10}"]
     lines += [
         f"{r.solver:<9}{r.steps:>6}{r.evaluations:>13}{r.loss:>9.3f}{r.state:>10.2e}{r.kl:>10.2e}"

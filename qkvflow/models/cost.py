@@ -1,7 +1,7 @@
 """What a language model costs, from its shapes alone: parameters by group, FLOPs, memory of cached generation.
 
-Reads models in our form (`qkvflow.models.levanter_twin.enter`). They may come from `equinox.filter_eval_shape`, so that
-the largest ones are described without being allocated.
+Takes models in our form (`qkvflow.models.levanter_twin.enter`). They may come from `equinox.filter_eval_shape`, so the
+largest ones can be described without being allocated.
 """
 
 from dataclasses import dataclass
@@ -20,10 +20,9 @@ GROUPS = ("embeddings", "prelude", "flow", "coda", "norm", "head", "other")
 class Flops:
     """Floating point operations, multiplications and additions counted one each.
 
-    Counted are the products of matrices (also those of attention, over the whole context, as all kernels but
-    block-sparse ones compute it) and the generation of weights; norms, activations and softmax are left out. Checked
-    against XLA's count in tests/models/test_cost.py. A matrix product costs twice its forward FLOPs in the backward
-    pass.
+    Counts matrix products (including those of attention over the whole context, as all kernels except block-sparse ones
+    compute it) and the generation of weights, but not norms, activations and softmax. Checked against XLA's count in
+    tests/models/test_cost.py. A matrix product costs twice its forward FLOPs in the backward pass.
 
     Attributes:
         forward, backward: per token, head included.
@@ -69,7 +68,7 @@ def flops(config: NeuralOdeConfig, model: NeuralOdeLMHeadModel, vocab_size: int,
 
 
 def evaluations(config: NeuralOdeConfig) -> int | None:
-    """Evaluations of B that a token passes; None if unknown, as with adaptive steps."""
+    """Evaluations of B per token; None if unknown, as with adaptive steps."""
     flow = config.plan.evaluations
     return None if flow is None else flow + config.prelude_layers + config.coda_layers
 
@@ -77,8 +76,8 @@ def evaluations(config: NeuralOdeConfig) -> int | None:
 def kv_cache_width(config: NeuralOdeConfig) -> int | None:
     """Numbers that cached generation keeps per token: keys and values of every evaluation of B. None if unknown.
 
-    Each stage of the solver sees other states, so each needs its own: Euler L, RK4 4 L; prelude and coda 1 per layer.
-    What does not grow with the number of tokens (the state of a state-space model) is not counted.
+    Each stage of the solver sees different states, so each needs its own: Euler L, RK4 4 L; prelude and coda 1 per
+    layer. What does not grow with the number of tokens (the state of a state-space model) is not counted.
     """
     count = evaluations(config)
     return None if count is None else count * config.block.kv_cache_width(config.hidden_dim)

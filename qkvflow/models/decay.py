@@ -44,14 +44,14 @@ def check_rule(rule: str) -> None:
 
 
 def configure(optimizer: OptimizerConfig, rule: str) -> OptimizerConfig:
-    """The same optimizer configuration, decaying what `rule` says."""
+    """The same optimizer configuration, with the decay of `rule`."""
     check_rule(rule)
     if rule == "levanter":
         return optimizer
     if optimizer.weight_decay_modules is not None or optimizer.default_weight_decay_mask is not None:
         raise UserError(
-            "optimizer.weight_decay_modules and default_weight_decay_mask say what decays, and so does"
-            f" weight_decay_on: {rule}. Remove them, or set weight_decay_on: levanter to use them."
+            f"optimizer.weight_decay_modules and default_weight_decay_mask conflict with weight_decay_on: {rule}."
+            " Remove them, or set weight_decay_on: levanter to use them."
         )
     optimizer = copy.copy(optimizer)
     # Levanter builds its mask in a method that has no parameters; a frozen dataclass can still carry another one.

@@ -1,13 +1,13 @@
-"""When a token stops integrating: a rule on what the rest of the flow would change, read off the steps so far.
+"""When a token stops integrating: a rule that predicts from the steps so far what the rest of the flow would change.
 
     velocity   |x_k - x_{k-1}| (L - k) / |x_k|, how far the rest would carry it at this speed, as a share of it
     kl         KL(p_k | p_{k-1}) of its predictions after and before the last step, in nats
     margin     1 - (p - p'), with p and p' the two largest probabilities of its prediction
 
-A token stops after the first step k >= min_steps at which this is below the threshold; none is below 0. Predictions are
-what norm and head make of the state. The rule sees a token's own state, which depends on its prefix alone.
-Sources: `margin`, Schuster et al., Confident Adaptive Language Modeling (arXiv 2207.07061); `kl`, Geiping et al.,
-Scaling up Test-Time Compute with Latent Reasoning (arXiv 2502.05171).
+A token stops after the first step k >= min_steps at which this is below the threshold; it is never below 0. Predictions
+are the outputs of norm and head. The rule uses only the token's own state, which depends only on its prefix. Sources:
+`margin`, Schuster et al., Confident Adaptive Language Modeling (arXiv 2207.07061); `kl`, Geiping et al., Scaling up
+Test-Time Compute with Latent Reasoning (arXiv 2502.05171).
 """
 
 from collections.abc import Callable, Mapping
@@ -31,8 +31,8 @@ _VOCAB = "vocab"
 
 @dataclass(frozen=True)
 class ExitConfig:
-    """`--exit '{rule: kl, threshold: 0.01, min_steps: 1}'`. threshold: 0 is the full model. min_steps: that every token
-    makes."""
+    """`--exit '{rule: kl, threshold: 0.01, min_steps: 1}'`. threshold: 0 means the full model. min_steps: the minimum
+    number of steps of every token."""
 
     rule: str
     threshold: NotNegative
@@ -74,13 +74,13 @@ class Exit(eqx.Module):
         """
         if config.min_steps >= steps:
             raise UserError(
-                f"exit: min_steps must be below the {steps} steps of the model, or no token ever leaves; got"
+                f"exit: min_steps must be below the {steps} steps of the model, or no token can exit; got"
                 f" {config.min_steps}."
             )
         if has_coda and config.rule != "velocity":
             raise UserError(
-                f"exit: rule: {config.rule} reads a prediction off the state of the flow, which this model's coda would"
-                " change first (model.coda_layers). Use rule: velocity."
+                f"exit: rule: {config.rule} predicts from the state of the flow, which this model's coda changes first"
+                " (model.coda_layers). Use rule: velocity."
             )
         return Exit(jnp.asarray(config.threshold, jnp.float32), config.rule, config.min_steps)
 
@@ -118,7 +118,7 @@ class ExitMemory(eqx.Module):
 
 @dataclass(frozen=True)
 class Exited:
-    """What exits came to. steps: that all `tokens` together have made, of `of` each."""
+    """The result of exits. steps: total steps of all `tokens`, out of `of` per token."""
 
     steps: int
     tokens: int

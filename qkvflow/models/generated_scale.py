@@ -1,12 +1,12 @@
-"""Learning rates of generated weights: steps of the projections P divided by the sum of |e(t)|.
+"""Learning rates of generated weights: updates of the projections P divided by the sum of |e(t)|.
 
     W(t) = base + sum_j e_j(t) P_j
 
 Adam moves every entry of P by about the rate, and so W(t) by the rate times sum_j |e_j(t)|. That sum grows with T
-(about T / 2 with `init: matched`): the best rate of a generated model depended on T, and a rate that suits ordinary
-matrices threw W(t) about. Divided by it, W(t) moves as far as an ordinary matrix does, whatever T is. It is the idea
-of muP (Yang and Hu, arXiv 2011.14522: the rate of a layer follows from how far its steps move what it computes) for
-weights that networks produce.
+(about T / 2 with `init: matched`): so the best rate of a generated model depends on T, and a rate that suits ordinary
+matrices makes W(t) unstable. After division by the sum, W(t) moves as far as an ordinary matrix, for every T. This is
+the idea of muP (Yang and Hu, arXiv 2011.14522: the rate of a layer follows from how far its steps move what it
+computes) for weights that networks produce.
 """
 
 import equinox as eqx

@@ -1,7 +1,7 @@
-"""The one door for Levanter's models: GPT-2 and Llama become points of our product, with the same arrays.
+"""The entry point for Levanter's models: converts GPT-2 and Llama to our form, with the same arrays.
 
 `per_layer` weights, sequential blocks, Euler steps of length 1: the same function (tests/models/test_levanter_parity.py
-and tests/models/test_levanter_llama.py train both side by side). Behind the door everything reads one form.
+and tests/models/test_levanter_llama.py train both side by side). All other code only handles our form.
 """
 
 import equinox as eqx
@@ -25,7 +25,7 @@ def enter(model: LmHeadModel) -> NeuralOdeLMHeadModel:
     """The model in our form, LoRA merged into its weights; may consist of shapes.
 
     Raises:
-        UserError: for a model of Levanter's that is no point of our product.
+        UserError: for a Levanter model that has no such form.
     """
     if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(model)):
         return eqx.filter_eval_shape(_enter, model)
@@ -44,7 +44,7 @@ def enter_config(config: LmConfig) -> NeuralOdeConfig:
     """The configuration of a model in our form.
 
     Raises:
-        UserError: for a model of Levanter's that is no point of our product.
+        UserError: for a Levanter model that has no such form.
     """
     ours = config if isinstance(config, NeuralOdeConfig) else twin_config(config)
     if ours is None:
@@ -90,10 +90,10 @@ def merged(model):
 def _unknown(config: LmConfig) -> UserError:
     kind = config.get_choice_name(type(config))
     return UserError(
-        f"the model is of type {kind}, in a variant that qkvflow cannot read as steps in depth: it reads its own"
-        " models (neuralode), and Levanter's gpt2 and llama without extensions (scaling of attention by layer, upcast"
-        " attention, hybrid, query-key or input norms, heads of another size). Such a model can be trained,"
-        " evaluated and sampled from."
+        f"the model is of type {kind}, in a variant that qkvflow cannot treat as steps in depth: it supports its own"
+        " models (neuralode), and Levanter's gpt2 and llama without extensions (layer-wise attention scaling, upcast"
+        " attention, hybrid, query-key or input norms, other head sizes). You can train, evaluate and sample such a"
+        " model."
     )
 
 

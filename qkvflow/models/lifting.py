@@ -1,4 +1,4 @@
-"""From ordinary layers to a flow: the same model with a W(t) that passes through its layers, or near them."""
+"""From ordinary layers to a flow: the same model with a W(t) that passes through or near its layers."""
 
 import dataclasses
 from collections.abc import Callable
@@ -29,20 +29,23 @@ def check_liftable(config: NeuralOdeConfig, weights: WeightsConfig, *, align: bo
     """
     if not isinstance(weights, BasisConfig):
         raise UserError(
-            f"weights of type {_kind(weights)} cannot be fitted to layers: least squares finds combinations of fixed"
-            " functions of time only. Use weights: {type: basis, basis: cosine, dim: K}."
+            f"weights of type {_kind(weights)} cannot be fitted to layers: least squares only finds combinations of"
+            " fixed functions of time. Use weights: {type: basis, basis: cosine, dim: K}."
         )
     if not isinstance(config.weights, PerLayerConfig):
         raise UserError(
-            f"the base is a flow already: its weights, of type {_kind(config.weights)}, are functions of time. Give a"
+            f"the base is already a flow: its weights, of type {_kind(config.weights)}, are functions of time. Give a"
             " model with ordinary layers (GPT-2, Llama, weights: per_layer)."
         )
     if config.control is not None:
-        raise UserError("the base hears a control signal, and only layers that hear none can be fitted.")
+        raise UserError(
+            "the base has a control signal, and only layers without control can be fitted. Give a model without"
+            " control."
+        )
     if align and not isinstance(config.block, Gpt2BlockConfig | LlamaBlockConfig):
         raise UserError(
-            f"layers of type {_kind(config.block)} cannot be aligned, only those of GPT-2 and Llama. Fit them as they"
-            " are: --align false."
+            f"layers of type {_kind(config.block)} cannot be aligned, only those of GPT-2 and Llama. Fit them without"
+            " alignment: --align false."
         )
     check_enough_layers(weights.dim, len(config.plan.times))
     return weights

@@ -1,4 +1,4 @@
-"""LoRA by Levanter's adaptor: W + (alpha / r) B A beside the linear maps of an ordinary model; B starts at zero.
+"""LoRA with Levanter's adaptor: W + (alpha / r) B A for the linear maps of an ordinary model; B starts at zero.
 
 Hu et al., arXiv 2106.09685. A: {r, In}, B: {Out, r}, one pair for each layer of a stack; the model before the first
 step is the base exactly, because B = 0. Differs from Levanter's default (A zero, B random) and from the paper's code
@@ -46,15 +46,15 @@ def add_lora(
     a_init: str = "normal",
     key: jax.Array,
 ) -> M:
-    """The model with a low-rank term beside each linear map that is aimed at.
+    """The model with a low-rank term for each targeted linear map.
 
-    target_modules: ends of paths such as `attn.c_attn`, or a regular expression for whole paths; None is all linear
-        maps. The head is never one of them: it is read as a matrix.
+    target_modules: path suffixes such as `attn.c_attn`, or a regular expression for whole paths; None means all linear
+    maps. The head is never included: it is used as a matrix.
     a_init: how A is drawn: `normal`, truncated, with a deviation of 1/sqrt(In); or `uniform` between -1/sqrt(In) and
         1/sqrt(In) as PEFT draws it, sqrt(3) narrower.
 
     Raises:
-        UserError: a target matches nothing, with the paths there are.
+        UserError: a target matches nothing; the message lists the paths.
     """
     _check_targets(model, target_modules)
     config = LoraConfig(target_modules, r=r, alpha=alpha, zero_init_b=True, a_init_mode="random")
@@ -124,7 +124,7 @@ def trainable(model: eqx.Module, *, embeddings: bool) -> FilterTree:
 
 
 def merge(model: M) -> M:
-    """The ordinary model with W + (alpha / r) B A in place of each W; itself if there is no LoRA in it."""
+    """The ordinary model with W + (alpha / r) B A instead of each W; the model itself if it has no LoRA."""
     if not any(is_lora_param(x) for x in jax.tree.leaves(model, is_leaf=is_lora_param)):
         return model
     return merge_lora_modules(model)
@@ -184,7 +184,7 @@ def _check_targets(model: eqx.Module, targets: list[str] | str | None) -> None:
         missing = [t for t in targets if not any(path.endswith(t) for path in paths)] if targets else ["(none given)"]
     if missing:
         raise UserError(
-            f"target_modules: no linear map of the model matches {', '.join(map(repr, missing))}. Give ends of these"
-            " paths in a list, or a regular expression that matches from their beginning, or null for all of them: "
+            f"target_modules: no linear map of the model matches {', '.join(map(repr, missing))}. Give a list of path"
+            " suffixes, a regular expression that matches from the start of a path, or null for all. The paths are: "
             + ", ".join(paths)
         )

@@ -1,4 +1,4 @@
-"""The next-token loss by Levanter's blocks of the vocabulary, of whose positions each device computes its own."""
+"""The next-token loss with Levanter's blockwise vocabulary, where devices divide the positions."""
 
 import contextlib
 from collections.abc import Iterator

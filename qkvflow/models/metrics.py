@@ -1,4 +1,4 @@
-"""What the flow adds to a training step beside the loss of the next token: penalties, and metrics (`train/...`)."""
+"""What the flow adds to the next-token loss in a training step: penalties, and metrics (`train/...`)."""
 
 import jax
 import jax.numpy as jnp

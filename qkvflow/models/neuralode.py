@@ -112,7 +112,7 @@ class NeuralOdeLMHeadModel(LmHeadModel[NeuralOdeConfig]):
         """Logits {..., position, vocab} of the next token, from tokens {..., position}.
 
         Args:
-            attn_mask: causal if not given. Differs from Levanter, where None lets every token see the future.
+            attn_mask: causal by default. Differs from Levanter, where None lets every token see future tokens.
             key: needed in training mode if the model has dropout.
             inputs: further fields of `qkvflow.blocks.Inputs`: `pos_ids`, and `control`, {batch, control}, or
                 {batch, position, control} to change along the sequence; None is zero control.
@@ -144,7 +144,7 @@ class NeuralOdeLMHeadModel(LmHeadModel[NeuralOdeConfig]):
         return self.solve(input_ids, Inputs.of(attn_mask, **inputs), key=key, trajectory=True).states
 
     def solve(self, input_ids: NamedArray, inputs: Inputs, *, key=None, trajectory: bool = False) -> Solution:
-        """What everything above is made of: the flow's solution, its end after coda and norm."""
+        """The basis of the methods above: the flow's solution, and its end after coda and norm."""
         if inputs.control is not None:
             _check_control(self.config, input_ids, inputs.control)
         k_embed, k_transformer = maybe_rng_split(key, 2)
@@ -192,20 +192,20 @@ class NeuralOdeLMHeadModel(LmHeadModel[NeuralOdeConfig]):
         reversible scheme of `adjoint: reversible` included.
         """
         if steps is None and self.config.depth.is_adaptive:
-            raise UserError("An adaptive model has no number of steps of its own: say how many, discretise(steps).")
+            raise UserError("An adaptive model has no fixed number of steps: give one, discretise(steps).")
         config = self.config.at_depth(self.config.depth.reading_steps if steps is None else steps)
         flow = self.transformer.flow.discretise(config.plan)
         return dataclasses.replace(self, transformer=dataclasses.replace(self.transformer, flow=flow), _config=config)
 
     def with_depth(self, depth: DepthConfig) -> "NeuralOdeLMHeadModel":
-        """The same weights W(t), travelled in another way: another solver, another number of steps."""
+        """The same weights W(t) with another solver, number of steps or other depth settings."""
         config = dataclasses.replace(self.config, depth=depth)
         if isinstance(self.transformer.flow.weights, PerLayer):
             self.transformer.flow.weights.at(grid(config.plan.times))  # refuses times that it does not know
         return self.with_weights(self.transformer.flow.weights, config)
 
     def with_weights(self, weights: eqx.Module, config: NeuralOdeConfig) -> "NeuralOdeLMHeadModel":
-        """The same model around another block W(t), travelled as `config` says, which is its configuration then."""
+        """The same model around another block W(t), with the configuration `config`."""
         flow = dataclasses.replace(self.transformer.flow, weights=weights, **config.travel)
         return dataclasses.replace(self, transformer=dataclasses.replace(self.transformer, flow=flow), _config=config)
 
@@ -253,7 +253,7 @@ def _build(config: NeuralOdeConfig, *, ordinary: bool, times: tuple[float, ...],
 def _check_control(config: NeuralOdeConfig, tokens: NamedArray, control: NamedArray) -> None:
     if config.control is None:
         raise UserError(
-            "This model has no control (`model.control` is null), so it cannot be given one. Train a model with"
+            "This model has no control (`model.control` is null), so it cannot use one. Train a model with"
             " `model.control: {dim: N}`, or leave the control out."
         )
     axes = {a.name: a.size for a in control.axes}

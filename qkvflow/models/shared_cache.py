@@ -1,4 +1,4 @@
-"""Keys and values of only some evaluations of B are kept, and the others read those: `--cache latest | every N`.
+"""Keeps keys and values of only some evaluations of B, which the others share: `--cache latest | every N`.
 
     every N   of evaluations 0, N, 2N, ...; those between read the last kept ones, of the token itself too, so that the
               reading is a causal function of the text, however it is cut into windows (cross-layer attention: Brandon
@@ -38,7 +38,7 @@ class CacheSharing:
         """From `exact`, `latest` or `every N`.
 
         Raises:
-            UserError: it is none of them.
+            UserError: for any other text.
         """
         if text is None or isinstance(text, CacheSharing):
             return text or EXACT

@@ -1,4 +1,4 @@
-"""Run directories: what a run wrote, and how it is opened, continued and read back."""
+"""Run directories: their files, and how runs are opened, resumed and loaded."""
 
 from qkvflow.runs.config import TrainConfig
 from qkvflow.runs.directory import RunDirectory

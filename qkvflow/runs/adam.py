@@ -1,4 +1,4 @@
-"""`optimizer: {type: adam}`: Levanter's Adam, with a rate of their own for the projections of generated weights."""
+"""`optimizer: {type: adam}`: Levanter's Adam, with a separate rate for the projections of generated weights."""
 
 from dataclasses import dataclass
 
@@ -15,13 +15,13 @@ class ScaledAdamConfig(AdamConfig):
     """Levanter's `AdamConfig`.
 
     Attributes:
-        learning_rate: the largest; `lr_schedule`, `warmup` and `decay` say how it gets there and down again.
+        learning_rate: the peak; `lr_schedule`, `warmup` and `decay` set how it rises and falls.
         weight_decay: decoupled from the gradient, see `weight_decay_on`.
-        beta1, beta2, epsilon: of Adam.
-        max_grad_norm: gradients are clipped to this global norm; null does not.
-        generated_scale: `sum_e` divides the steps of the projections P of generated weights by the sum of |e(t)|
-            (`qkvflow.models.generated_scale`), so that one learning rate suits all T; `none` leaves them. Decay is as
-            ever.
+        beta1, beta2, epsilon: Adam's parameters.
+        max_grad_norm: gradients are clipped to this global norm; null disables clipping.
+        generated_scale: `sum_e` divides the updates of the projections P of generated weights by the sum of |e(t)|
+            (`qkvflow.models.generated_scale`), so that one learning rate suits all T; `none` does not. Decay is
+            unaffected.
     """
 
     generated_scale: str = "none"
@@ -32,7 +32,9 @@ class ScaledAdamConfig(AdamConfig):
         others = ("update_rms_clipping", "clip_update_norm", "skip_bad_steps", "adamc_weight_decay")
         if self.generated_scale != "none" and any(getattr(self, name) for name in others):
             name = next(name for name in others if getattr(self, name))
-            raise UserError(f"generated_scale: {self.generated_scale} cannot go with {name}: leave one of them out.")
+            raise UserError(
+                f"generated_scale: {self.generated_scale} cannot be combined with {name}: leave one of them out."
+            )
 
     def build(self, num_train_steps: int) -> optax.GradientTransformation:
         """Adam's direction, divided for projections, then decoupled decay, then the rate."""

@@ -1,4 +1,4 @@
-"""The base of a fine-tune: a run or an official checkpoint, checked before work and known again by its hash."""
+"""The base of a fine-tune: a run or an official checkpoint, checked before work and identified by its hash."""
 
 import abc
 import dataclasses
@@ -29,13 +29,13 @@ _LLAMA = "transformer.block.self_attn."
 
 @dataclass(frozen=True)
 class OfficialConfig:
-    """A checkpoint of the official implementation (SDML-KU/qkvflow); its sizes are read off its arrays.
+    """A checkpoint of the official implementation (SDML-KU/qkvflow); sizes follow from its arrays.
 
     Attributes:
         path: the folder of one checkpoint, `.../step-10000`.
-        num_heads: attention heads, which no array tells.
+        num_heads: attention heads, which the arrays do not show.
         steps: number of Euler steps it was trained with.
-        max_seq_len: the longest sequence, for the Llama block; GPT-2's stands in its table of positions.
+        max_seq_len: the longest sequence, for the Llama block; for GPT-2 it follows from the position embeddings.
         block: further keys of `model.block`, such as dropout: `{resid_pdrop: 0.1}`.
     """
 
@@ -62,7 +62,7 @@ class OfficialConfig:
 
 @dataclass(frozen=True)
 class BaseRecord:
-    """A run's `base.json`: where its base lies, and what it must be.
+    """A run's `base.json`: the location and identity of its base.
 
     Attributes:
         path: of the base run or checkpoint, absolute; relative: the same as seen from the run, so that both may be
@@ -105,8 +105,8 @@ class BaseRecord:
         found = next((place for place in places if place.exists()), None)
         if found is None:
             raise UserError(
-                f"the run {directory} holds only what LoRA trained, and its base is gone: there is no"
-                f" {places[0]}. Put the base back, there or at {places[1]}"
+                f"the run {directory} contains only LoRA's parameters, and its base is missing: there is no"
+                f" {places[0]}. Restore the base, there or at {places[1]}"
             )
         return found
 
@@ -119,7 +119,7 @@ class BaseRecord:
         if decode(LmConfig, self.model) != base.model or fingerprint(loaded) != self.sha256:
             raise UserError(
                 f"{base.path} is not the base that this run was made from: its parameters or its model have changed"
-                f" since (expected sha256 {self.sha256[:12]}...). Put the original base back, or fine-tune the new one"
+                f" since (expected sha256 {self.sha256[:12]}...). Restore the original base, or fine-tune the new one"
                 " as a new run with --trainer.id NAME"
             )
 

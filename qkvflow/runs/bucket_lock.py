@@ -1,8 +1,8 @@
-"""The lock of a run in a bucket: an object that its owner writes again every few seconds.
+"""The lock of a run in a bucket: an object that its owner rewrites every few seconds.
 
-Buckets have no locks that end with their holder. So an object that changes is held, and one that stands still for a
-while was left by a process that was killed. No clock is compared. What this cannot do: a process that stood still for
-longer than others wait, and then goes on, finds that out only at its next beat; until then two may write.
+Buckets have no locks that end with their holder. So a lock that changes is held, and one that does not change for a
+while was left by a killed process. No clocks are compared. Limitation: a process that was suspended for longer than
+others wait only notices this at its next heartbeat; until then two may write.
 """
 
 import contextlib
@@ -43,8 +43,8 @@ class BucketLock:
         """
         if self._taker is not None:
             raise UserError(
-                f"{self._taker} has taken over the run {self._place}, because this process was not heard of for more"
-                f" than {PATIENCE_SECONDS:.0f} seconds. This one has stopped, and writes nothing more there"
+                f"{self._taker} has taken over the run {self._place}, because this process did not respond for more"
+                f" than {PATIENCE_SECONDS:.0f} seconds. This process has stopped and writes nothing more"
             )
 
     def take(self, while_waiting: Callable[[], None]) -> None:

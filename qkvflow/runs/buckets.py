@@ -1,4 +1,4 @@
-"""Buckets that cannot be used: said in plain words, before any work."""
+"""Clear errors for buckets that cannot be used, before any work."""
 
 import contextlib
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ def require_bucket(place: Place) -> None:
         UserError: it is not there, or may not be listed; or the URL is none of a bucket.
     """
     if place.scheme not in SCHEMES or not place.bucket:
-        raise UserError(f"{shortened(str(place))} is no folder of this machine and no bucket, such as gs://bucket/runs")
+        raise UserError(f"{shortened(str(place))} is neither a local folder nor a bucket, such as gs://bucket/runs")
     with bucket_errors_are_told(place):
         try:
             place.require_bucket()
@@ -47,8 +47,8 @@ def bucket_errors_are_told(place: Place) -> Iterator[None]:
             ) from None
         if isinstance(error, PermissionError) or any(word in f"{type(error)} {error}".lower() for word in _DENIED):
             raise UserError(
-                f"the bucket of {place} refuses this user: {shortened(reason)}. Give credentials that may read, list"
-                f" and write it: {_CREDENTIALS[place.scheme]}"
+                f"the bucket of {place} refuses this user: {shortened(reason)}. Give credentials with permission to"
+                f" read, list and write it: {_CREDENTIALS[place.scheme]}"
             ) from error
         if _is_of_store(error):
             raise UserError(f"{place} cannot be used: {shortened(reason)}") from error

@@ -1,4 +1,4 @@
-"""The checkpoints of a run: which are complete, which are good, and what to do with the others."""
+"""The checkpoints of a run: which are complete, which are good, and how to handle the others."""
 
 import contextlib
 import itertools
@@ -78,7 +78,7 @@ def sound_checkpoint(path: Folder, damage_of: Callable[[Place], str | None] = da
     if place.has(_METADATA):
         what = damage_of(place)
         if what is not None:
-            raise UserError(f"{Damaged(place, what)}. Take another one")
+            raise UserError(f"{Damaged(place, what)}. Use another one")
         return place, []
     step, damaged = newest_good(place, damage_of=damage_of)
     if step is None and damaged:
@@ -92,8 +92,8 @@ def all_damaged(damaged: list[Damaged]) -> UserError:
     """What to tell when no checkpoint is left."""
     lines = "\n".join(f"  {checkpoint.path}: {checkpoint.what}" for checkpoint in damaged)
     return UserError(
-        f"no checkpoint can be used, all are damaged:\n{lines}\nNothing was changed. Put them back from a copy, "
-        "or begin a new run with --trainer.id NAME"
+        f"no checkpoint can be used, all are damaged:\n{lines}\nNothing was changed. Restore them from a copy, or start"
+        " a new run with --trainer.id NAME"
     )
 
 

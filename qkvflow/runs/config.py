@@ -1,4 +1,4 @@
-"""The configurations of training and of fine-tuning: what a YAML file gives and a run's `config.yaml` holds."""
+"""The configurations of training and fine-tuning: the contents of a YAML file and of a run's `config.yaml`."""
 
 from dataclasses import dataclass, field
 from typing import Annotated
@@ -19,8 +19,8 @@ from qkvflow.runs.adam import ScaledAdamConfig
 from qkvflow.runs.base import OfficialConfig
 from qkvflow.runs.modes import FinetuneMode
 
-# Keys (with everything below them) that cannot change a run's numbers, apart from rounding: where it
-# computes, how often it looks at itself, and where it writes. They may differ when a run is continued.
+# Keys (with everything below them) that cannot change a run's numbers, apart from rounding: where it computes, how
+# often it is evaluated, and where it writes. They may differ when a run is resumed.
 FREE_KEYS = (
     "accept_changes",
     "config_path",
@@ -63,10 +63,10 @@ class RunTrainerConfig(TrainerConfig):
     training step several times for logs.
 
     Attributes:
-        tracker: added to metrics.jsonl and TensorBoard, which a run always writes.
-        require_accelerator: true refuses to train on a CPU.
-        watch: norms of gradients (before clipping) and parameters, every `interval` steps from the first, as
-            `grad/norm/...`; `interval: 0` switches them off.
+        tracker: additional trackers; a run always writes metrics.jsonl and TensorBoard.
+        require_accelerator: if true, refuse to train on a CPU.
+        watch: log norms of gradients (before clipping) and parameters every `interval` steps, starting with the first,
+            as `grad/norm/...`; `interval: 0` disables this.
     """
 
     tracker: TrackerConfig | tuple[TrackerConfig, ...] = ()
@@ -84,16 +84,16 @@ class TrainConfig:
         data: text and tokenizer.
         trainer: Levanter's trainer: steps, batch size, precision, mesh, checkpoints. `trainer.id` names the run.
         optimizer: Levanter's optimizers, `type: adam` by default.
-        weight_decay_on: which parameters decay, by name (see `qkvflow.models.decay`).
-        run_dir: the run's files go to `<run_dir>/<trainer.id>`.
-        train_seq_len: tokens per training sequence; the model's `max_seq_len` if not given.
+        weight_decay_on: which parameters decay (see `qkvflow.models.decay`).
+        run_dir: the run is stored in `<run_dir>/<trainer.id>`.
+        train_seq_len: tokens per training sequence; defaults to the model's `max_seq_len`.
         vocab_size: size of the model's vocabulary; by default the tokenizer's, rounded up for the mesh.
         z_loss_weight: weight of the square of the log normaliser, added to the loss.
-        max_skipped_steps: steps in a row that may be skipped because their loss or update is not finite: such a step
-            changes nothing and is logged. 0: training stops at the first one.
-        accept_changes: continue a run although keys that matter differ from its `config.yaml`, or its data has changed;
-            it is recorded.
-        config_path: the YAML file that the configuration came from.
+        max_skipped_steps: how many consecutive steps may be skipped because their loss or update is not finite: such a
+            step changes nothing and is logged. With 0, training stops at the first one.
+        accept_changes: resume a run even if important keys differ from its `config.yaml` or its data has changed; the
+            change is recorded.
+        config_path: the YAML file of the configuration.
     """
 
     model: LmConfig
@@ -118,7 +118,7 @@ class TrainConfig:
         """The optimizer for all steps of the training, decaying what `weight_decay_on` says.
 
         Raises:
-            UserError: it cannot be built, such as a `warmup` that is no share of the steps.
+            UserError: it cannot be built, for example if `warmup` is not a fraction of the steps.
         """
         optimizer = decay.configure(self.optimizer, self.weight_decay_on)
         try:
@@ -137,7 +137,7 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class FinetuneDataConfig(DataConfig):
-    """`data:` of a fine-tune. The tokenizer is that of the base run; it may be named, and must then be the same."""
+    """`data:` of a fine-tune. The tokenizer is that of the base run; if you name one, it must be the same."""
 
     tokenizer: str | None = None
 
@@ -146,14 +146,15 @@ class FinetuneDataConfig(DataConfig):
 class FinetuneConfig(TrainConfig):
     """
     Attributes:
-        run: the run directory to begin from.
-        checkpoint_step: N of its checkpoint step-N; the last of a finished run if not given.
-        official: a checkpoint of the official implementation to begin from instead.
-        steps: M, the depth to fine-tune at; that of the base if not given.
+        run: the run directory to start from.
+        checkpoint_step: N of its checkpoint step-N; defaults to the last step of a finished run.
+        official: a checkpoint of the official implementation to start from instead.
+        steps: M, the depth to fine-tune at; defaults to that of the base.
         mode: `{type: flow}`, `{type: full}`, `{type: stack}` or `{type: lora, r, alpha, dropout, target_modules,
             train_embeddings}`.
-        merge: of a LoRA run: write, when it is finished, an ordinary run with LoRA in its weights, `<run>-merged`.
-        model: is not given: it follows from the base, `steps` and `mode`, and stands in the run's `config.yaml`.
+        merge: for a LoRA run: when it finishes, write an ordinary run with LoRA merged into its weights,
+            `<run>-merged`.
+        model: do not set it: it follows from the base, `steps` and `mode`, and is recorded in the run's `config.yaml`.
     """
 
     model: LmConfig | None = None

@@ -1,4 +1,4 @@
-"""The training data that a run was started with: written down, and compared when the run continues."""
+"""The training data that a run was started with: recorded, and compared when the run resumes."""
 
 import json
 from collections.abc import Mapping
@@ -29,7 +29,8 @@ def changes(path: Path, data: Mapping[str, str]) -> dict[str, tuple[str | None, 
         old: dict[str, str] = dict(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError) as error:
         raise UserError(
-            f"{path} cannot be read: {error}. If the data is surely what the run was started with, remove this file"
+            f"{path} cannot be read: {error}. If you are sure that the data is unchanged since the run started, remove"
+            " this file"
         ) from None
     if [*old.values()] == [*data.values()]:
         return {}
@@ -43,9 +44,9 @@ def refusal(run: str, changes: Mapping[str, tuple[str | None, str | None]]) -> U
     more = [f"  and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
     listing = "\n".join(lines[:_SHOWN] + more)
     return UserError(
-        f"the data of the run {run} has changed since it was started:\n{listing}\n"
-        "Nothing was changed in the run. Put the data back; or continue on the new data with --accept_changes true; "
-        "or start a new run with --trainer.id NAME"
+        f"the data of the run {run} has changed since it was started:\n{listing}\nNothing was changed in the run."
+        " Restore the data; or continue with the new data with --accept_changes true; or start a new run with"
+        " --trainer.id NAME"
     )
 
 
@@ -54,4 +55,4 @@ def _say(old: str | None, new: str | None) -> str:
         return "new"
     if new is None:
         return "gone"
-    return "another place in the order" if old == new else f"it was {old}, and is {new}"
+    return "a different position in the order" if old == new else f"it was {old}, and is {new}"

@@ -1,4 +1,4 @@
-"""Where the files of a run lie, and how a run gets its name."""
+"""Where the files of a run are stored, and how a run gets its name."""
 
 import os
 import re
@@ -41,7 +41,7 @@ class RunDirectory:
 
     @property
     def location(self) -> Path | Place:
-        """Where it lies, as people know it."""
+        """Where it is stored, as shown to users."""
         return self.path if self.mirror is None else self.mirror.place
 
     @property
@@ -170,7 +170,7 @@ def run_id(given: str | None, config_path: str | None) -> str:
         given = re.sub(r"[^A-Za-z0-9._-]+", "-", "-".join(parts[below + 1 :])).strip("-.")
     if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,200}", given):
         raise UserError(
-            f"`trainer.id` is {shortened(given)!r}, but must be one folder name of letters, digits, `.`, `_` and `-` "
-            "that begins with a letter or a digit"
+            f"`trainer.id` is {shortened(given)!r}, but must be one folder name of letters, digits, `.`, `_` and `-`"
+            " that starts with a letter or a digit"
         )
     return given

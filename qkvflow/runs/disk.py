@@ -1,4 +1,4 @@
-"""The disk of a run: writable and with room before any work, and one clear error when it becomes full."""
+"""The disk of a run: checks access and free space before any work, and gives one clear error when it is full."""
 
 import contextlib
 import errno
@@ -16,7 +16,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # the disk, the user's share 
 
 @contextlib.contextmanager
 def refusals_are_told(path: Path) -> Iterator[None]:
-    """Turns what the file system says when the run directory `path` is made or written into a `UserError`."""
+    """Turns file system errors from creating or writing the run directory `path` into a `UserError`."""
     try:
         yield
     except OSError as error:
@@ -43,32 +43,32 @@ def require_space(path: Path, size: int) -> None:
     """Compares the free space of a disk with what checkpoints take.
 
     Raises:
-        UserError: the disk of `path` has no room for two checkpoints, of `size` bytes together.
+        UserError: the disk of `path` has no space for two checkpoints of `size` bytes in total.
     """
     free = shutil.disk_usage(path).free
     if free < size:
         there, needed = (scaled(count, 1000, DECIMAL, digits=3) for count in (free, size))
         raise UserError(
-            f"the disk of {path} has {there} free, but two checkpoints of this "
-            f"model take {needed}. Make room, or choose another --run_dir DIR"
+            f"the disk of {path} has {there} free, but two checkpoints of this model take {needed}. Free some space, or"
+            " choose another --run_dir DIR"
         )
 
 
 @contextlib.contextmanager
 def disk_errors_are_told(path: Path) -> Iterator[None]:
-    """Turns the many shapes in which libraries report a full disk into one `UserError`, and whatever else the disk
-    refuses of a file in the folder `path` into one that names the file."""
+    """Turns the many errors with which libraries report a full disk into one `UserError`, and other disk errors of a
+    file in the folder `path` into one that names the file."""
     try:
         yield
     except Exception as error:
         causes = [error, error.__cause__, error.__context__]
         if any(os.strerror(number) in str(cause) for cause in causes for number in _FULL):
             raise UserError(
-                f"the disk of {path} became full. Make room and give the same command again: the "
-                "run continues from its newest complete checkpoint"
+                f"the disk of {path} is full. Free some space and run the same command again: the run resumes from its"
+                " newest complete checkpoint"
             ) from error
         if isinstance(error, OSError) and _is_below(path, error.filename):
-            raise UserError(f"{error.filename} cannot be used: {error.strerror}. Mend it, or remove it") from error
+            raise UserError(f"{error.filename} cannot be used: {error.strerror}. Fix it, or remove it") from error
         raise
 
 
@@ -78,8 +78,8 @@ def _is_below(folder: Path, name: object) -> bool:
 
 def _reason(error: OSError) -> str:
     if error.errno == errno.ENOSPC:
-        return "the disk is full. Make room, or put the run elsewhere with --run_dir DIR"
+        return "the disk is full. Free some space, or choose another folder with --run_dir DIR"
     if isinstance(error, FileExistsError | NotADirectoryError):
-        return f"{error.filename} is a file, not a folder. Choose another place with --run_dir DIR"
+        return f"{error.filename} is a file, not a folder. Choose another folder with --run_dir DIR"
     what = error.strerror or str(error)
-    return f"{what}. Choose a place where you may write with --run_dir DIR"
+    return f"{what}. Choose a writable folder with --run_dir DIR"

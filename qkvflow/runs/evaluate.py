@@ -31,7 +31,7 @@ def on_other_text(run: Run, keys: Mapping[str, Any]) -> Run:
     """
     if "tokenizer" in keys:
         raise UserError(
-            "`data.tokenizer` is that of the run, whose embeddings mean nothing for other tokens. Leave it out"
+            "`data.tokenizer` must be that of the run, whose embeddings have no meaning for other tokens. Leave it out"
         )
     stored = run.config.data
     if "validation" in keys and not {"train", "components"} & set(keys):
@@ -67,8 +67,7 @@ class RunEvaluator:
             self._sets = data.tagged_eval_sets(self.Pos)
         if not self._sets:
             raise UserError(
-                f"the run {run.directory} has no validation text: its data gives none (data.validation, or"
-                " data.validation_fraction)"
+                f"the run {run.directory} has no validation text: set data.validation or data.validation_fraction"
             )
         # More than there are would be filled up with nothing.
         size = min(size, max(len(found.as_sync_dataset()) for found, _ in self._sets))

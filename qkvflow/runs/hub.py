@@ -1,4 +1,4 @@
-"""Folders of Hugging Face as runs: the configuration that stands for one, and a run made of one."""
+"""Hugging Face folders as runs: the configuration that represents one, and a run created from one."""
 
 from pathlib import Path
 
@@ -43,8 +43,8 @@ def read_hub_model(folder: HubFolder, config: TrainConfig, tokenizer: Path) -> L
     loaded = load_tokenizer(tokenizer)
     if len(loaded) > (config.vocab_size or 0):
         raise UserError(
-            f"the tokenizer in {folder.path} has {len(loaded)} tokens, but the model only {config.vocab_size}: its"
-            " embedding has no rows for the last ones. Give the tokenizer that the model was trained with"
+            f"the tokenizer in {folder.path} has {len(loaded)} tokens, but the model only has {config.vocab_size}: its"
+            " embedding has no rows for the last ones. Use the tokenizer that the model was trained with"
         )
     return read_model(folder, config.model, loaded)
 

@@ -1,4 +1,4 @@
-"""The validation loss that a run knows of itself, and readings of its flow in which it is lost."""
+"""The recorded validation loss of a run, and warnings if its flow does not work with other depth settings."""
 
 import math
 import warnings
@@ -28,19 +28,19 @@ def known_loss(run: Run) -> float | None:
 
 
 def warn_of_lost(run: Run, losses: Mapping[str, float]) -> None:
-    """Warns (`Notice`) of readings whose loss on the run's validation text is far above the one that the run knows.
+    """Warns (`Notice`) if a loss on the run's validation text is far above the recorded one.
 
     Args:
-        losses: of readings, by what they are in words, such as `euler with 24 steps`.
+        losses: by description, such as `euler with 24 steps`.
     """
     known = known_loss(run)
     lost = {name: loss for name, loss in losses.items() if known is not None and not loss < known + _LOST}
     if lost:
         listing = ", ".join(f"{name} {loss:.3f}" for name, loss in lost.items())
         text = (
-            f"the flow of {run.path} is lost in this reading: its validation loss was {known:.3f} as it was trained,"
-            f" and is: {listing}. Read it nearer to its training, train it with `time_sampling: jitter`, or"
-            " fine-tune it there"
+            f"the flow of {run.path} does not work at this depth or with this solver: its validation loss was"
+            f" {known:.3f} in training, and is now: {listing}. Use settings closer to training, train with"
+            " `time_sampling: jitter`, or fine-tune it with these settings"
         )
         warnings.warn(Notice(text), stacklevel=2)
 

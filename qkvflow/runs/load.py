@@ -1,4 +1,4 @@
-"""Reads a run back: its configuration, its model at a checkpoint, its tokenizer."""
+"""Loads a run: its configuration, its model at a checkpoint, its tokenizer."""
 
 import contextlib
 import dataclasses
@@ -39,7 +39,7 @@ from qkvflow.runs.hub import hub_config, read_hub_model
 
 @dataclass(frozen=True)
 class Run:
-    """A run that was read back; `config, model, tokenizer = run` unpacks the first three.
+    """A loaded run; `config, model, tokenizer = run` unpacks the first three.
 
     Attributes:
         config: the configuration it was trained with.
@@ -65,19 +65,19 @@ class Run:
 
 
 def load_run(path: str | os.PathLike, checkpoint_step: int | None = None, *, merge: bool = True) -> Run:
-    """Reads a run directory. The files of its checkpoint are compared with their checksums first.
+    """Loads a run directory. First compares the files of its checkpoint with their checksums.
 
     Args:
-        path: the run directory, `runs/<id>`, or `gs://bucket/runs/<id>`; or a folder of Hugging Face, whose model and
-            tokenizer are read as a run.
-        checkpoint_step: N of the checkpoint `step-N`; the newest good one if not given, with a warning (`Notice`) if
-            a newer one is damaged.
-        merge: of a LoRA run: what it trained is added to its base's weights, which gives an ordinary model;
-            otherwise it stands beside them, as in training.
+        path: the run directory, `runs/<id>`, or `gs://bucket/runs/<id>`; or a Hugging Face folder, which is loaded like
+            a run.
+        checkpoint_step: N of the checkpoint `step-N`; defaults to the newest good one, with a warning (`Notice`) if a
+            newer one is damaged.
+        merge: for a LoRA run: add its low-rank terms to the base's weights, which gives an ordinary model; otherwise
+            they stay separate, as in training.
 
     Raises:
-        UserError: there is no such run, no checkpoint, or no checkpoint of that step; if that checkpoint or all are
-            damaged; and if the base of a LoRA run is gone or has changed.
+        UserError: there is no such run, no checkpoint, or no checkpoint of that step; that checkpoint or all are
+            damaged; or the base of a LoRA run is missing or has changed.
     """
     directory = find_run(path)
     with disk_errors_are_told(directory.path), bucket_errors_are_told(directory.place):
@@ -134,8 +134,8 @@ class RunBase(Base):
         step, total = _choose_step(directory, checkpoint_step, child), config.trainer.num_train_steps
         if checkpoint_step is None and step + 1 < total:
             raise UserError(
-                f"the run {directory} is unfinished: its newest checkpoint is step-{step}, after {step + 1} of"
-                f" {total} steps. Finish it, or take that checkpoint as it is with --checkpoint_step {step}"
+                f"the run {directory} is unfinished: its newest checkpoint is step-{step}, after {step + 1} of {total}"
+                f" steps. Finish it, or use that checkpoint as it is with --checkpoint_step {step}"
             )
         assert config.vocab_size is not None  # `commit` has written it
         tokenizer = (directory.tokenizer, config.data.tokenizer)
@@ -234,9 +234,9 @@ def unreadable_checkpoint(checkpoint: Place | str, error: Exception) -> UserErro
     """What to tell the user when Levanter cannot load a complete checkpoint."""
     reason = next(iter(str(error).strip().splitlines()), type(error).__name__)[:300]
     return UserError(
-        f"the checkpoint {checkpoint} cannot be loaded: {reason}. If model or optimizer changed, it has "
-        "another shape: start a new run with --trainer.id NAME. If it is damaged, move this folder away: the "
-        "checkpoint before it is then the newest"
+        f"the checkpoint {checkpoint} cannot be loaded: {reason}. If you changed the model or the optimizer, shapes"
+        " differ: start a new run with --trainer.id NAME. If the checkpoint is damaged, move this folder away; the"
+        " previous checkpoint is then the newest"
     )
 
 
@@ -255,27 +255,29 @@ def _choose_step(directory: RunDirectory, wanted: int | None, child: Path | Plac
     """The step to read; `child`: a run that was made from exactly `wanted`, and has no choice."""
     if directory.hub is not None:
         if wanted:
-            raise UserError(f"{directory} is no run but one model, without checkpoints: leave out the step {wanted}")
+            raise UserError(
+                f"{directory} is not a run but a single model without checkpoints: leave out the step {wanted}"
+            )
         return 0
     steps = checkpoint_steps(directory.checkpoints)
     if not steps and child is None:
-        raise UserError(f"the run {directory} has no checkpoint yet; it writes one when it ends or is stopped")
+        raise UserError(f"the run {directory} has no checkpoint yet; it writes one when it finishes or is stopped")
     if wanted is None:
         newest, damaged = newest_good(directory.checkpoints)
         if newest is None:
             raise all_damaged(damaged)
         for checkpoint in damaged:
-            warnings.warn(Notice(f"{checkpoint}. Taking step-{newest}, the newest good one, instead"), stacklevel=2)
+            warnings.warn(Notice(f"{checkpoint}. Using step-{newest}, the newest good one, instead"), stacklevel=2)
         return newest
     path = directory.checkpoints / f"step-{wanted}"
     others = ", ".join(str(step) for step in steps if step != wanted)
-    mend = f"The run {child} was made from it and needs it: put it back from a copy" if child is not None else ""
+    mend = f"The run {child} was made from it and needs it: restore it from a copy" if child is not None else ""
     if wanted not in steps:
         raise UserError(
-            f"the run {directory} has no checkpoint of step {wanted}{f'. {mend}' if mend else f'; there are: {others}'}"
+            f"the run {directory} has no checkpoint of step {wanted}{f'. {mend}' if mend else f'; available: {others}'}"
         )
     what = damage_of(path)
     if what is not None:
-        another = f"Leave --checkpoint_step out for the newest good one, or give another: {others}" if others else ""
-        raise UserError(f"{Damaged(path, what)}. {mend or another or 'Put it back from a copy'}")
+        another = f"Leave --checkpoint_step out for the newest good one, or choose another: {others}" if others else ""
+        raise UserError(f"{Damaged(path, what)}. {mend or another or 'Restore it from a copy'}")
     return wanted

@@ -1,4 +1,4 @@
-"""Runs that no training made: a configuration and one checkpoint of a model alone, whole or absent."""
+"""Runs created without training: a configuration and one checkpoint of the model, written completely or not at all."""
 
 import contextlib
 import dataclasses
@@ -75,4 +75,4 @@ def refuse_existing(target: Path | Place, flag: str) -> None:
     UserError: there is something at `target` already.
     """
     if target.exists() or (isinstance(target, Path) and target.is_symlink()):
-        raise UserError(f"{target} exists already. Remove it, or choose another one with {flag}")
+        raise UserError(f"{target} already exists. Remove it, or choose another one with {flag}")

@@ -1,4 +1,4 @@
-"""Writes LoRA into the weights: from a run that holds only what it trained, an ordinary run that stands alone."""
+"""Merges LoRA into the weights: turns a run with only LoRA's parameters into an ordinary run without a base."""
 
 import json
 import os
@@ -30,7 +30,7 @@ def merge_run(path: str | os.PathLike, target: Path | Place, checkpoint_step: in
     """
     source = find_run(path)
     if not is_adapter(source):
-        raise UserError(f"{source} is no LoRA run, so there is nothing to merge: its weights are whole")
+        raise UserError(f"{source} is not a LoRA run, so there is nothing to merge")
     refuse_existing(target, "--trainer.id NAME")
     run = load_run(source.location, checkpoint_step)
     config = read_config(source.config, TrainConfig)

@@ -1,4 +1,4 @@
-"""A run in a bucket: its small files are worked on in a folder here, and copied to the bucket when they must last.
+"""A run in a bucket: its small files are kept in a local folder, and copied to the bucket when they must be saved.
 
 Checkpoints are no part of this: TensorStore writes and reads them where they are.
 """

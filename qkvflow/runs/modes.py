@@ -1,4 +1,4 @@
-"""YAML `mode:` what is fine-tuned of a base: the flow itself, the ordinary model it becomes at M steps, or LoRA."""
+"""YAML `mode:` what is fine-tuned: the flow itself, the ordinary model that it becomes at M steps, or LoRA."""
 
 import abc
 import dataclasses
@@ -49,11 +49,11 @@ class FinetuneMode(draccus.ChoiceRegistry, abc.ABC):
 @FinetuneMode.register_subclass("flow")
 @dataclass(frozen=True)
 class FlowMode(FinetuneMode):
-    """The ODE stays one: what is trained are the functions of time W(t), read at M steps.
+    """Keeps the ODE and trains the functions of time W(t), evaluated at M steps.
 
     Attributes:
-        refine: K, of `weights: {type: basis}`: before training W(t) is written in a basis of K functions, the same
-            function of time where the finer basis can hold it (`qkvflow.weights.refine`).
+        refine: K, for `weights: {type: basis}`: before training, W(t) is expressed in a basis of K functions, exactly
+            if the finer basis can represent it (`qkvflow.weights.refine`).
     """
 
     refine: Count | None = None
@@ -61,8 +61,8 @@ class FlowMode(FinetuneMode):
     def model_config(self, base: LmConfig, steps: int | None) -> Any:
         if not isinstance(base, NeuralOdeConfig) or isinstance(base.weights, PerLayerConfig):
             raise UserError(
-                "mode: flow trains weights that are functions of time, and this base has ordinary layers. Use"
-                " mode: {type: full} or {type: lora}."
+                "mode: flow trains weights that are functions of time, but this base has ordinary layers. Use mode:"
+                " {type: full} or {type: lora}."
             )
         if self.refine is not None:
             base = self._refined(base)
@@ -79,8 +79,8 @@ class FlowMode(FinetuneMode):
             base = base.with_weights(weights, dataclasses.replace(base.config, weights=config.weights))
             if error:
                 text = (
-                    f"{config.weights.basis} with {self.refine} functions cannot hold W(t) exactly: the nearest in the"
-                    f" mean square is taken, and the worst function of the old basis is off by {error:.1e}"
+                    f"{config.weights.basis} with {self.refine} functions cannot represent W(t) exactly: it is"
+                    f" approximated by least squares, with an error of up to {error:.1e} for functions of the old basis"
                 )
                 warnings.warn(Notice(text), stacklevel=2)
         return base.with_depth(config.depth)
@@ -89,13 +89,13 @@ class FlowMode(FinetuneMode):
         weights = base.weights
         if not isinstance(weights, BasisConfig):
             raise UserError(
-                f"mode.refine: {self.refine} is for weights in a basis (weights: {{type: basis}}), and those of this"
-                f" base are {weights.get_choice_name(type(weights))}. Leave it out."
+                f"mode.refine: {self.refine} is for weights in a basis (weights: {{type: basis}}), but the weights of"
+                f" this base are {weights.get_choice_name(type(weights))}. Leave it out."
             )
         if self.refine is not None and self.refine < weights.dim:
             raise UserError(
-                f"mode.refine: {self.refine} functions of time are fewer than the {weights.dim} of the base, and cannot"
-                " hold its weights. Give at least as many."
+                f"mode.refine: {self.refine} functions of time are fewer than the {weights.dim} of the base and cannot"
+                f" represent its weights. Give at least {weights.dim}."
             )
         return dataclasses.replace(base, weights=dataclasses.replace(weights, dim=self.refine))
 
@@ -103,18 +103,18 @@ class FlowMode(FinetuneMode):
 @FinetuneMode.register_subclass("full")
 @dataclass(frozen=True)
 class FullMode(FinetuneMode):
-    """The flow becomes an ordinary model of M layers, all of whose weights are trained."""
+    """Converts the flow to an ordinary model of M layers and trains all its weights."""
 
     def model_config(self, base: LmConfig, steps: int | None) -> Any:
         if isinstance(base, NeuralOdeConfig):
             if steps is None and base.depth.is_adaptive:
-                raise UserError("an adaptive flow has no number of steps of its own: give `steps: M`.")
+                raise UserError("an adaptive flow has no fixed number of steps: give `steps: M`.")
             return base.at_depth(base.depth.reading_steps if steps is None else steps)
         layers = getattr(base, "num_layers", None)
         if steps not in (None, layers):
             raise UserError(
                 f"`steps` is {steps}, but the base is an ordinary model (type {base.get_choice_name(type(base))}) of"
-                f" {layers} layers, which has no other depth. Leave `steps` out."
+                f" {layers} layers, which has only this depth. Leave `steps` out."
             )
         return base
 
@@ -128,7 +128,7 @@ class FullMode(FinetuneMode):
 @FinetuneMode.register_subclass("stack")
 @dataclass(frozen=True)
 class StackMode(FinetuneMode):
-    """A deeper ordinary model of copies of an ordinary one's layers, all of whose weights are trained.
+    """A deeper ordinary model made of copies of the base's layers; trains all weights.
 
     L layers become M = n L: layer k is a copy of the base's layer k mod L (`stack`: the whole stack on top of itself;
     Gong et al. 2019, "Efficient Training of BERT by Progressively Stacking"; Du et al. 2024, G_stack) or k div n
@@ -145,18 +145,18 @@ class StackMode(FinetuneMode):
         if not isinstance(base, NeuralOdeConfig) or not isinstance(base.weights, PerLayerConfig):
             raise UserError(
                 "mode: stack copies the layers of an ordinary model (type: neuralode, weights: {type: per_layer}), and"
-                " this base has none. A flow is read at another depth as it is: mode: {type: flow}."
+                " this base has none. A flow can change depth without copies: mode: {type: flow}."
             )
         layers = base.depth.reading_steps
         if len(base.plan.times) != layers:
             raise UserError(
-                f"mode: stack needs one layer for each step, and the solver {base.depth.solver} has"
-                f" {len(base.plan.times)} for {layers} steps. Use a base with the solver euler."
+                f"mode: stack needs one layer per step, but the solver {base.depth.solver} has {len(base.plan.times)}"
+                f" for {layers} steps. Use a base with the solver euler."
             )
         if steps is None or steps <= layers or steps % layers:
             raise UserError(
-                f"mode: stack makes 2, 3, ... times as many layers as the {layers} of the base: `steps` must be a"
-                f" multiple of {layers} above it, got {steps}."
+                f"mode: stack multiplies the {layers} layers of the base by 2, 3, ...: `steps` must be a larger"
+                f" multiple of {layers}, got {steps}."
             )
         return base.at_depth(steps)
 
@@ -172,16 +172,16 @@ class StackMode(FinetuneMode):
 @FinetuneMode.register_subclass("lora")
 @dataclass(frozen=True)
 class LoraMode(FullMode):
-    """The ordinary model of M layers stays as it is; beside its linear maps W stands (alpha / r) B A, which is trained.
+    """Freezes the ordinary model of M layers and trains low-rank terms (alpha / r) B A for its linear maps W.
 
     Attributes:
         r: the rank.
-        alpha: the terms are scaled by alpha / r.
-        dropout: of the input of A.
-        target_modules: ends of the paths of linear maps (`[c_attn, mlp.c_fc]`) or a regular expression; null is all.
-        train_embeddings: the tables at the model's entrance are trained too.
-        a_init: how A is drawn: `normal`, or `uniform` as PEFT draws it, sqrt(3) narrower: learning rates of the one are
-            not those of the other.
+        alpha: the low-rank terms are scaled by alpha / r.
+        dropout: dropout of the input of A.
+        target_modules: path suffixes of linear maps (`[c_attn, mlp.c_fc]`) or a regular expression; null means all.
+        train_embeddings: also train the input embeddings.
+        a_init: initialisation of A: `normal`, or `uniform` as in PEFT, sqrt(3) narrower; the two need different
+            learning rates.
     """
 
     r: Count = 8

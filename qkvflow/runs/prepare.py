@@ -1,4 +1,4 @@
-"""Opens the directory of a run before any work: new or to be continued, locked, writable, with room."""
+"""Opens the directory of a run before any work: new or to be resumed, locked, writable, with free space."""
 
 import contextlib
 import dataclasses
@@ -133,7 +133,7 @@ def prepare_run(config: C, phase: Phase | None = None) -> Iterator[PreparedRun[C
     directory = RunDirectory.at(location_of(config.run_dir) / name)
     if "::" in str(directory.path.absolute()):
         raise UserError(
-            f"{directory.path.absolute()} holds `::`, which libraries take for two paths. Choose another place"
+            f"{directory.path.absolute()} contains `::`, which libraries interpret as two paths. Choose another folder"
         )
     with contextlib.ExitStack() as stack:
         with bucket_errors_are_told(directory.place):
@@ -225,8 +225,8 @@ def _opened(directory: RunDirectory) -> Iterator[None]:
 
 def _in_use(directory: RunDirectory, taken: Taken) -> UserError:
     return UserError(
-        f"{taken.owner} is training in {directory}. Wait for it, stop it, or give this run a name of its own"
-        " with --trainer.id NAME"
+        f"{taken.owner} is training in {directory}. Wait for it, stop it, or give this run its own name with"
+        " --trainer.id NAME"
     )
 
 
@@ -247,8 +247,8 @@ def _begin(directory: RunDirectory, config: C) -> PreparedRun[C]:
     )
     if strangers:
         raise UserError(
-            f"{directory} is not a run directory (it has no config.yaml) and is not empty: it holds "
-            f"{', '.join(strangers[:5])}. Choose another name with --trainer.id or place with --run_dir"
+            f"{directory} is not a run directory (it has no config.yaml) and is not empty: it contains"
+            f" {', '.join(strangers[:5])}. Choose another name with --trainer.id or another folder with --run_dir"
         )
     return PreparedRun(directory, config, last_step=-1, changes={})
 
@@ -286,9 +286,9 @@ def _reopen(directory: RunDirectory, config: C, phase: Phase | None) -> Prepared
     total = config.trainer.num_train_steps
     if last_step + 1 >= total:
         raise UserError(
-            f"the run {directory} is finished: it has made {last_step + 1} of {total} steps. Nothing "
-            f"was changed. To train it longer, add --trainer.num_train_steps {2 * (last_step + 1)} "
-            "--accept_changes true; for a new run, add --trainer.id NAME"
+            f"the run {directory} is finished: it has completed {last_step + 1} of {total} steps. Nothing was changed."
+            f" To train it longer, add --trainer.num_train_steps {2 * (last_step + 1)} --accept_changes true; for a new"
+            " run, add --trainer.id NAME"
         )
     for checkpoint in damaged:
         _tell_damage(checkpoint, set_aside(checkpoint, directory.damaged), last_step)
@@ -297,5 +297,5 @@ def _reopen(directory: RunDirectory, config: C, phase: Phase | None) -> Prepared
 
 
 def _tell_damage(damaged: Damaged, target: Place, last_step: int) -> None:
-    text = f"{damaged}. It is kept as {target}; the run continues from step-{last_step}, the newest good one"
+    text = f"{damaged}. It is kept as {target}; the run resumes from step-{last_step}, the newest good one"
     warnings.warn(Notice(text), stacklevel=2)

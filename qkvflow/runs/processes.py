@@ -1,4 +1,4 @@
-"""Several processes of one run: the first one opens the run directory, the others follow or end with it."""
+"""Several processes of one run: the first one opens the run directory, the others follow or exit with it."""
 
 import socket
 import time
@@ -49,7 +49,7 @@ def follow(place: Place) -> None:
             damage_found_together(place / "checkpoints" / f"step-{told}")
     if told == _REFUSED:
         jax.distributed.shutdown()
-        raise UserError("the first process of this run could not open the run directory, and says why")
+        raise UserError("the first process of this run could not open the run directory; see its error")
     _require_seen(place)
 
 
@@ -93,10 +93,11 @@ def _require_seen(place: Place) -> None:
     jax.distributed.shutdown()
     if place.is_remote:
         why = f"{reason}. " if reason else ""
-        remedy = f"{why}All machines need the same bucket and credentials that may read and write it"
+        remedy = f"{why}All machines need the same bucket and credentials with permission to read and write it"
     else:
         remedy = (
-            "All machines must see one folder, by NFS or Lustre, or a bucket (gs://, s3://): give it with --run_dir DIR"
+            "All machines must share one folder, through NFS or Lustre, or a bucket (gs://, s3://): set it with"
+            " --run_dir DIR"
         )
     raise UserError(
         f"the run directory {place} is not shared: processes {blind} of {jax.process_count()} do not see what"
@@ -108,6 +109,6 @@ def _not_seen(place: Place) -> str:
     """Why this process does not see the lock of the run; empty if it does."""
     try:
         place.names()  # makes NFS look again
-        return "" if place.has(LOCK) else "its lock is not there"
+        return "" if place.has(LOCK) else "its lock is missing"
     except Exception as error:  # of any store
         return next(iter(str(error).splitlines()), "") or type(error).__name__

@@ -63,7 +63,7 @@ def build_app(scheduler: Scheduler, name: str, limits: Limits, access: Access | 
 
     @app.exception_handler(Exception)
     async def fault(request: Request, error: Exception):
-        return JSONResponse(RequestError(500, "The server failed; its log says how.").body, 500)
+        return JSONResponse(RequestError(500, "The server failed; see its log.").body, 500)
 
     async def read(request: Request, use: Callable[[Any], Any]) -> Any:
         """What `use` makes of the JSON of a request, in a thread: long prompts take a while, and others go on."""
@@ -153,6 +153,6 @@ def _for_model(raw: Any, name: str) -> Any:
     """The JSON of a request, if it is for this model. Its other fields are not looked into yet."""
     wanted = raw.get("model") if isinstance(raw, dict) else None
     if isinstance(wanted, str) and wanted != name:
-        message = f"The model `{wanted[:200]}` does not exist here. This server has `{name}`."
+        message = f"The model `{wanted[:200]}` does not exist. This server has `{name}`."
         raise RequestError(404, message, param="model", code="model_not_found")
     return raw

@@ -47,7 +47,7 @@ async def _read(request: Request, max_bytes: int) -> bytes:
             else:
                 pieces.clear()
     except ClientDisconnect:
-        raise RequestError(400, "The client left before the request was complete.") from None
+        raise RequestError(400, "The client disconnected before the request was complete.") from None
     if size > max_bytes:
-        raise RequestError(413, f"The request has more than {max_bytes:,} bytes, which is all this server reads.")
+        raise RequestError(413, f"The request has more than {max_bytes:,} bytes, the limit of this server.")
     return b"".join(pieces)

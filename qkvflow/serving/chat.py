@@ -53,14 +53,14 @@ def read(raw: Any, writer: Writer, max_length: int) -> Order:
         raise wrong("top_logprobs", "`top_logprobs` is only allowed when `logprobs` is true.")
     limit = "max_completion_tokens" if "max_completion_tokens" in values else "max_tokens"
     if limit != "max_tokens" and "max_tokens" in values:
-        raise wrong("max_tokens", "`max_tokens` and `max_completion_tokens` are one limit: give one of them.")
+        raise wrong("max_tokens", "`max_tokens` and `max_completion_tokens` are the same limit: give only one of them.")
     control = order.check_common(values, writer, values.get("n", 1), of="n")
     text = _written(_messages(values.get("messages")), writer, max_length)
     if clearly_longer(writer.tokenizer, text, max_length):
         raise order.too_long(max_length, "messages")
     prompt = Prompt(list(writer.tokenizer.encode(text)), text)
     if not prompt.tokens:
-        raise wrong("messages", "The tokenizer's chat template makes an empty text of these messages.")
+        raise wrong("messages", "The tokenizer's chat template formats these messages as an empty text.")
     new = order.room(len(prompt.tokens), values.get(limit), max_length, "messages", limit)
     top = values.get("top_logprobs", 0) if values.get("logprobs") else None
     return Order([prompt], [new], values, control, values.get("n", 1), top=top)
@@ -136,7 +136,7 @@ def _written(messages: list[dict[str, str]], writer: Writer, max_length: int) ->
     if writer.tokenizer.chat_template is None:
         raise wrong(
             "messages",
-            "The tokenizer of this model has no chat template, so it is not known how messages are written as text: use"
+            "The tokenizer of this model has no chat template, so messages cannot be formatted as text: use"
             " /v1/completions, or put a `chat_template.jinja` into the run's folder `tokenizer`.",
             code="no_chat_template",
         )
@@ -145,7 +145,7 @@ def _written(messages: list[dict[str, str]], writer: Writer, max_length: int) ->
         text = writer.tokenizer.apply_chat_template(messages, **options)
         str(text).encode()
     except UnicodeEncodeError:
-        raise wrong("messages", "`messages` are not text: they have half characters that are not UTF-8.") from None
+        raise wrong("messages", "`messages` are not text: they contain half characters that are not UTF-8.") from None
     except Exception as error:  # a template may refuse messages, or be wrong in any way
-        raise wrong("messages", f"The tokenizer's chat template does not take these messages: {error}") from None
+        raise wrong("messages", f"The tokenizer's chat template rejects these messages: {error}") from None
     return str(text)

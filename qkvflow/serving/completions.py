@@ -37,9 +37,9 @@ def read(raw: Any, writer: Writer, max_length: int) -> Order:
     values = FIELDS.read(raw, '{"prompt": "Once", "max_tokens": 16}')
     n, best_of = values.get("n", 1), values.get("best_of", values.get("n", 1))
     if best_of < n:
-        raise wrong("best_of", f"`best_of` must be at least `n`: {n} texts are to be answered of {best_of} made.")
+        raise wrong("best_of", f"`best_of` must be at least `n`, got {best_of} for {n}.")
     if best_of > n and values.get("stream"):
-        raise wrong("best_of", "`best_of` above `n` cannot be streamed: the best is known at the end.")
+        raise wrong("best_of", "`best_of` above `n` cannot be streamed: the best text is only known at the end.")
     given = _listed(values.get("prompt", ""))
     control = order.check_common(values, writer, len(given) * best_of, of="prompt" if best_of == n else "best_of")
     prompts = [_prompt(prompt, writer, max_length) for prompt in given]
@@ -99,7 +99,7 @@ def _listed(prompt: Any) -> list[Any]:
     if isinstance(prompt[0], int):
         return [prompt]
     if len(prompt) > MAX_TEXTS:
-        raise wrong("prompt", f"{len(prompt)} prompts are given; at most {MAX_TEXTS} texts are made for one request.")
+        raise wrong("prompt", f"{len(prompt)} prompts are given; one request can have at most {MAX_TEXTS} texts.")
     return prompt
 
 

@@ -45,7 +45,7 @@ class Fields:
                 values[name] = self.served[name](name, value)
             elif name not in self.idle:
                 known = ", ".join(self.served)
-                raise wrong(name, f"Unrecognized request argument `{name:.80}`. Served are: {known}.")
+                raise wrong(name, f"Unrecognized request argument `{name:.80}`. Supported: {known}.")
             elif not any(_same(value, nothing) for nothing in self.idle[name]):
                 raise wrong(name, f"`{name}` is not supported by this server: leave it out.")
         return values
@@ -101,7 +101,7 @@ def top_k(name: str, value: Any) -> int | None:
 def stops(name: str, value: Any) -> list[str]:
     found = [value] if isinstance(value, str) else value
     if not isinstance(found, list) or len(found) > MAX_STOPS or not all(isinstance(s, str) and s for s in found):
-        raise wrong(name, f"`{name}` must be a text, or a list of at most {MAX_STOPS} texts, that are not empty.")
+        raise wrong(name, f"`{name}` must be a nonempty text, or a list of at most {MAX_STOPS} nonempty texts.")
     return found
 
 
@@ -116,7 +116,7 @@ def biases(name: str, value: Any) -> dict[int, float]:
         try:
             found[int(token)] = number(-100, 100)(name, bias)
         except RequestError as error:
-            raise wrong(name, f"{error} It is the bias of token {token}.") from None
+            raise wrong(name, f"{error} This is the bias of token {token}.") from None
     return found
 
 
@@ -153,5 +153,5 @@ def _show(value: Any) -> str:
     try:
         shown = repr(value)
     except ValueError:  # a whole number of thousands of digits
-        shown = "a number of thousands of digits"
+        shown = "a number with thousands of digits"
     return shown if len(shown) <= 40 else f"{shown[:40]}..."

@@ -54,12 +54,17 @@ class Gate:
     def _check(self, method: str, path: str, headers: Headers) -> None:
         access, host = self._access, headers.get("host", "")
         if not _is_allowed(_name(host), access.hosts):
-            message = f"This server is not called {host[:80]!r}. If it should be, start it with --allowed_hosts NAME."
+            message = (
+                f"This server does not accept the host name {host[:80]!r}. To allow it, start the server with"
+                " --allowed_hosts NAME."
+            )
             raise RequestError(403, message, code="host_not_allowed")
         origin = headers.get("origin")
         is_own = origin is not None and origin.partition("://")[2] == host
         if origin is not None and not is_own and not {origin, ANY} & set(access.origins):
-            message = f"Pages of {origin[:80]!r} may not use this server. Allow them with --allowed_origins."
+            message = (
+                f"Pages from {origin[:80]!r} may not use this server. To allow them, start it with --allowed_origins."
+            )
             raise RequestError(403, message, code="origin_not_allowed")
         if access.api_key is not None and path not in OPEN_PATHS:
             scheme, _, given = headers.get("authorization", "").partition(" ")

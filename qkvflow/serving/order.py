@@ -110,20 +110,25 @@ def check_common(values: dict[str, Any], writer: Writer, texts: int, of: str) ->
     """Checks what fields say together; the control. of: the field that `texts` is due to besides `n`."""
     if texts > MAX_TEXTS:
         param = "n" if values.get("n", 1) > 1 else of
-        raise wrong(param, f"{texts} texts are asked for in one request; at most {MAX_TEXTS} are made.")
+        raise wrong(param, f"{texts} texts are requested; one request can have at most {MAX_TEXTS}.")
     if "stream_options" in values and not values.get("stream"):
         raise wrong("stream_options", "`stream_options` is only allowed when `stream` is true.")
     most = writer.prepared.draft_tokens
     if values.get("draft_tokens", 0) > most:
         does = f"drafts up to {most} tokens for each pass" if most else "does not draft (--draft_steps)"
-        raise wrong("draft_tokens", f"This server {does}, `draft_tokens` asks for {values['draft_tokens']}.")
+        raise wrong("draft_tokens", f"This server {does}, but `draft_tokens` is {values['draft_tokens']}.")
     drafts_at, steps = writer.prepared.draft_steps, values.get("draft_steps", 0)
     if steps not in (0, drafts_at):
         does = f"drafts at {drafts_at} steps" if drafts_at else "does not draft (--draft_steps)"
-        raise wrong("draft_steps", f"This server {does}, `draft_steps` asks for {steps}. Leave it out, or 0 for none.")
+        raise wrong(
+            "draft_steps",
+            (f"This server {does}, but `draft_steps` is {steps}. Leave it out, or set it to 0 for no drafting."),
+        )
     outside = [token for token in values.get("logit_bias", {}) if token >= len(writer.vocabulary)]
     if outside:
-        raise wrong("logit_bias", f"`logit_bias`: tokens run from 0 to {len(writer.vocabulary) - 1}, got {outside[0]}.")
+        raise wrong(
+            "logit_bias", (f"`logit_bias`: tokens range from 0 to {len(writer.vocabulary) - 1}, got {outside[0]}.")
+        )
     try:
         return writer.prepared.check_control(values.get("control"))
     except UserError as error:
@@ -136,8 +141,8 @@ def room(prompt: int, max_tokens: int | None, max_length: int, of: str, limit: s
     if prompt + new > max_length:
         param = of if prompt >= max_length else limit
         message = (
-            f"This model's maximum context length is {max_length} tokens, but you requested {prompt + new}"
-            f" ({prompt} in the prompt, {new} to be made). Shorten the prompt, or set a smaller {limit}."
+            f"This model's maximum context length is {max_length} tokens, but you requested {prompt + new} ({prompt} in"
+            f" the prompt, {new} to generate). Shorten the prompt, or set a smaller {limit}."
         )
         raise wrong(param, message, code="context_length_exceeded")
     return new

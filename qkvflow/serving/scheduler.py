@@ -130,7 +130,7 @@ class Scheduler:
                     self._engine.cancel(slot)
                 self._turn()
             except Exception:  # whatever it is, other requests must not suffer from it for ever
-                log.exception("a step failed; the texts in the slots are given up")
+                log.exception("a step failed; the texts in the slots are dropped")
                 self._fail()
                 self._engine = self._new_engine(self._engine.slots)
         self._fail()
@@ -228,4 +228,4 @@ def _emit(job: Job, event: Event) -> None:
     try:
         job.emit(event)
     except RuntimeError:  # the event loop of the receiver is closed
-        log.warning("a text came to its end after its receiver")
+        log.warning("a text ended after its receiver")

@@ -41,7 +41,7 @@ class Texts:
             if jobs:
                 self._scheduler.submit(jobs)
         except TooMany:
-            message = f"{len(jobs)} texts are asked for in one request; this server keeps {self._scheduler.capacity}."
+            message = f"{len(jobs)} texts are requested; this server can hold {self._scheduler.capacity}."
             raise RequestError(400, message, param="n" if self._order.n > 1 else "prompt") from None
         except Overloaded:
             message = "Too many requests are waiting. Try again in a moment."
@@ -97,7 +97,7 @@ class Texts:
             except TimeoutError:
                 raise RequestError(504, "The request took longer than the server allows.", code="timeout") from None
             if event.reason == "error":
-                raise RequestError(500, "The server failed or was stopped while it made this text.")
+                raise RequestError(500, "The server failed or was stopped while it generated this text.")
             left -= event.reason is not None
             made[index] = event.tokens
             self._tokens = sum(made)

@@ -26,7 +26,7 @@ def tokenize(raw: Any, writer: Writer, max_length: int) -> dict[str, Any]:
     """The tokens of a text, with the begin-of-text token if there is one and `add_special_tokens` is not false."""
     values = TOKENIZE.read(raw, '{"prompt": "Once"}')
     if "prompt" not in values:
-        raise wrong("prompt", "`prompt` is missing: the text whose tokens are wanted.")
+        raise wrong("prompt", "`prompt` is missing: give the text to tokenize.")
     text = values["prompt"]
     try:
         text.encode()

@@ -30,18 +30,16 @@ def check_config(config: TrainConfig) -> None:
     for mapping in ("shared_mapping", "compute_mapping"):
         if "vocab" in getattr(trainer.mesh, mapping):
             raise UserError(
-                f"`trainer.mesh.{mapping}` maps `vocab`: the loss would be silently wrong, because Levanter "
-                "does not add up its normaliser over the parts of the vocabulary. To spread the embedding "
-                "over devices, map `vocab` in `trainer.mesh.param_mapping`"
+                f"`trainer.mesh.{mapping}` maps `vocab`: the loss would be silently wrong, because Levanter does not"
+                " sum its normaliser over the parts of the vocabulary. To shard the embedding, map `vocab` in"
+                " `trainer.mesh.param_mapping`"
             )
     if isinstance(model, NeuralOdeConfig):
         model.depth.first_steps(trainer.num_train_steps)  # refuses stages without a step
     config.data.control_field(config.control_dim)
     length = config.train_seq_len
     if length is not None and length > model.max_seq_len:
-        raise UserError(
-            f"`train_seq_len` is {length}, but at most `model.max_seq_len`, {model.max_seq_len}, is possible"
-        )
+        raise UserError(f"`train_seq_len` is {length}, but must be at most `model.max_seq_len`, {model.max_seq_len}")
     _check_levanter_paths(trainer)
 
 
@@ -59,8 +57,8 @@ def check_devices(trainer: TrainerConfig) -> None:
     for size in [] if trainer.train_batch_size == -1 else distinct_values(trainer.train_batch_size):
         if size < 1 or size % data_axis:
             raise UserError(
-                f"`trainer.train_batch_size` is {size}, but must be a positive multiple of {data_axis}, the "
-                f"number of devices that the batch is divided over ({jax.device_count()} devices in all)"
+                f"`trainer.train_batch_size` is {size}, but must be a positive multiple of {data_axis}, the number of"
+                f" devices that share the batch ({jax.device_count()} devices in total)"
             )
     for name in ("per_device_parallelism", "per_device_eval_parallelism"):
         value = getattr(trainer, name)
@@ -91,10 +89,10 @@ def check_memory(trainer: TrainerConfig, model: LmConfig, Pos: Axis, state_bytes
     states = at_once * Pos.size * model.Embed.size * 4
     if state_bytes + states > present:
         raise UserError(
-            f"there is not enough memory: parameters and optimizer state take {in_bytes(state_bytes)}, and the"
-            f" states of {at_once:,} sequences of {Pos.size:,} tokens at least {in_bytes(states)}, but there are"
-            f" {in_bytes(present)}. Take a smaller `trainer.train_batch_size`, divide it into parts that are computed"
-            " one after the other (`trainer.per_device_parallelism`), or take a smaller model"
+            f"there is not enough memory: parameters and optimizer state take {in_bytes(state_bytes)}, and the states"
+            f" of {at_once:,} sequences of {Pos.size:,} tokens at least {in_bytes(states)}, but there are"
+            f" {in_bytes(present)}. Use a smaller `trainer.train_batch_size`, accumulate gradients over smaller parts"
+            " (`trainer.per_device_parallelism`), or use a smaller model"
         )
 
 
@@ -135,18 +133,18 @@ def _check_levanter_paths(trainer: TrainerConfig) -> None:
     for name in ("base_path", "temporary_base_path"):
         if getattr(trainer.checkpointer, name) != getattr(default, name):
             raise UserError(
-                f"`trainer.checkpointer.{name}` cannot be set: checkpoints belong to the run directory, "
-                "whose place is set by --run_dir DIR and --trainer.id NAME"
+                f"`trainer.checkpointer.{name}` cannot be set: checkpoints are stored in the run directory, which you"
+                " set with --run_dir DIR and --trainer.id NAME"
             )
     if trainer.load_checkpoint_path is not None:
         raise UserError(
-            "`trainer.load_checkpoint_path` cannot be set: a run continues from its own newest checkpoint. "
-            "To begin from another run's state, use `trainer.initialize_from`"
+            "`trainer.load_checkpoint_path` cannot be set: a run resumes from its own newest checkpoint. To start from"
+            " another run's state, use `trainer.initialize_from`"
         )
     if trainer.initialize_from is not None and not _has_checkpoint(trainer.initialize_from):
         raise UserError(
-            f"`trainer.initialize_from` is {trainer.initialize_from}, where no checkpoint is; give a run's "
-            "folder `checkpoints`, or one `step-N` in it"
+            f"`trainer.initialize_from` is {trainer.initialize_from}, which has no checkpoint; give a run's folder"
+            " `checkpoints`, or one `step-N` in it"
         )
     if trainer.load_checkpoint is False:
         raise UserError(

@@ -30,21 +30,21 @@ def settle(config: FinetuneConfig) -> tuple[FinetuneConfig, Base, FinetuneMode]:
             "the key `mode` is missing: {type: flow}, {type: full}, {type: stack} or {type: lora, r: 8, alpha: 8}"
         )
     if (config.run is None) == (config.official is None):
-        raise UserError("say what to begin from: either `run: runs/<id>`, or `official: {path, num_heads, steps}`")
+        raise UserError("give a base: either `run: runs/<id>`, or `official: {path, num_heads, steps}`")
     check_ranges(config, LEVANTER)
     if config.merge and mode.stores_base:
         raise UserError(
-            "`merge` writes LoRA into the weights, and this mode trains the weights themselves: leave it out"
+            "`merge` merges LoRA into the weights, but this mode trains the weights themselves: leave it out"
         )
     if config.trainer.initialize_from is not None:
-        raise UserError("`trainer.initialize_from` cannot be set: a fine-tune begins from `run` or `official`")
+        raise UserError("`trainer.initialize_from` cannot be set: a fine-tune starts from `run` or `official`")
     directory = finetune_directory(config)
     base = _open(config, directory)
     if directory.place.resolved() == Place.of(base.path).resolved():
         raise UserError(f"the fine-tune would write into its base {base.path}: give it a name with --trainer.id NAME")
     if not mode.stores_base and config.run is not None and is_adapter(find_run(config.run)):
         raise UserError(
-            f"{config.run} is a LoRA run, and LoRA needs whole weights to stand on. Merge it first: python -m"
+            f"{config.run} is a LoRA run, which cannot be the base of another. Merge it first: python -m"
             f" qkvflow.finetune_lm --run {config.run} --merge"
         )
     model = mode.model_config(base.model, config.steps)
@@ -102,7 +102,7 @@ def _tokenizer(asked: str | None, base: Base) -> str:
     if not is_same:
         raise UserError(
             f"`data.tokenizer` is {asked!r}, but {base.path} was trained with another one ({name!r}), and its"
-            f" embeddings mean nothing for other tokens. Leave `data.tokenizer` out{reason}"
+            f" embeddings have no meaning for other tokens. Leave `data.tokenizer` out{reason}"
         )
     return name
 
@@ -115,7 +115,7 @@ def _tokenizer_of_official(asked: str | None, base: Base) -> str:
     # A vocabulary is rounded up for the mesh, but never to twice its size.
     if not tokens <= base.Vocab.size < 2 * tokens:
         raise UserError(
-            f"`data.tokenizer` is {asked!r} with {tokens} tokens, but {base.path} has embeddings of {base.Vocab.size}:"
-            " give the tokenizer that it was trained with"
+            f"`data.tokenizer` is {asked!r} with {tokens} tokens, but {base.path} has {base.Vocab.size} embeddings: use"
+            " the tokenizer that it was trained with"
         )
     return asked

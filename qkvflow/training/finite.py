@@ -14,9 +14,9 @@ from qkvflow.errors import UserError
 from qkvflow.inside.levanter import StepTrainer
 
 _REMEDIES = (
-    "Usual remedies: a smaller `optimizer.learning_rate`, more `optimizer.warmup`, `optimizer.max_grad_norm: 1.0`, or "
-    "`trainer.mp: f32`; with adaptive steps (`model.depth.rtol`) also a larger `model.depth.max_steps`: a solve that "
-    "hits it gives NaN"
+    "Usual remedies: a smaller `optimizer.learning_rate`, more `optimizer.warmup`, `optimizer.max_grad_norm: 1.0`, or"
+    " `trainer.mp: f32`; with adaptive steps (`model.depth.rtol`) also a larger `model.depth.max_steps`: a solve that"
+    " reaches this limit gives NaN"
 )
 
 

@@ -41,7 +41,7 @@ def levanter_trainer(run: PreparedRun[TrainConfig], phase: Phase) -> TrainerConf
             with phase(f"Checking {trainer.initialize_from}"):
                 source, damaged = sound_checkpoint(location_of(trainer.initialize_from), damage_found_together)
             for checkpoint in damaged:
-                warnings.warn(Notice(f"{checkpoint}. Taking {source.name}, the newest good one, instead"), stacklevel=2)
+                warnings.warn(Notice(f"{checkpoint}. Using {source.name}, the newest good one, instead"), stacklevel=2)
             changes["initialize_from"] = str(source)
     if config.max_skipped_steps:  # the loop itself looks at the loss
         changes |= {"crash_on_nan": False, "crash_on_inf": False}

@@ -105,7 +105,7 @@ def train(
                 levanter.tracker.log({"train/skipped_step": 1}, step=info.step)
             return info
         except StopIteration:
-            raise UserError(f"the training data ended after step {done - 1}, before {total} steps were made") from None
+            raise UserError(f"the training data ended after step {done - 1}, before step {total}") from None
         except (RuntimeError, TooManyBadSteps) as error:
             what = {"Loss is Inf": "infinite", "Loss is NaN": _NAN}.get(str(error))
             if what is None and not isinstance(error, TooManyBadSteps):

@@ -56,21 +56,21 @@ def check_mesh(trainer: TrainerConfig, model: eqx.Module, Pos: Axis) -> None:
             unknown = [axis for axis in over if axis not in sizes]
             if unknown:
                 raise UserError(
-                    f"`trainer.mesh` maps `{name}` to `{unknown[0]}`, which is no axis of the mesh: "
-                    f"it has {', '.join(sizes)}"
+                    f"`trainer.mesh` maps `{name}` to `{unknown[0]}`, which is not an axis of the mesh: it has"
+                    f" {', '.join(sizes)}"
                 )
             count = prod(sizes[axis] for axis in over)
             if size % count:
                 raise UserError(
-                    f"`trainer.mesh` divides `{name}` of {where} (size {size}) over the {count} devices of "
-                    f"{' x '.join(over)}, which do not divide it. Give that axis of the mesh a size that does, or "
-                    f"another size to the model"
+                    f"`trainer.mesh` divides `{name}` of {where} (size {size}) over the {count} devices of"
+                    f" {' x '.join(over)}, but {size} is not divisible by {count}. Change the size of that mesh axis,"
+                    " or of the model"
                 )
             for axis in over:
                 if axis in used:
                     raise UserError(
-                        f"`trainer.mesh` divides {where} twice over `{axis}`: along `{used[axis]}` and along "
-                        f"`{name}`. Map one of them elsewhere"
+                        f"`trainer.mesh` divides {where} twice over `{axis}`: along `{used[axis]}` and along `{name}`."
+                        " Map one of them to another axis"
                     )
                 used[axis] = name
 

@@ -200,27 +200,27 @@ def _last_words(run: PreparedRun[TrainConfig], outcome: Outcome, unigram: float 
     if outcome.exit_status:
         name = signal.Signals(outcome.exit_status - 128).name
         is_begun = outcome.step is not None
-        what = f"after step {outcome.step}; a checkpoint is written" if is_begun else "before the first step"
+        what = f"after step {outcome.step}; a checkpoint was written" if is_begun else "before the first step"
         lines.append(f"Stopped by {name} {what}.")
-        lines.append("To continue, give the same command again.")
+        lines.append("To resume, run the same command again.")
     else:
         assert outcome.loss is not None
         loss = outcome.validation_loss
         result = f"training loss {outcome.loss:.3f}" if loss is None else describe_loss(loss, unigram)
         lines += [f"Finished: {result}", f"The run is in {directory}"]
         if outcome.skipped:
-            lines.append(f"({outcome.skipped} steps were not finite and were skipped)")
+            lines.append(f"({outcome.skipped} steps with non-finite values were skipped)")
         if unigram is not None:
             lines.append(
-                "(nats per token; unigram: what frequencies of single tokens reach, which a model must beat by far)"
+                "(nats per token; unigram: the loss of single-token frequencies, which a model must beat by far)"
             )
     lines.append(f"To see its curves:          tensorboard --logdir {directory.location / 'tensorboard'}")
     if not outcome.exit_status:
-        lines.append(f"To let it write:            {_sample_command(run)}")
+        lines.append(f"To generate text:           {_sample_command(run)}")
     model = run.config.model
     is_flow = isinstance(model, NeuralOdeConfig) and not isinstance(model.weights, PerLayerConfig)
     if not outcome.exit_status and is_flow:
-        lines.append(f"To read it at other depths: {called('eval')} --run {directory} --steps 3,6,12,24")
+        lines.append(f"To evaluate other depths:   {called('eval')} --run {directory} --steps 3,6,12,24")
     if not outcome.exit_status:
         lines.append(
             f"To use it in Python:        config, model, tokenizer = qkvflow.runs.load_run({str(directory)!r})"

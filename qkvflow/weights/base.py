@@ -1,8 +1,8 @@
-"""`at(module, t)`: the one idea of qkvflow. A module whose leaves are functions of time becomes an ordinary module.
+"""`at(module, t)`, the central idea of qkvflow: a module whose leaves are functions of time becomes an ordinary module.
 
 A time-dependent module is an ordinary Equinox/Haliax module in which some sub-modules are `TimeDependent`.
-Evaluating it at t replaces each of them by an ordinary module with plain arrays: the result knows no time.
-Training, discretisation, generation and analysis all go through this function.
+Evaluating it at t replaces each of them with an ordinary module with plain arrays: the result does not depend on time.
+Training, discretisation, generation and analysis all use this function.
 """
 
 import abc
@@ -18,11 +18,11 @@ from qkvflow.time import Time, as_time, time_axis
 
 
 class TimeDependent(eqx.Module):
-    """Stands for an ordinary module W(t)."""
+    """Represents an ordinary module W(t)."""
 
     @abc.abstractmethod
     def at(self, t: Time):
-        """The ordinary module at time t. If t has an axis, every array leaf carries it in front."""
+        """The ordinary module at time t. If t has an axis, every array leaf has it as its first axis."""
 
     @abc.abstractmethod
     def rate(self, t: Time):
@@ -30,13 +30,13 @@ class TimeDependent(eqx.Module):
 
     @property
     def flops(self) -> float:
-        """FLOPs of `at` for one time, by a formula on the shapes: unless a class says otherwise, each parameter enters
-        one multiplication and one addition."""
+        """FLOPs of `at` for one time, by a formula on the shapes: by default, each parameter enters one multiplication
+        and one addition."""
         return 2.0 * sum(x.size for x in jax.tree.leaves(self) if hasattr(x, "size"))
 
 
 def evaluate(module, t: Time):
-    """Like `at`, but leaves that do not depend on time are left as they are, without the axis of t."""
+    """Like `at`, but leaves that do not depend on time stay unchanged, without the axis of t."""
     t = as_time(t)
     return jax.tree.map(lambda m: m.at(t) if _is_time_dependent(m) else m, module, is_leaf=_is_time_dependent)
 
@@ -58,7 +58,7 @@ def rate(module, t: Time):
     In closed form, fp32; zero for arrays that do not depend on time.
 
     Raises:
-        UserError: for per-layer weights, which are no functions of time.
+        UserError: for per-layer weights, which are not functions of time.
     """
     t = as_time(t)
 

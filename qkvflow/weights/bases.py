@@ -4,7 +4,7 @@
 |-------------|-----------------------------------------------------------------------------|-------------|
 | `chebyshev` | T_k(2t - 1)                                                                 | all         |
 | `cosine`    | cos(pi k t)                                                                 | all         |
-| `linear`    | hat functions on K equal nodes 0, 1/(K-1), ..., 1                           | corners     |
+| `linear`    | hat functions on K equidistant nodes 0, 1/(K-1), ..., 1                           | corners     |
 | `spline`    | cubic B-splines on K - 3 equal intervals (of degree K - 1 if K < 4)         | 2           |
 | `piecewise` | 1 on the k-th of K equal intervals, 0 elsewhere                             | jumps       |
 

@@ -1,4 +1,4 @@
-"""YAML `weights:` the choices for W(t), each of which builds a time-dependent block from an ordinary one."""
+"""YAML `weights:` the choices for W(t). Each builds a time-dependent block from an ordinary one."""
 
 import abc
 from collections.abc import Callable
@@ -42,11 +42,12 @@ class WeightsConfig(draccus.ChoiceRegistry, abc.ABC):
 @WeightsConfig.register_subclass("generated")
 @dataclass(frozen=True)
 class GeneratedConfig(WeightsConfig):
-    """Each weight is produced by a time network (the paper). T = time_embed_dim, S = sinusoidal_dim.
+    """A time network generates each weight (the paper's model). T = time_embed_dim, S = sinusoidal_dim.
 
     Attributes:
         init: `matched`, W(t) starts with the scale of the ordinary layer, or `official`, as the paper's code.
-        frozen_time: null, or a time in [0, 1] at which weights are generated whatever t is (the control without time).
+        frozen_time: null, or a fixed time in [0, 1] at which weights are generated for every t (an ablation without
+            time).
     """
 
     time_embed_dim: Count = 20
@@ -77,12 +78,13 @@ class GeneratedConfig(WeightsConfig):
 @WeightsConfig.register_subclass("modulated")
 @dataclass(frozen=True)
 class ModulatedConfig(WeightsConfig):
-    """One block shared by all depths, times gates of time. H = hidden_dim, S = sinusoidal_dim of the gates' networks.
+    """One block shared by all depths, multiplied by time-dependent gates. H = hidden_dim, S = sinusoidal_dim of the
+    gate networks.
 
     Attributes:
-        hidden_dim: hidden units of the network that makes the gates.
+        hidden_dim: hidden units of the gate networks.
         gate: `sigmoid`, or `film`, 1 + tanh, which starts as `constant` weights exactly.
-        frozen_time: null, or a time in [0, 1] at which the gates are evaluated whatever t is (the control without
+        frozen_time: null, or a fixed time in [0, 1] at which the gates are evaluated for every t (an ablation without
             time).
     """
 
@@ -116,7 +118,7 @@ class BasisConfig(WeightsConfig):
     Attributes:
         basis: chebyshev, cosine (smooth everywhere), spline (cubic), linear (hat functions), piecewise (K equal
             intervals).
-        dim: K, how many functions.
+        dim: K, the number of functions.
         init: `matched`, the scale of the ordinary layer at all times.
         smoothness_weight: training adds this times the integral of ||dW/dt||^2 to the loss
             (`qkvflow.weights.roughness`).
@@ -135,13 +137,13 @@ class BasisConfig(WeightsConfig):
             raise UserError(f"init: {self.init!r} is not known. Choices: matched.")
         if self.smoothness_weight and self.basis == "piecewise":
             raise UserError(
-                "smoothness_weight needs weights with a derivative in time, and piecewise weights jump: use another"
+                "smoothness_weight needs weights with a derivative in time, but piecewise weights jump: use another"
                 " basis, or leave it out."
             )
 
     def build(self, init_block: Callable, times: tuple[float, ...], *, key):
         k_block, k_expand = jax.random.split(key)
-        # A grid of left end points begins at 0: there a time between two pieces belongs to the right one.
+        # A grid of left end points starts at 0, where a time between two pieces belongs to the right one.
         basis = FunctionBasis(self.basis, self.dim, right_closed=times[0] > 0.0)
         return expand(init_block(key=k_block), basis, key=k_expand)
 

@@ -1,7 +1,7 @@
-"""One axis of what time networks make gets a name by which it is divided over devices.
+"""Names the axis along which outputs of time networks are sharded over devices.
 
-Levanter divides parameters along `embed`. A time network makes vectors without it too (biases {heads, ...} and {mlp},
-gates of these), from arrays that are T or H times as long. Their longest axis is called `features` there.
+Levanter shards parameters along `embed`. Time networks also generate vectors without `embed` (biases {heads, ...} and
+{mlp}, and their gates), from arrays that are T or H times as long. There, the longest axis is called `features`.
 """
 
 from haliax import Axis, NamedArray

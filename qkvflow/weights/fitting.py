@@ -1,4 +1,4 @@
-"""From an ordinary stack of layers to basis weights: the W(t) that is nearest to the layers at their times.
+"""From an ordinary stack of layers to basis weights: the least-squares fit of W(t) to the layers at their times.
 
     C = argmin sum_l || sum_k phi_k(t_l) C_k - W_l ||^2        for every array by itself; t_l: the times of the stack
 
@@ -68,12 +68,12 @@ def fit(layers: PerLayer, basis: FunctionBasis) -> Fit:
 
 def check_enough_layers(dim: int, layers: int) -> None:
     """Raises:
-    UserError: there are more functions than layers, so that many W(t) are nearest.
+    UserError: there are more functions than layers, so the fit is not unique.
     """
     if dim > layers:
         raise UserError(
-            f"{dim} functions of time cannot be found from {layers} layers. Give at most {layers}; finetune_lm makes"
-            " weights finer afterwards (mode: {type: flow, refine: K})."
+            f"{dim} functions of time cannot be determined from {layers} layers. Give at most {layers}; finetune_lm can"
+            " refine the weights afterwards (mode: {type: flow, refine: K})."
         )
 
 

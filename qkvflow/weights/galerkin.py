@@ -44,8 +44,8 @@ class Galerkin(TimeDependent):
         """The same function of time with `dim` basis functions, and the relative error of that (0 if it is exact)."""
         if dim < self.basis.dim:
             raise UserError(
-                f"refine: {dim} functions of time are fewer than the {self.basis.dim} that these weights have, and"
-                " cannot hold them. Give at least as many."
+                f"refine: {dim} functions of time are fewer than the {self.basis.dim} of these weights and cannot"
+                f" represent them. Give at least {self.basis.dim}."
             )
         matrix, error = self.basis.refinement(dim)
 
@@ -60,9 +60,9 @@ class Galerkin(TimeDependent):
 def expand(module, basis: FunctionBasis, *, key):
     """Replace every smallest module with parameters inside the ordinary `module` by a `Galerkin` one.
 
-    W(t) begins as the ordinary array, constant in time, but for the weights of Linears: of their variance the share
-    TIME_SHARE comes from coefficients drawn independently (`FunctionBasis.flat_scales`). At every t the variance is
-    that of the ordinary draw, up to TIME_SHARE.
+    W(t) starts as the ordinary array, constant in time, except for the weights of Linears: a share TIME_SHARE of their
+    variance comes from independently drawn coefficients (`FunctionBasis.flat_scales`). At every t the variance is that
+    of the ordinary draw, up to TIME_SHARE.
     """
 
     def build(unit, key) -> Galerkin:
@@ -77,12 +77,12 @@ def expand(module, basis: FunctionBasis, *, key):
 
 
 def refine(module, dim: int):
-    """The same W(t) with `dim` basis functions in place of K, for all basis weights inside `module`.
+    """The same W(t) with `dim` basis functions instead of K, for all basis weights inside `module`.
 
-    Exact where the spaces are nested (`FunctionBasis.refinement`), otherwise the nearest in the mean square over t.
+    Exact if the spaces are nested (`FunctionBasis.refinement`), otherwise the least-squares approximation over t.
 
     Raises:
-        UserError: for fewer functions than there are, and for a module without basis weights.
+        UserError: for fewer functions than before, and for a module without basis weights.
     """
     return refine_with_error(module, dim)[0]
 
@@ -100,7 +100,7 @@ def refine_with_error(module, dim: int):
 
     fine = jax.tree.map(one, module, is_leaf=lambda m: isinstance(m, Galerkin))
     if not errors:
-        raise UserError("refine makes basis weights finer (weights: {type: basis}), and there are none in this module.")
+        raise UserError("refine is for basis weights (weights: {type: basis}), and this module has none.")
     return fine, max(errors)
 
 

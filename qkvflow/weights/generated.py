@@ -1,4 +1,4 @@
-"""`weights: generated`: every weight is produced by a time network of its own (Neural ODE Transformers).
+"""`weights: generated`: time networks generate every weight (Neural ODE Transformers).
 
 For each smallest module m with parameters (a Linear, a norm, ...) with T = `time_embed_dim`:
 
@@ -137,8 +137,8 @@ def generate(
     """Replace every smallest module with parameters inside `module` by a `Generated` one.
 
     `module` is an ordinary module; its arrays give the shapes and, for the preset `matched`, the initial values.
-    frozen_time: a time in [0, 1] at which all weights are generated, whatever t is: the control for whether time
-        matters. Parameters and work are the same.
+    frozen_time: a fixed time in [0, 1] at which all weights are generated for every t: an ablation of time. Parameters
+    and work are the same.
     """
 
     def build(unit, key) -> Generated:

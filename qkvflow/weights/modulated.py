@@ -1,4 +1,5 @@
-"""`weights: modulated`: one block shared by all depths, times gates of time (time-indexed parameter sharing).
+"""`weights: modulated`: one block shared by all depths, multiplied by time-dependent gates (time-indexed parameter
+sharing).
 
 For each smallest module m with parameters (a Linear, a norm, ...), with H = `hidden_dim`:
 
@@ -125,8 +126,8 @@ def modulate(
 ):
     """Replace every smallest module with parameters inside the ordinary `module` by a `Modulated` one.
 
-    frozen_time: a time in [0, 1] at which all gates are evaluated, whatever t is: modulation that does not depend on
-        time, the control for whether time matters. Gates and parameters are otherwise the same.
+    frozen_time: a fixed time in [0, 1] at which all gates are evaluated for every t: modulation that does not depend on
+    time, an ablation. Gates and parameters are otherwise the same.
     """
 
     def build(unit, key) -> Modulated:

@@ -1,7 +1,7 @@
 """`weights: per_layer`: independent weights for each point of a time grid, i.e. an ordinary stack of layers.
 
-W(t_k) = W_k for the times t_k of the grid, and nothing is known between them. Discretisation ends here: `at` of
-generated weights on a grid, frozen.
+W(t_k) = W_k for the times t_k of the grid, undefined between them. Discretisation produces these: `at` of generated
+weights on a grid, frozen.
 """
 
 from collections.abc import Sequence
@@ -53,8 +53,8 @@ class PerLayer(TimeDependent):
         t = as_time(t)
         if not isinstance(t, (Grid, GridPoint)):
             raise UserError(
-                "per_layer weights exist at their own times only, so they cannot be read at a time that is known"
-                " at run time (adaptive steps, jitter). Use a fixed grid, or weights that are functions of time."
+                "per_layer weights only exist at their own times, so they cannot be evaluated at a time that is only"
+                " known at run time (adaptive steps, jitter). Use a fixed grid, or weights that are functions of time."
             )
         rows = self._rows(t.values)
         stacked = self.blocks.stacked
@@ -68,8 +68,8 @@ class PerLayer(TimeDependent):
 
     def rate(self, t: Time):
         raise UserError(
-            "per_layer weights are no functions of time: they stand at their own times only, and have no rate of change"
-            " there. Use weights that are functions of time (generated, modulated, basis, constant)."
+            "per_layer weights are not functions of time: they only exist at their own times and have no rate of"
+            " change. Use weights that are functions of time (generated, modulated, basis, constant)."
         )
 
     @property
@@ -85,6 +85,7 @@ class PerLayer(TimeDependent):
             raise UserError(
                 f"per_layer weights have no value at t = {np.asarray(values)[missing][0]:.6g}: they exist at"
                 f" {len(self.times)} times, {self.times[0]:.6g} to {self.times[-1]:.6g}. An ordinary stack has one"
-                " depth; to change depth train weights that are functions of time (generated, modulated, constant)."
+                " depth; to change the depth, train weights that are functions of time (generated, modulated,"
+                " constant)."
             )
         return rows

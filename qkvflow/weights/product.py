@@ -1,11 +1,12 @@
-"""The product e.P that makes W(t), with a backward pass written by hand: it moves gigabytes, so its form decides speed.
+"""The product e.P that generates W(t), with a hand-written backward pass: it moves gigabytes, so its form determines
+the speed.
 
     W[l, ...] = sum_t e[l, t] P[t, ...],   dP[t, ...] = sum_l e[l, t] dW[l, ...],   de[l, t] = <P[t], dW[l]>
 
 P has T times the size of a block and is by far the largest array of a model, while there are only a few times l. So
-each of the three is bound by reading or writing P once. The derivative that JAX finds by itself takes 4 to 10 times
-as long on a CPU: it makes dP with t as the last axis and turns it around, and it contracts de along the wrong side.
-Measured, with the alternatives, in docs/depth.md. Nothing is flattened, so the named axes keep their sharding.
+each of the three is bound by reading or writing P once. JAX's automatic derivative takes 4 to 10 times as long on a
+CPU: it computes dP with t as the last axis and transposes it, and it contracts de along the wrong side. Measured, with
+the alternatives, in docs/depth.md. Nothing is flattened, so the named axes keep their sharding.
 """
 
 import haliax as hax

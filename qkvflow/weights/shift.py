@@ -13,7 +13,7 @@ from qkvflow.weights.scales import PRESETS
 
 
 class TimeShift(TimeDependent):
-    """Stands for a vector {embed} that is a function of time."""
+    """Represents a vector {embed} that is a function of time."""
 
     net: TimeNetwork
 

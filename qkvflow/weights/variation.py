@@ -1,4 +1,4 @@
-"""How much weights vary with layer-time: the one number per array that tells whether time is used at all."""
+"""How much weights vary with layer-time: one number per array, which shows whether the model uses time at all."""
 
 import haliax as hax
 import jax

@@ -122,24 +122,24 @@ BAND = {"radius": [[1.0] * 3, [2.0] * 3], "positive": [[0.4] * 3, [0.6] * 3], "s
 def test_spectra_conclude_beside_the_untrained():
     times = (0.0, 0.5, 1.0)
     inside = findings.of_spectra("ov", spectrum([1.1, 1.2, 1.3]), BAND, times)
-    assert "no trace of training" in inside
+    assert "not an effect of training" in inside
     outside = findings.of_spectra("ov", spectrum([1.1, 7.5, 5.0], positive=0.9), BAND, times)
     assert "grows from 1.1 at t = 0.00 to 5 at t = 1.00, with 7.5 at t = 0.50 between" in outside
     assert (
-        "made by training: spectral radius (67% of the times), share of positive real parts (all of the times)"
+        "an effect of training: spectral radius (67% of the times), share of positive real parts (all of the times)"
         in outside
     )
     assert "90% of the real parts are positive" in outside
-    assert "nothing follows" in findings.of_spectra("ov", spectrum([1, 1, 1]), None, times)
+    assert "allows no conclusion" in findings.of_spectra("ov", spectrum([1, 1, 1]), None, times)
 
 
 def test_tokens_conclude_beside_the_shuffled():
     labels, null = list("abcdefghijk"), [{"scores": [0.5] * 11}, {"scores": [0.4] * 11}]
     data = {"scores": [[[1.0] * 10 + [9.0]]]}
     assert "10 of 10 tokens score above all 2 shuffled texts" in findings.of_tokens(data, labels, null)
-    assert "which words stand there" in findings.of_tokens(data, labels, null)
-    assert "the places alone" in findings.of_tokens({"scores": [[[1.0] * 3 + [0.1] * 8]]}, labels, null)
-    assert "nothing follows" in findings.of_tokens(data, labels, [])
+    assert "depends on the words" in findings.of_tokens(data, labels, null)
+    assert "of position alone" in findings.of_tokens({"scores": [[[1.0] * 3 + [0.1] * 8]]}, labels, null)
+    assert "allows no conclusion" in findings.of_tokens(data, labels, [])
 
 
 def test_the_lens_concludes_beside_both_nulls():
@@ -152,12 +152,12 @@ def test_the_lens_concludes_beside_both_nulls():
         }
     }
     text = findings.of_lens(data, describe, [{"loss": [5, 4, 3]}], {"loss": [6, 6, 6]})
-    assert "2 of 2 next tokens are right at t = 1, 0 at t = 0" in text
-    assert "half of the 4.00 nats that depth gains is there at t = 0.50" in text
-    assert "shuffled text ends at 3.00 nats, this one at 1.00, so it reads the order" in text
+    assert "2 of 2 next tokens are correct at t = 1, 0 at t = 0" in text
+    assert "half of the 4.00 nats gained over depth is reached at t = 0.50" in text
+    assert "shuffled text ends at 3.00 nats, this one at 1.00, so the model uses the order" in text
     assert "untrained model ends at 6.00" in text
-    assert "does not read the order" in findings.of_lens(data, describe, [{"loss": [5, 4, 1]}], None)
-    assert "2 of 3 tokens are answered by themselves" in findings.echo(data, describe, tied=True)
+    assert "does not use the order" in findings.of_lens(data, describe, [{"loss": [5, 4, 1]}], None)
+    assert "2 of 3 tokens are predicted to repeat" in findings.echo(data, describe, tied=True)
     assert "same matrix" not in findings.echo(data, describe, tied=False)
 
 
@@ -168,7 +168,7 @@ def test_training_and_depth_conclude():
     rows = [{"solver": "euler", "steps": n, "loss": x} for n, x in ((3, 4.0), (6, 2.0))]
     exits = [{"rule": "kl", "loss": x, "evaluations": n, "of": 6} for x, n in ((2.0, 6), (2.1, 3))]
     text = findings.of_depth(rows, exits)
-    assert "know the depth" in text
+    assert "specific to their training depth" in text
     assert "save 50% of the evaluations for +0.100 nats" in text
     assert "no difference" in findings.of_depth([{**r, "loss": 2.0} for r in rows], [])
     assert findings.of_depth([], []) == ""

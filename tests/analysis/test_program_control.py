@@ -32,7 +32,7 @@ def test_a_text_is_read_under_control(place):
 
 
 def test_programs_refuse_control_that_nothing_would_hear(place):
-    with pytest.raises(UserError, match="give --text too"):
+    with pytest.raises(UserError, match="also give --text"):
         spectral.main(spectral.SpectralConfig("runs/hybrid", control=[1.0]))
     with pytest.raises(UserError, match="official code, which has no control"):
         lyapunov.main(lyapunov.LyapunovConfig("runs/hybrid", control=[1.0], official_times=True))

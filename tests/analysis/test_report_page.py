@@ -126,7 +126,7 @@ def test_it_opens_with_findings(browser, page):
     sentences = run("return [...document.querySelectorAll('#opening li')].map(n => n.textContent)")
     assert len(sentences) == 3
     assert "nats per token" in sentences[0]
-    assert "next tokens are right" in sentences[1]
+    assert "next tokens are correct" in sentences[1]
     assert sentences[2].startswith("In flow<img")
     assert run("return document.querySelector('#hero svg').getBoundingClientRect().top") < 900
     assert not run("return document.getElementById('configuration').open")
@@ -282,7 +282,7 @@ def test_tokens_lens_and_attention(browser, page):
         seen.add(tuple(run(cells)))
     assert len(seen) == 4
     assert set(run(cells)[-len(TEXTS[0]) :]) == {"0.00"}  # the end says what it says itself
-    assert "answered by themselves" in run("return document.getElementById('echo').textContent")
+    assert "predicted to repeat" in run("return document.getElementById('echo').textContent")
     # What the map is drawn from is what attention was, to the size of its steps.
     rows = run("return mapsNow().map(m => m.map(row => row.reduce((a, b) => a + b, 0)))")
     assert np.allclose(rows, 1, atol=0.1)

@@ -173,7 +173,7 @@ def test_malformed_command_lines(argv, words):
     ("content", "words"),
     [
         ("a: 1\n b: 2\n", ["line 2, column 3"]),
-        ("a: 1\nb: 2\na: 3\n", ["`a` stands twice", "line 3"]),
+        ("a: 1\nb: 2\na: 3\n", ["`a` appears twice", "line 3"]),
         ("- a\n", ["key: value", "list"]),
         ("!!python/object/apply:os.system ['true']\n", ["not valid YAML"]),
     ],
@@ -297,7 +297,7 @@ def test_output_that_cannot_be_written_is_told(flags):
 def test_too_little_memory_is_told(what):
     done = _program("--what", what)
     assert done.returncode == 1
-    assert re.match(r"error: there is not enough memory.* Take smaller batches", done.stderr), done.stderr
+    assert re.match(r"error: there is not enough memory.* Use smaller batches", done.stderr), done.stderr
     assert "Traceback" not in done.stderr
 
 

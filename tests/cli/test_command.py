@@ -115,7 +115,7 @@ def test_shipped_configurations_are_found_anywhere(tmp_path, monkeypatch):
     assert read_yaml(Path("wikitext2/neuralode"))["model"]["type"] == "neuralode"
     Path("quickstart").write_text("mine: 1")
     assert read_yaml(Path("quickstart")) == {"mine": 1}
-    with pytest.raises(UserError, match=r"near names: configs/quickstart.yaml"):
+    with pytest.raises(UserError, match=r"similar names: configs/quickstart.yaml"):
         read_yaml(Path("configs/quikstart.yaml"))
     with pytest.raises(UserError, match="there is no configuration file"):
         read_yaml(tmp_path / "configs" / "quickstart.yaml")
@@ -169,7 +169,7 @@ def test_help_of_a_key(capsys):
     assert "--model.depth.solver TEXT" in table
     assert "[euler]" in table
     assert "--trainer.mp" in sections(TrainConfig, "trainer")
-    with pytest.raises(UserError, match=r"`model\.dept` is no key: did you mean `depth`"):
+    with pytest.raises(UserError, match=r"`model\.dept` is not a key: did you mean `depth`"):
         sections(TrainConfig, "model.dept")
     with pytest.raises(UserError, match="single value"):
         sections(TrainConfig, "run_dir")

@@ -208,10 +208,10 @@ def test_a_finished_cache_is_read_without_its_records(monkeypatch):
     ("value", "message"),
     [
         ([1, 2], r"holds a list of 2; a control is a list of 3 finite numbers"),
-        ([1, "2", 3], "'2', which is no number"),
-        ([1, True, 3], "True, which is no number"),
-        ([1, None, 3], "None, which is no number"),
-        ([1, [2], 3], "which is no number"),
+        ([1, "2", 3], "'2', which is not a number"),
+        ([1, True, 3], "True, which is not a number"),
+        ([1, None, 3], "None, which is not a number"),
+        ([1, [2], 3], "which is not a number"),
         ([1, float("nan"), 3], "nan, which is not finite"),
         ([1, 1e39, 3], "not finite in single precision"),
         ([1, 10**400, 3], "not finite in single precision"),
@@ -242,8 +242,8 @@ def test_data_without_records_is_refused():
     write("a.jsonl", random_records(5))
     files = FilesSource(train=["a.jsonl"])
     for settings, message in (
-        ({"train": "a.txt"}, r"a\.txt: a plain text has no records"),
-        ({"train": "a.jsonl", "validation": "a.txt"}, r"a\.txt: a plain text has no records"),
+        ({"train": "a.txt"}, r"a\.txt: a plain text file has no records"),
+        ({"train": "a.jsonl", "validation": "a.txt"}, r"a\.txt: a plain text file has no records"),
         ({}, "built-in text has none"),
         ({"components": {"c": DatasetComponent(source=BuiltinSource())}}, "built-in text has none"),
         ({"components": {"c": DatasetComponent(cache_dir="elsewhere")}}, "made elsewhere"),

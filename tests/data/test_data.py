@@ -344,7 +344,7 @@ def bad_files():
         ("~nobodyknows/x", "no home"),
         ("broken.parquet", "not a readable parquet file"),
         ("body.jsonl", r"body\.jsonl:1 has no key 'text'; keys found: body, n"),
-        ("https://host/a.txt", "no local path"),
+        ("https://host/a.txt", "not a local path"),
         ([], "needs files"),
     ],
 )

@@ -122,7 +122,7 @@ def test_tiktoken_spec(tmp_path, monkeypatch):
     assert load_tokenizer(first).encode(TEXTS[2]) == tiny_encoding().encode(TEXTS[2])
     assert load_tokenizer(first).eos_token_id == tiny_encoding().eot_token
     assert tokenizer_fingerprint(first) == tokenizer_fingerprint(second)
-    with pytest.raises(UserError, match=r"knows no encoding 'gpt7'.*cl100k_base"):
+    with pytest.raises(UserError, match=r"has no encoding 'gpt7'.*cl100k_base"):
         resolve_tokenizer("tiktoken:gpt7", tmp_path / "c")
 
 
@@ -146,9 +146,9 @@ def test_local_folder_is_copied_and_kept(tmp_path):
     config = json.loads((source / "tokenizer_config.json").read_text())
     (source / "tokenizer_config.json").write_text(json.dumps(config | {"bos_token": "<|endoftext|>"}))
     assert tokenizer_fingerprint(folder) != tokenizer_fingerprint(source)
-    with pytest.raises(UserError, match="already holds another tokenizer"):
+    with pytest.raises(UserError, match="already contains another tokenizer"):
         resolve_tokenizer(str(source), folder)
-    with pytest.raises(UserError, match="already holds another tokenizer"):
+    with pytest.raises(UserError, match="already contains another tokenizer"):
         resolve_tokenizer("tiktoken:gpt2", folder)
 
 

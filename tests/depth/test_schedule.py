@@ -52,7 +52,7 @@ def test_growth_refusals(wrong, match):
 def test_what_growth_and_kinetic_energy_cannot_go_with():
     steps = StepGrowth({"0.0": 3, "0.5": 6})
     for wrong, match in (
-        ({"steps": steps, "solver": "tsit5", "rtol": 1e-3}, "find that out themselves"),
+        ({"steps": steps, "solver": "tsit5", "rtol": 1e-3}, "choose it themselves"),
         ({"steps": steps, "step_size": "residual"}, "or grow"),
         ({"kinetic_weight": -1.0}, "at least 0"),
         ({"kinetic_weight": math.nan}, "finite"),

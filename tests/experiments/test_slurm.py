@@ -104,7 +104,7 @@ def test_whatever_happens_to_its_job_a_run_ends_as_one_that_nothing_happened_to(
     cluster.control("scancel", "--batch", "--signal=USR1", job.number)
     job.until_restart(2)
     (step,) = job.continued
-    assert f"Stopped by SIGTERM after step {step + 1}; a checkpoint is written" in job.said
+    assert f"Stopped by SIGTERM after step {step + 1}; a checkpoint was written" in job.said
 
     job.until(lambda: len(job.continued) == 2)
     assert job.continued[-1] == step + 1

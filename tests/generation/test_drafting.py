@@ -317,8 +317,8 @@ def test_refusals():
         ({"draft_steps": 0}, "at least 1"),
         ({"draft_steps": 2, "draft_tokens": 0}, "between 1 and 64"),
         ({"draft_steps": 2, "draft_tokens": 65}, "between 1 and 64"),
-        ({"draft_tokens": 2}, "nothing drafts"),
-        ({"draft_steps": 2, "use_cache": False}, "with its cache"),
+        ({"draft_tokens": 2}, "draft_steps is missing"),
+        ({"draft_steps": 2, "use_cache": False}, "needs its cache"),
         ({"report": print}, "pass draft_steps or exit"),
     ]
     for options, words in cases:

@@ -176,9 +176,9 @@ def test_refusals():
             CacheSharing.of(wrong)
     assert CacheSharing.of(None) == CacheSharing.of("every 1") == EXACT
     latest, exits = CacheSharing.of("latest"), ExitConfig("velocity", 0.1)
-    with pytest.raises(UserError, match="exclude each other"):
+    with pytest.raises(UserError, match="cannot be combined"):
         PreparedModel(model, exits=exits, sharing=latest)
-    with pytest.raises(UserError, match="draft_steps exclude each other"):
+    with pytest.raises(UserError, match="draft_steps cannot be combined"):
         qkvflow.generate(model, random_tokens(length=2), 2, cache="latest", draft_steps=2)
     with pytest.raises(UserError, match="leave it out"):
         PreparedModel(model, use_cache=False, sharing=latest)

@@ -85,7 +85,7 @@ def test_lora_on_a_folder_leaves_merged(folder, tmp_path, monkeypatch):
 def test_the_card_says_what_it_is(tmp_path):
     out = run_convert("--run", OLD / "flow", "--to_hf", tmp_path / "flow", "--steps", 5)
     card = (out / "README.md").read_text()
-    assert "read here with 5 steps of `euler`" in card
+    assert "exported with 5 steps of `euler`" in card
     assert "| eval/loss | 4.9" in card
     assert "trust_remote_code=True" in card
     assert f"--to_hf {out} --steps 5" in card
@@ -93,9 +93,9 @@ def test_the_card_says_what_it_is(tmp_path):
 
 def test_nothing_is_overwritten(folder, tmp_path):
     before = _content(folder)
-    with pytest.raises(UserError, match="exists already"):
+    with pytest.raises(UserError, match="already exists"):
         run_convert("--run", OLD / "gpt2", "--to_hf", folder)
-    with pytest.raises(UserError, match="exists already"):
+    with pytest.raises(UserError, match="already exists"):
         run_convert("--from_hf", folder, "--run", tmp_path)
     assert _content(folder) == before
     assert not list(tmp_path.iterdir())
@@ -116,8 +116,8 @@ def change(own, **arrays):
 
 
 DAMAGES = {
-    "cut arrays": (lambda own: cut(own / "model.safetensors", 1000), "damaged, or not whole"),
-    "empty arrays": (lambda own: cut(own / "model.safetensors", 0), "damaged, or not whole"),
+    "cut arrays": (lambda own: cut(own / "model.safetensors", 1000), "damaged or incomplete"),
+    "empty arrays": (lambda own: cut(own / "model.safetensors", 0), "damaged or incomplete"),
     "cut config": (lambda own: cut(own / "config.json", 40), "config.json cannot be read"),
     "cut tokenizer": (lambda own: cut(own / "tokenizer.json", 300), "tokenizer"),
     "no arrays": (lambda own: (own / "model.safetensors").unlink(), "has no model.safetensors"),
@@ -126,7 +126,7 @@ DAMAGES = {
     "array too many": (lambda own: change(own, transformer__extra=np.zeros(2)), "extra is unknown"),
     "other shape": (lambda own: change(own, transformer__ln_f__bias=np.zeros(2)), "ln_f.bias has the shape"),
     "other kind": (lambda own: (own / "config.json").write_text('{"model_type": "bert"}'), "bert"),
-    "no object": (lambda own: (own / "config.json").write_text("[]"), "no JSON object"),
+    "no object": (lambda own: (own / "config.json").write_text("[]"), "not contain a JSON object"),
     "index of files elsewhere": (
         lambda own: (own / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../x.safetensors"}}'),
         "incomplete",
@@ -163,7 +163,7 @@ def test_a_name_out_of_reach(tmp_path):
 
 def test_what_went_out_with_code_is_not_read_back(tmp_path):
     out = run_convert("--run", OLD / "flow", "--to_hf", tmp_path / "flow")
-    with pytest.raises(UserError, match="give that run instead"):
+    with pytest.raises(UserError, match="use that run instead"):
         load_run(out)
 
 

@@ -107,14 +107,14 @@ def test_what_cannot_be_lifted_leaves_nothing(tmp_path):
         (foreign, "bert", {}),
         (damaged, "damaged", {}),
         (tmp_path / "nothing", "there is no run", {}),
-        (OLD / "flow", "a flow already", {}),
-        (OLD / "gpt2", "3 functions of time cannot be found from 2 layers", {"dim": 3}),
+        (OLD / "flow", "already a flow", {}),
+        (OLD / "gpt2", "3 functions of time cannot be determined from 2 layers", {"dim": 3}),
     ):
         with pytest.raises(UserError, match=message):
             run_lift(base, tmp_path / "made", **options)
-    with pytest.raises(UserError, match="5 functions of time cannot be found from 2 layers"):
+    with pytest.raises(UserError, match="5 functions of time cannot be determined from 2 layers"):
         run_lift(OLD / "gpt2", tmp_path / "made", "--loss_by_k", "[1, 5]")
-    with pytest.raises(UserError, match="exists already"):
+    with pytest.raises(UserError, match="already exists"):
         run_lift(OLD / "gpt2", foreign)
     generated = ["--base", str(OLD / "gpt2"), "--run", str(tmp_path / "made"), "--weights", "{type: generated}"]
     with pytest.raises(UserError, match="type generated cannot be fitted"):

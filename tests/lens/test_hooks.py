@@ -260,7 +260,7 @@ def test_names_and_globs():
         ),
         (lambda m: lens.run_with_cache(m, TOKENS, "3.mlp.out"), r"for K = 0\.\.2"),
         (lambda m: lens.run_with_cache(m, TOKENS, "state.0.5"), r"state.0.3333"),
-        (lambda m: lens.run_with_cache(m, TOKENS, [3]), r"named by a text"),
+        (lambda m: lens.run_with_cache(m, TOKENS, [3]), r"a name must be a text"),
         (lambda m: lens.run_with_edits(m, TOKENS, {"1.mlp.out": lambda x: x["embed", :3]}), r"axes .*embed 16"),
         (lambda m: lens.run_with_edits(m, TOKENS, {"1.mlp.out": lambda x: 0.0}), r"gave float"),
         (lambda m: lens.run_with_cache(m, TOKENS, "1.mlp.out")[1].stack("attn.q"), r"no steps of 'attn.q'.*mlp.out"),
@@ -270,5 +270,5 @@ def test_names_and_globs():
 def test_refusals(call, words):
     with pytest.raises(UserError, match=words):
         call(build(MODELS["flow"]))
-    with pytest.raises(KeyError, match="not asked for"):
+    with pytest.raises(KeyError, match="not requested"):
         lens.run_with_cache(build(MODELS["flow"]), TOKENS, "embed")[1]["norm"]

@@ -141,7 +141,7 @@ def trainer_of(axes, **mesh):
         (trainer_of({"data": 3}), r"`embed` of .*\(size 16\) over the 3 devices of data"),
         (trainer_of({"context": 5}, compute_mapping={"position": "context"}), r"`position` of a sequence \(size 12\)"),
         (trainer_of({"data": 2}, param_mapping={"embed": "data", "mlp": "data"}), "twice over `data`"),
-        (trainer_of({"data": 2}, param_mapping={"embed": "dta"}), "`dta`, which is no axis of the mesh"),
+        (trainer_of({"data": 2}, param_mapping={"embed": "dta"}), "`dta`, which is not an axis of the mesh"),
     ],
 )
 def test_what_cannot_be_divided_is_named(trainer, said):
@@ -188,9 +188,9 @@ def test_the_report_says_what_fits_and_warns():
     assert told["fits in 32 GiB"] == "yes, 53% free"
     assert plain.warnings() == []
     (warned,) = report(whole_arguments=[Whole("p", (9,), GIB, 0.0)]).warnings()
-    assert warned.startswith("1 GiB of parameters and optimizer are not divided")
+    assert warned.startswith("1 GiB of parameters and optimizer are not sharded")
     (warned,) = report(whole_temporaries=[Whole("w", (9,), GIB, 1.0)]).warnings()
-    assert "is made whole on every device" in warned
+    assert "is created whole on every device" in warned
     (warned,) = report(donated=GIB).warnings()
     assert "both exist" in warned
     assert MeshReport.read(dataclasses.asdict(plain)) == plain

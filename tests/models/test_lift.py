@@ -219,7 +219,7 @@ def test_roughness_by_hand():
 REFUSALS = {
     "more functions than layers": (layered(), BasisConfig("cosine", 7), "from 6 layers"),
     "weights of another kind": (layered(), GeneratedConfig(), "type generated cannot be fitted"),
-    "a flow": (small_config("generated"), BasisConfig("cosine", 3), "a flow already"),
+    "a flow": (small_config("generated"), BasisConfig("cosine", 3), "already a flow"),
     "control": (layered(control=ControlConfig()), BasisConfig("cosine", 3), "control"),
     "layers without an order": (
         small_config("per_layer", block=SsmBlockConfig(num_heads=2, state_size=4)),

@@ -27,13 +27,13 @@ def test_a_damaged_base_is_to_be_put_back(place):
     victim.write_bytes(victim.read_bytes()[:-1])
     with pytest.raises(UserError, match="is damaged: its file") as error:
         load_run("runs/lora")
-    assert str(error.value).endswith("The run runs/lora was made from it and needs it: put it back from a copy")
+    assert str(error.value).endswith("The run runs/lora was made from it and needs it: restore it from a copy")
     assert "--checkpoint_step" not in str(error.value)  # a base is one checkpoint, and no other
 
 
 def test_a_base_without_its_checkpoint_is_told_too(place):
     base_of(place).rename(place / "elsewhere")
-    with pytest.raises(UserError, match=r"no checkpoint.*put it back from a copy") as error:
+    with pytest.raises(UserError, match=r"no checkpoint.*restore it from a copy") as error:
         load_run("runs/lora")
     assert "--checkpoint_step" not in str(error.value)
 
@@ -41,5 +41,5 @@ def test_a_base_without_its_checkpoint_is_told_too(place):
 def test_a_damaged_run_with_one_checkpoint_offers_no_others(place):
     victim = base_of(place) / "checksums.json"
     victim.write_text("{")
-    with pytest.raises(UserError, match=r"Put it back from a copy$"):
+    with pytest.raises(UserError, match=r"Restore it from a copy$"):
         load_run("runs/flow", 3)

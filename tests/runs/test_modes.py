@@ -29,7 +29,7 @@ def test_a_finer_basis_holds_the_same_weights(basis, dim, finer):
 
 
 def test_what_cannot_be_held_is_told():
-    with pytest.warns(match="spline with 6 functions cannot hold W.t. exactly.*is off by"):
+    with pytest.warns(match="spline with 6 functions cannot represent W.t. exactly.*with an error of"):
         refined(build(small_config(BasisConfig("spline", 5))), 6)
 
 
@@ -67,8 +67,8 @@ def test_what_cannot_be_stacked_is_refused():
         stacked(build(small_config()), 6)
     base = build(small_config("per_layer"))
     for steps in (None, 3, 4):
-        with pytest.raises(UserError, match=r"a multiple of 3 above it, got"):
+        with pytest.raises(UserError, match=r"a larger multiple of 3, got"):
             stacked(base, steps)
     heun = build(small_config("per_layer", depth=DepthConfig(solver="heun", steps=2)))
-    with pytest.raises(UserError, match=r"one layer for each step"):
+    with pytest.raises(UserError, match=r"one layer per step"):
         stacked(heun, 4)

@@ -131,8 +131,8 @@ def test_lora_on_a_run_in_a_bucket_is_merged_there(trained, training, store):
     ("url", "words"),
     [
         ("s3://nowhere/runs", "there is no bucket s3://nowhere"),
-        ("s3://", "no bucket"),
-        ("hdfs://store/runs", "no bucket"),
+        ("s3://", "nor a bucket"),
+        ("hdfs://store/runs", "nor a bucket"),
         ("s3://store/listed/nobody", "there is no run .*runs in s3://store/listed: s3://store/listed/a"),
         ("s3://store/listed", "is not a run directory: .*runs in it: s3://store/listed/a"),
     ],

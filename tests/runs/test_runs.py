@@ -116,7 +116,7 @@ def test_a_start_that_was_killed_is_begun_again(tmp_path):
 def test_files_of_a_stranger_are_no_empty_run(tmp_path, name):
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / name).write_text("mine")
-    with pytest.raises(UserError, match=f"not empty: it holds {name}"), prepare_run(_config(tmp_path)):
+    with pytest.raises(UserError, match=f"not empty: it contains {name}"), prepare_run(_config(tmp_path)):
         pass
     assert _files(tmp_path / "a") == {str(tmp_path / "a" / name): b"mine"}
 
@@ -158,9 +158,9 @@ def test_starts_at_once_take_nothing_from_each_other(tmp_path):
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("~nobodyknows/x", "no home of that user"),
+        ("~nobodyknows/x", "no home folder of that user"),
         ("x" * 300, "too long for a path"),
-        ("hdfs://x/y", "no folder of this machine and no bucket"),
+        ("hdfs://x/y", "neither a local folder nor a bucket"),
     ],
 )
 def test_folders_that_cannot_be_are_refused(name, words):
@@ -210,7 +210,7 @@ def test_a_different_configuration_is_refused_with_its_keys(tmp_path):
     given = dataclasses.replace(_config(tmp_path, seed=5), model=Gpt2Config(num_layers=3), z_loss_weight=0.5)
     with pytest.raises(UserError) as error, prepare_run(given):
         pass
-    for words in ("trainer.seed: 0 there, 5 given", "model.num_layers: 12 there, 3 given", "z_loss_weight"):
+    for words in ("trainer.seed: 0 before, 5 now", "model.num_layers: 12 before, 3 now", "z_loss_weight"):
         assert words in str(error.value)
     assert "--trainer.id" in str(error.value)
     assert "--accept_changes true" in str(error.value)
@@ -242,7 +242,7 @@ def test_before_the_first_step_a_configuration_may_change(tmp_path, trace):
         (path / "metrics.jsonl").write_text('{"step": 0}\n')
     else:
         (path / {"checkpoint": "checkpoints", "damaged": "damaged"}[trace] / "step-3").mkdir(parents=True)
-    with pytest.raises(UserError, match=r"trainer\.seed: 0 there, 5 given"), prepare_run(given):
+    with pytest.raises(UserError, match=r"trainer\.seed: 0 before, 5 now"), prepare_run(given):
         pass
 
 
@@ -296,7 +296,7 @@ def test_a_disk_that_becomes_full_is_told(tmp_path):
         with disk_errors_are_told(tmp_path):
             raise ValueError("RESOURCE_EXHAUSTED: write failed [No space left on device]")
 
-    with pytest.raises(UserError, match="became full"):
+    with pytest.raises(UserError, match="is full"):
         save()
 
 
@@ -350,7 +350,7 @@ def test_reading_a_run_that_is_not_there_says_what_is(tmp_path):
     with pytest.raises(UserError, match="no checkpoint yet"):
         load_run(run)
     _checkpoint(run, 3)
-    with pytest.raises(UserError, match="no checkpoint of step 4; there are: 3"):
+    with pytest.raises(UserError, match="no checkpoint of step 4; available: 3"):
         load_run(run, checkpoint_step=4)
 
 

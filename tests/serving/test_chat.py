@@ -58,7 +58,7 @@ def test_contents_in_parts_and_other_roles(client):
 
 def test_limits(client):
     assert chat(client, max_tokens=None, max_completion_tokens=3).usage.completion_tokens <= 3
-    with pytest.raises(openai.BadRequestError, match="one limit"):
+    with pytest.raises(openai.BadRequestError, match="the same limit"):
         chat(client, max_completion_tokens=3)
     with pytest.raises(openai.BadRequestError, match="maximum context") as caught:
         chat(client, [{"role": "user", "content": "x" * 600}])

@@ -169,7 +169,7 @@ def test_rate_is_the_derivative(kind):
 
 
 def test_rate_of_ordinary_layers_is_refused():
-    with pytest.raises(UserError, match="no functions of time"):
+    with pytest.raises(UserError, match="not functions of time"):
         rate(build(small_config("per_layer")).transformer.flow.weights, 1.0)
 
 

@@ -20,18 +20,17 @@ def of_training(curves: Data, uniform: float) -> str:
     """Of the training curves; null: guessing all tokens alike."""
     last = last_loss(curves)
     if last is None:
-        return "There are no losses to read."
+        return "There are no losses."
     kind = "Validation" if curves["eval"] else "Training"
     if last > uniform - _MARGIN:
         return (
-            f"{kind} loss ends at {last:.3f} nats, no better than guessing all tokens alike ({uniform:.2f}): nothing"
-            " was learned."
+            f"{kind} loss ends at {last:.3f} nats, no better than a uniform guess ({uniform:.2f}): nothing was learned."
         )
     best = min(curves["eval"], key=lambda pair: pair[1]) if curves["eval"] else None
     later = (
         "" if best is None or best[1] > last - _MARGIN else f"; it was lower before, {best[1]:.3f} at step {best[0]:g}"
     )
-    return f"{kind} loss ends at {last:.3f} nats per token{later}; guessing all tokens alike gives {uniform:.2f}."
+    return f"{kind} loss ends at {last:.3f} nats per token{later}; a uniform guess gives {uniform:.2f}."
 
 
 def last_loss(curves: Data) -> float | None:
@@ -45,21 +44,21 @@ def of_spectra(family: str, own: Data, band: Data | None, times: Sequence[float]
     text = f"{NAMES[family]}: the spectral radius (median over heads) {_course(middle['radius'], times)}"
     positive = f"{middle['positive'][-1]:.0%} of the real parts are positive at the end"
     if band is None:
-        return f"{text}; {positive}. Without untrained models (draws 0) nothing follows from it."
+        return f"{text}; {positive}. Without untrained models (draws 0), this allows no conclusion."
     outside = {key: _outside(middle[key], *band[key]) for key in _MEASURES}
     left = [f"{_MEASURES[key]} ({_share(outside[key])} of the times)" for key in _MEASURES if outside[key] > _OFTEN]
     low, high = band["radius"][0][-1], band["radius"][1][-1]
     null = f"untrained models have {_short(low)} to {_short(high)} at the end"
     if not left:
-        return f"{text}; {null}, and hardly anything here leaves their range: it is no trace of training."
-    return f"{text}; {positive}; {null}. Outside the untrained range, so made by training: {', '.join(left)}."
+        return f"{text}; {null}, and almost everything here is inside their range: it is not an effect of training."
+    return f"{text}; {positive}; {null}. Outside the untrained range, so an effect of training: {', '.join(left)}."
 
 
 def of_tokens(data: Data, labels: Sequence[str], shuffled: Sequence[Data]) -> str:
     """Of the sensitivity of the last token; null: the same places of shuffled texts."""
     output = len(labels) - 1
     if not shuffled or output < 2:
-        return "Without shuffled texts nothing follows from one example."
+        return "Without shuffled texts, one example allows no conclusion."
     last = [x if x is not None else float("-inf") for x in data["scores"][-1][-1]]
     best = sorted(range(output), key=lambda i: -last[i])[:3]
     above = sum(all(last[i] > (null["scores"][i] or 0.0) for null in shuffled) for i in range(output))
@@ -69,31 +68,31 @@ def of_tokens(data: Data, labels: Sequence[str], shuffled: Sequence[Data]) -> st
     lead = (
         f"Most sensitive to {top}. {above} of {output} tokens score above all {len(shuffled)} shuffled texts at their"
     )
-    lead += f" place, {expected:.0f} would by chance"
+    lead += f" position; {expected:.0f} would by chance"
     if above > expected + 2 * spread:
-        return f"{lead}: it depends on which words stand there, not on their places alone."
-    return f"{lead}: what is seen may be an effect of the places alone."
+        return f"{lead}: the effect depends on the words, not only on their positions."
+    return f"{lead}: this may be an effect of position alone."
 
 
 def of_lens(data: Data, describe: Data, shuffled: Sequence[Data], fresh: Data | None) -> str:
     """Of the loss along t; nulls: shuffled text, an untrained model."""
     if len(describe["labels"]) < 2:
-        return "One token has no next one."
+        return "A single token has no next token."
     loss = [float(np.mean(row)) for row in data["lens"]["loss"]]
     right = [sum(r == 0 for r in row) for row in data["lens"]["rank"]]
     total, ends = len(data["lens"]["rank"][0]), describe["ends"]
     half = next((t for t, x in zip(ends, loss, strict=True) if x <= (loss[0] + loss[-1]) / 2), ends[-1])
     gained = loss[0] - loss[-1]
-    text = f"{right[-1]} of {total} next tokens are right at t = 1, {right[0]} at t = 0; "
+    text = f"{right[-1]} of {total} next tokens are correct at t = 1, {right[0]} at t = 0; "
     text += (
-        f"half of the {gained:.2f} nats that depth gains is there at t = {half:.2f}"
+        f"half of the {gained:.2f} nats gained over depth is reached at t = {half:.2f}"
         if gained > _MARGIN
         else "depth gains nothing"
     )
     nulls = []
     if shuffled:
         other = float(np.mean([null["loss"][-1] for null in shuffled]))
-        says = "so it reads the order" if other > loss[-1] + _MARGIN else "so it does not read the order"
+        says = "so the model uses the order" if other > loss[-1] + _MARGIN else "so the model does not use the order"
         nulls.append(f"the shuffled text ends at {other:.2f} nats, this one at {loss[-1]:.2f}, {says}")
     if fresh is not None:
         nulls.append(f"an untrained model ends at {fresh['loss'][-1]:.2f}")
@@ -107,24 +106,24 @@ def echo(data: Data, describe: Data, tied: bool) -> str:
     if tied:
         return (
             f"At t = 0 the state is the token's own embedding and the head is the same matrix: {same} of {len(ids)}"
-            " tokens are answered by themselves, which is no prediction."
+            " tokens are predicted to repeat, which is not a real prediction."
         )
     return (
         f"At t = 0 the state is the token's own embedding, which the head was not trained on: {same} of {len(ids)}"
-        " tokens are answered by themselves."
+        " tokens are predicted to repeat."
     )
 
 
 def of_motion(data: Data, shuffled: Sequence[Data], fresh: Data | None) -> str:
     """Of speed, turning and growth; nulls: shuffled text, an untrained model."""
     moved, turning = _middle(data["motion"]["displacement"][-1]), data["motion"]["turning"]
-    text = f"The states end {_short(moved)} times the length of their start away from it"
+    text = f"The states move by {_short(moved)} times their initial length"
     if turning:
         angle = median([_middle(row) for row in turning])
         kind = (
             "nearly straight on"
             if angle > 0.7
-            else "as at random, by right angles"
+            else "at right angles, as in a random walk"
             if abs(angle) < 0.3
             else "turning"
             if angle > 0
@@ -159,10 +158,11 @@ def of_attention(data: Data, uniform: Data, fresh: Data | None) -> str:
     steps = data["places"][key]
     best = max(((n, h) for n, row in enumerate(steps) for h in range(len(row))), key=lambda p: steps[p[0]][p[1]])
     if mean[key] < 1.5 * uniform[key]:
-        end = "in the mean heads look at none of these more than evenly spread attention does"
+        end = "on average, heads attend to none of these more than uniform attention does"
     else:
         end = (
-            f"most above even: {names[key]}, in head {best[1]} of step {best[0] + 1} with {steps[best[0]][best[1]]:.0%}"
+            f"most above uniform: {names[key]}, in head {best[1]} of step {best[0] + 1} with"
+            f" {steps[best[0]][best[1]]:.0%}"
         )
     return f"Attention goes {', '.join(parts)}{null}; {end}."
 
@@ -174,11 +174,9 @@ def of_depth(sweep: Sequence[Data], exits: Sequence[Data], anytime: Sequence[Dat
     if rows:
         best, worst = min(rows, key=lambda r: r["loss"]), max(rows, key=lambda r: r["loss"])
         spans = worst["loss"] - best["loss"]
-        text = f"Read in {len(rows)} ways, losses lie between {best['loss']:.3f} ({_way(best)}) and"
+        text = f"Evaluated in {len(rows)} ways, losses lie between {best['loss']:.3f} ({_way(best)}) and"
         text += f" {worst['loss']:.3f} ({_way(worst)}); "
-        text += (
-            "depth makes no difference" if spans < _MARGIN else "the weights know the depth that they were trained at"
-        )
+        text += "depth makes no difference" if spans < _MARGIN else "the weights are specific to their training depth"
         text += "."
     saved = [r for r in exits if r["loss"] is not None and r["evaluations"] < r["of"]]
     full = [r for r in exits if r["loss"] is not None and r["evaluations"] >= r["of"]]
@@ -209,7 +207,7 @@ def opening(runs: Sequence[Data]) -> list[str]:
     told = ", ".join(f"{x:.3f} ({name})" for name, x in losses if x is not None)
     first = run["conclusions"]["training"]
     if many and told:
-        first = f"The losses end at {told} nats per token; guessing all tokens alike gives {run['uniform']:.2f}."
+        first = f"The losses end at {told} nats per token; a uniform guess gives {run['uniform']:.2f}."
     family = "ov" if "ov" in newest["spectra"] else next(iter(newest["spectra"]))
     where = f"In {run['name']}, " if many else ""
     lens, weights = newest["texts"][0]["conclusions"]["lens"], newest["spectra"][family]["conclusion"]
@@ -231,7 +229,7 @@ def _course(values: Sequence[float], times: Sequence[float]) -> str:
     first, last = values[0], values[-1]
     scale = max(abs(first), abs(last), 1e-12)
     verb = "grows from" if last > first else "falls from"
-    verb = "ends about as it begins, from" if abs(last - first) < 0.1 * scale else verb
+    verb = "ends about where it starts, from" if abs(last - first) < 0.1 * scale else verb
     most = max(range(len(values)), key=lambda n: values[n])
     peak = f", with {_short(values[most])} at t = {times[most]:.2f} between" if values[most] > 1.2 * scale else ""
     return f"{verb} {_short(first)} at t = {times[0]:.2f} to {_short(last)} at t = {times[-1]:.2f}{peak}"

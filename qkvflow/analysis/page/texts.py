@@ -72,7 +72,7 @@ def text_data(reading: Reading, ids: np.ndarray, outputs: Sequence[int], k: int,
         if attention:
             data["attention"] = [[encoded(head) for head in step_maps] for step_maps in maps]
         else:
-            data["missing"] = "left out for the size of the page: give shorter or fewer texts, or fewer runs"
+            data["missing"] = "left out to limit the size of the page: use shorter or fewer texts, or fewer runs"
     data["exponents"] = _growth(reading, ids, k)
     step()
     return data

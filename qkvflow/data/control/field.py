@@ -38,13 +38,13 @@ class ControlField:
             raise self._bad(where, f"a list of {len(value)}")
         for number in value:
             if isinstance(number, bool) or not isinstance(number, int | float):
-                raise self._bad(where, f"{number!r:.60}, which is no number")
+                raise self._bad(where, f"{number!r:.60}, which is not a number")
             if not abs(number) <= _LARGEST:  # also of nan
                 raise self._bad(where, f"{number!r:.60}, which is not finite in single precision")
         return np.asarray(value, dtype=np.float32)
 
     def _bad(self, where: str, found: str) -> UserError:
         return UserError(
-            f"{where}: the key {self.key!r} holds {found}; a control is a list of {self.dim} finite numbers, as "
-            f"`model.control.dim` says. Mend the record, or leave its {self.key!r} out for zero control."
+            f"{where}: the key {self.key!r} holds {found}; a control is a list of {self.dim} finite numbers, as"
+            f" `model.control.dim` says. Fix the record, or leave out its {self.key!r} for zero control."
         )

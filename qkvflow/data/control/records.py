@@ -37,8 +37,9 @@ def with_control(name: str, component: DatasetComponentBase, control: ControlFie
         raise UserError(f"component {name!r}: {setting}, but the built-in text has none. Give files with `data.train`.")
     if not isinstance(format, TextLmDatasetFormat) or component.pack:
         raise UserError(
-            f"component {name!r}: {setting} of text that follow each other in the token stream; it has the format "
-            f"{type(format).__name__} with pack {component.pack!r}. Leave `format` and `pack` out, or the control."
+            f"component {name!r}: {setting} of text documents that follow each other in the token stream; it has the"
+            f" format {type(format).__name__} with pack {component.pack!r}. Leave `format` and `pack` out, or the"
+            " control."
         )
     if control.key == format.text_key:
         raise UserError(f"component {name!r}: the key {control.key!r} is given both for the text and for the control")
@@ -56,8 +57,8 @@ def check_some_control(caches: Iterable[TreeCache[dict]], control: ControlField)
     """
     if not any(control_table(cache, control.dim).any() for cache in caches):
         raise UserError(
-            f"no record of the training data has a control under the key {control.key!r} (`data.control_key`), or all "
-            "are zero. Name the key that holds it, or set `data.control_key` to null to train without."
+            f"no record of the training data has a control under the key {control.key!r} (`data.control_key`), or all"
+            " are zero. Name the right key, or set `data.control_key` to null to train without control."
         )
 
 
@@ -79,8 +80,8 @@ class ControlledFilesSource(FilesSource):
         for split in ("train", "validation"):
             for path in filter(is_plain_text, self.files(split)):
                 raise UserError(
-                    f"{path}: a plain text has no records that could hold {self.control.key!r} (`data.control_key`). "
-                    "Give .jsonl, .json or .parquet files, or leave `data.control_key` out."
+                    f"{path}: a plain text file has no records with {self.control.key!r} (`data.control_key`). Give"
+                    " .jsonl, .json or .parquet files, or leave `data.control_key` out."
                 )
         super().check()
 

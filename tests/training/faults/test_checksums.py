@@ -76,7 +76,7 @@ def test_a_run_continues_from_the_last_good_checkpoint_and_keeps_the_damaged_one
     before = _content(newest)
     training.run("damaged")
     told = capfd.readouterr().err
-    assert all(word in told for word in (file.name, "step-7", "continues from step-6", str(run / "damaged")))
+    assert all(word in told for word in (file.name, "step-7", "resumes from step-6", str(run / "damaged")))
     assert sorted(losses(run)) == list(range(STEPS))
     assert_same(run, undisturbed)
     assert _content(run / "damaged" / "step-7") == before
@@ -114,10 +114,10 @@ def test_reading_a_run_falls_back_with_a_warning_and_an_explicit_step_is_refused
     run = _copy(training, undisturbed, "read")
     file = _flip(run / "checkpoints" / "step-7")
     before = _content(run)
-    with pytest.warns(Notice, match=rf"{file.name}.*Taking step-6"):
+    with pytest.warns(Notice, match=rf"{file.name}.*Using step-6"):
         loaded = load_run(run)
     assert loaded.step == 6
-    with pytest.raises(UserError, match=rf"step-7 is damaged.*{file.name}.*give another: 2, 4, 6"):
+    with pytest.raises(UserError, match=rf"step-7 is damaged.*{file.name}.*choose another: 2, 4, 6"):
         load_run(run, checkpoint_step=7)
     assert load_run(run, checkpoint_step=4).step == 4
     assert _content(run) == before
@@ -153,7 +153,7 @@ def test_a_run_begins_from_a_good_checkpoint_of_another(training, undisturbed, c
         training.run("second", initialize_from=str(folder / "step-7"))
     assert not training.path("second").exists()
     second = training.run("second", initialize_from=str(folder))
-    assert "Taking step-6" in capfd.readouterr().err
+    assert "Using step-6" in capfd.readouterr().err
     assert sorted(losses(second)) == [7]
     for got, want in zip(parameters(second), parameters(undisturbed), strict=True):
         assert (got == want).all()

@@ -40,7 +40,7 @@ def test_a_disk_that_fills_up_costs_only_the_steps_since_the_last_checkpoint(tra
 
         thread = threading.Thread(target=fill)
         thread.start()
-        with pytest.raises(UserError, match=r"became full\. Make room and give the same command again"):
+        with pytest.raises(UserError, match=r"is full\. Free some space and run the same command again"):
             training.run("full", STEPS, run_dir=str(disk))
         thread.join()
         good, damaged = newest_good(run / "checkpoints")

@@ -95,7 +95,7 @@ def test_a_skipped_step_changes_nothing_and_is_logged(training, spoil, capfd, ki
     assert [record["step"] for record in records] == list(range(8))
     assert [record["step"] for record in records if record.get("train/skipped_step")] == [3, 5, 6]
     assert [record["step"] for record in records if math.isnan(record["train/loss"])] == [3, 5, 6]
-    assert "3 steps were not finite and were skipped" in capfd.readouterr().out
+    assert "3 steps with non-finite values were skipped" in capfd.readouterr().out
 
 
 @pytest.mark.slow
