@@ -100,7 +100,7 @@ class Measure(Generic[T]):
         asked = {"recipe": job.recipe.digest(), "base": base, "text": hashes}
         if job.is_reported:
             asked |= {"batches": self.config.report_batches, **(vars(arm.flow) if arm.flow else {}), **arm.asks}
-        return self.config.kept_in(self.run_dir) / f"{job.name}.json", self.kind, asked
+        return Path(self.config.readings or self.run_dir / "readings") / f"{job.name}.json", self.kind, asked
 
     def _read(self, job: Job) -> T:
         train(job.recipe)

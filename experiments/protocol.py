@@ -1,6 +1,6 @@
 """The rules of a study: the keys of its YAML; and with what was found by them, as data and in words, its protocol."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -9,6 +9,7 @@ from experiments.counts import Counts, about, reached
 from experiments.recipes import Changes, Recipe
 from experiments.texts import Builtin, Text, TextConfig
 from qkvflow.errors import UserError
+from qkvflow.ranges import Count
 
 
 @dataclass
@@ -59,7 +60,7 @@ class SeedsConfig(OutputConfig):
 
     overrides: dict[str, Any] = field(default_factory=dict)
     seeds: list[int] = field(default_factory=lambda: [42, 123, 456, 789, 1011])
-    evaluations: int = 20
+    evaluations: Count = 20
     select_batches: int | None = None
     report_batches: int | None = None
     readings: str | None = None
@@ -81,42 +82,37 @@ class SeedsConfig(OutputConfig):
         return {"select": self.select_batches, "report": self.report_batches}
 
     def check(self) -> None:
+        if self.config_path is None:
+            raise UserError("nothing to study: give --config FILE, one of the YAML files beside the study, or --smoke")
         if len(self.seeds) < 2 or len(set(self.seeds)) < len(self.seeds):
             raise UserError(f"`seeds` must be at least two different ones, for intervals and tests; got {self.seeds}")
-        self.check_least(evaluations=1)
 
-    def kept_in(self, runs: Path) -> Path:
-        """The folder of the readings."""
-        return Path(self.readings) if self.readings else runs / "readings"
+    def recipe(self, base: str | Changes | None, text: Text, run_dir: Path, *changes: Changes) -> Recipe:
+        """A configuration, or that in a file, with `overrides` and then `changes` in it, on a text.
 
-    def recipe(self, file: str | None, text: Text, run_dir: Path, *changes: Changes) -> Recipe:
-        """The configuration in a file, with `overrides` and then `changes` in it, on a text."""
-        found = Recipe.of(file, self.overrides, *changes) if file else Recipe(self.overrides).but(*changes)
-        return found.on(text, run_dir, self.select_batches, self.evaluations)
-
-    def check_least(self, **least: int) -> None:
-        """Raises: UserError: if a key, or a number in it, is below its least."""
-        for name, bound in least.items():
-            value = getattr(self, name)
-            if min(value if isinstance(value, list) else [value], default=bound - 1) < bound:
-                raise UserError(f"`{name}` must be at least {bound}, got {value}")
+        Raises:
+            UserError: if there is none, or it cannot be read.
+        """
+        if base is None:
+            raise UserError("a configuration to begin from is missing: name its file, as the study's smoke.yaml does")
+        found = Recipe.of(base) if isinstance(base, str) else Recipe(base)
+        return found.but(self.overrides, *changes).on(text, run_dir, self.select_batches, self.evaluations)
 
 
-def check_among(key: str, names: Sequence[str], choices: Iterable[str]) -> None:
-    """Raises: UserError: if some of `names` are none of `choices`, or there are no names."""
-    unknown = [name for name in names if name not in choices]
-    if unknown or not names:
-        raise UserError(f"`{key}` has {', '.join(unknown) or 'nothing in it'}. Choices: {', '.join(choices)}")
+@dataclass
+class TwoTextsConfig(SeedsConfig):
+    """Besides what `SeedsConfig` says: a, b: the texts, each as `text` of `StudyConfig`."""
 
+    a: TextConfig = field(default_factory=lambda: Builtin("topics"))
+    b: TextConfig = field(default_factory=lambda: Builtin("library"))
 
-def check_reference(key: str, reference: str, arms: Iterable[str], what: str, least: int = 2) -> None:
-    """Raises: UserError: if the reference is none of the arms, or there are less than `least`."""
-    arms = list(arms)
-    names = ", ".join(arms) or "none"
-    if reference not in arms:
-        raise UserError(f"{key} is {reference!r}, which is not among {what} ({names})")
-    if len(arms) < least:
-        raise UserError(f"{key}: a comparison needs at least two arms, and it has {names}")
+    def check(self) -> None:
+        super().check()
+        if self.a == self.b:
+            raise UserError("`a` and `b` must be two texts, but are the same")
+
+    def texts(self, folder: Path) -> list[Text]:
+        return [self.a.prepare(folder), self.b.prepare(folder)]
 
 
 @dataclass
@@ -125,12 +121,21 @@ class StudyConfig(SeedsConfig):
 
     Attributes:
         text: `{type: wikitext2, folder: DIR}`, `{type: files, name, train, select, report}` or `{type: builtin}`.
+    """
+
+    text: TextConfig = field(default_factory=Builtin)
+
+
+@dataclass
+class RatesConfig(StudyConfig):
+    """Besides what `StudyConfig` says:
+
+    Attributes:
         learning_rates: for each model the one with the lowest mean loss on the part `select` at the end of trainings
             with `selection_seeds` is taken; one alone is taken as it is. If empty, that of each configuration.
         selection_seeds: others than `seeds`.
     """
 
-    text: TextConfig = field(default_factory=Builtin)
     learning_rates: list[float] = field(default_factory=list)
     selection_seeds: list[int] = field(default_factory=lambda: [0])
 
@@ -142,6 +147,22 @@ class StudyConfig(SeedsConfig):
                 f"`selection_seeds` must be others than `seeds`, at least one, but are {self.selection_seeds}: what is"
                 " chosen by a training must not be reported of the same one"
             )
+
+
+def check_among(key: str, names: Sequence[str], choices: Iterable[str]) -> None:
+    """Raises: UserError: if some of `names` are none of `choices`, or there are no names."""
+    unknown = [name for name in names if name not in choices]
+    if unknown or not names:
+        raise UserError(f"`{key}` has {', '.join(unknown) or 'nothing in it'}. Choices: {', '.join(choices)}")
+
+
+def check_reference(key: str, reference: str, arms: Collection[str], what: str, least: int = 2) -> None:
+    """Raises: UserError: if the reference is none of the arms, or there are less than `least`."""
+    names = ", ".join(arms) or "none"
+    if reference not in arms:
+        raise UserError(f"{key} is {reference!r}, which is not among {what} ({names})")
+    if len(arms) < least:
+        raise UserError(f"{key}: a comparison needs at least two arms, and it has {names}")
 
 
 @dataclass(kw_only=True)
@@ -169,10 +190,9 @@ class Protocol:
             recipe: one of the study's, for tokenizer and tokens; of the most steps if they differ.
             more: other fields of `cls`.
         """
-        given = {"text": text.name, "parts": config.text.parts, "bytes": text.sizes(), "tokens_per_step": recipe.tokens}
-        counted, counts = recipe.steps * recipe.tokens, reached(config.batches, recipe, text)
-        known = {"tokenizer": recipe.config.data.tokenizer, "counted": counted, "counts": counts}
-        return cls(**config.rules() | given | known | more)
+        known = {"text": text.name, "parts": config.text.parts, "bytes": text.sizes(), "tokens_per_step": recipe.tokens}
+        known |= {"tokenizer": recipe.config.data.tokenizer, "counted": recipe.steps * recipe.tokens}
+        return cls(**config.rules() | known | more, counts=reached(config.batches, recipe, text))
 
     @property
     def about_text(self) -> str:
@@ -200,10 +220,8 @@ class Protocol:
 
     @property
     def about_counts(self) -> str:
-        words = (
-            f"counted in the first {self.counted:,} tokens of the text to train on, as many as a model is trained on"
-        )
-        return f"n-grams, {words}, reach {about(self.counts['report'])} on what is reported"
+        words = f"n-grams, counted in the first {self.counted:,} tokens of the text to train on, as many as a model is"
+        return f"{words} trained on, reach {about(self.counts['report'])} on what is reported"
 
     def about_rates(self, each: str) -> str:
         """How the learning rates were found, for `each` what."""

@@ -1,12 +1,4 @@
-"""Trains a flow and a GPT-2 of the same size on one text, and tunes both on another, the flow at several depths.
-
-    python -m experiments.adaptive_depth --wikitext2 FOLDER --shakespeare FILE     (up to two hours on two cores)
-    python -m experiments.adaptive_depth --smoke                                   (minutes; texts that Python carries)
-    python -m experiments.adaptive_depth --redraw                                  (table and figure, from the JSON)
-
-Every training is a run below `run_dir`. Given again, the command continues where it stopped: finished runs are read, an
-interrupted one is resumed. Results go to `output`: `results.json`, `table.md`, `figure.png`.
-"""
+"""Trains a flow and a GPT-2 of the same size on one text, and tunes both on another, the flow at several depths."""
 
 import dataclasses
 from pathlib import Path
@@ -49,8 +41,7 @@ def _with_sizes(job: Job, found: Trained, run: Run, evaluator: RunEvaluator | No
     )
 
 
-OTHER = {"default": "two_texts.yaml", "page_name": "table.md"}
-STUDY = Study("adaptive_depth", AdaptiveDepthConfig, AdaptiveDepth, make, page, figures=draw, **OTHER)
+STUDY = Study("adaptive_depth", AdaptiveDepthConfig, AdaptiveDepth, make, page, figures=draw, page_name="table.md")
 
 if __name__ == "__main__":
     STUDY.program()

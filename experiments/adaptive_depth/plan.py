@@ -7,21 +7,17 @@ from typing import Any
 
 from experiments.cost import Cost, cost_of
 from experiments.jobs import Arm
-from experiments.protocol import SeedsConfig
+from experiments.protocol import TwoTextsConfig
 from experiments.recipes import Changes, Recipe
-from experiments.study import FOLDER
-from experiments.texts import Shakespeare, Text, TextConfig, WikiText2
-from qkvflow.errors import UserError
+from experiments.texts import Text
+from qkvflow.ranges import Count
 
 
 @dataclass
-class AdaptiveDepthConfig(SeedsConfig):
-    """Besides what `SeedsConfig` says (results go to this folder, but for a smoke test; `overrides` are merged into all
-    trainings):
+class AdaptiveDepthConfig(TwoTextsConfig):
+    """Besides what `TwoTextsConfig` says:
 
     Attributes:
-        wikitext2: folder with WikiText-2's valid.txt and test.txt. shakespeare: TinyShakespeare's file.
-        a, b: other texts.
         flow, gpt2: `model` of train_lm.
         pretrain: other keys of train_lm, for both models. scratch: for the GPT-2 that is trained on the other text
             alone.
@@ -29,41 +25,19 @@ class AdaptiveDepthConfig(SeedsConfig):
         both_ways: from the first text to the second and back.
     """
 
-    wikitext2: str | None = None
-    shakespeare: str | None = None
-    a: TextConfig | None = None
-    b: TextConfig | None = None
     flow: dict[str, Any] = field(default_factory=dict)
     gpt2: dict[str, Any] = field(default_factory=dict)
     pretrain: dict[str, Any] = field(default_factory=dict)
     scratch: dict[str, Any] = field(default_factory=dict)
     full: dict[str, Any] = field(default_factory=dict)
     lora: dict[str, Any] = field(default_factory=dict)
-    depths: list[int] = field(default_factory=list)
+    depths: list[Count] = field(default_factory=list)
     both_ways: bool = True
 
     @property
     def layers(self) -> int:
         """Of GPT-2; steps that the flow is trained with."""
         return self.flow["depth"]["steps"]
-
-    def texts(self, folder: Path) -> list[Text]:
-        a, b = self.a, self.b
-        if self.wikitext2 is not None and self.shakespeare is not None:
-            play = Path(self.shakespeare)
-            a, b = WikiText2(self.wikitext2), Shakespeare(str(play.parent), play.name)
-        if a is None or b is None or (self.wikitext2 is None) != (self.shakespeare is None):
-            raise UserError(
-                "give both texts: --wikitext2 FOLDER (with valid.txt and test.txt) --shakespeare FILE; or --smoke"
-                " alone, which takes texts that every Python carries"
-            )
-        return [a.prepare(folder), b.prepare(folder)]
-
-    def runs(self, study: str) -> Path:
-        return Path(self.run_dir or f"runs/{study}{'' if self.a is None else '_smoke'}")
-
-    def results(self, runs: Path) -> Path:
-        return super().results(runs) if self.output or self.a else FOLDER / "adaptive_depth" / "results"
 
 
 @dataclass(frozen=True)
@@ -95,7 +69,7 @@ def _one_way(
     config: AdaptiveDepthConfig, source: Text, target: Text, costs: Mapping[tuple[str, int | None], Cost], run_dir: Path
 ) -> Iterator[Arm]:
     def arm(label: str, what: Stage, text: Text, *parts: Changes, base: Arm | None = None) -> Arm:
-        recipe, cost = config.recipe(None, text, run_dir, *parts), costs[what.system, what.depth]
+        recipe, cost = config.recipe({}, text, run_dir, *parts), costs[what.system, what.depth]
         return Arm(label=f"{label}-{what.kind}", recipe=recipe, cost=cost, what=what, text=text, base=base)
 
     bases = {}

@@ -1,12 +1,4 @@
-"""Compares language models honestly: the same text in the same order; at equal steps, FLOPs or parameters.
-
-    python -m experiments.compare --config experiments/compare/wikitext2.yaml [--text.folder DIR]
-    python -m experiments.compare --smoke                (minutes; a text that Python carries)
-    python -m experiments.compare --config FILE --redraw (tables and figures, from the JSON)
-
-Every training is a run below `run_dir`. Given again, the command continues where it stopped. Results go to `output`:
-`results.json`, `results.md`, `table.tex`, `summary.csv`, `runs.csv` and figures.
-"""
+"""Compares language models honestly: the same text in the same order; at equal steps, FLOPs or parameters."""
 
 from pathlib import Path
 from typing import TextIO

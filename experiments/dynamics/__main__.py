@@ -1,12 +1,4 @@
-"""Trains flows and ordinary layers, and reads the paper's two analyses off them, beside what chance gives.
-
-    python -m experiments.dynamics --config experiments/dynamics/builtin.yaml
-    python -m experiments.dynamics --smoke                 (minutes)
-    python -m experiments.dynamics --config FILE --redraw  (tables and figures, from the JSON)
-
-Every training is a run below `run_dir`, which keeps its checkpoints. Given again, the command continues where it
-stopped. Results go to `output`: `results.json`, `results.md`, `spectra.csv`, `marks.csv`, and figures.
-"""
+"""Trains flows and ordinary layers, and reads the paper's two analyses off them, beside what chance gives."""
 
 import dataclasses
 from functools import partial

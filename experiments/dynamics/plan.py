@@ -1,45 +1,37 @@
 """What is trained: the YAML of the study; a flow, and ordinary layers in its place."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 from experiments.cost import cost_of
 from experiments.jobs import Arm
-from experiments.protocol import SeedsConfig
+from experiments.protocol import StudyConfig
 from experiments.recipes import Recipe, merged, ordinary
-from experiments.texts import Builtin, Text, TextConfig
+from experiments.texts import Text
 from qkvflow.errors import UserError
 from qkvflow.models import NeuralOdeConfig
+from qkvflow.ranges import Count, Range
 from qkvflow.weights import PerLayerConfig
 
 SYSTEMS = {"flow": "a flow", "layers": "as many ordinary layers (sequential) in its place"}
 
 
 @dataclass
-class DynamicsConfig(SeedsConfig):
-    """Besides what `SeedsConfig` says:
+class DynamicsConfig(StudyConfig):
+    """Besides what `StudyConfig` says:
 
     Attributes:
-        text: `{type: wikitext2, folder: DIR}`, `{type: files, name, train, select, report}` or `{type: builtin}`.
         base: configuration of train_lm of a flow by Euler on a fixed grid; its data is replaced by `text`.
         checkpoints: at how many points of a training spectra are read, the last at its end.
         texts, length: sequences of the part `report` whose tokens are scored, and how many tokens they have.
     """
 
-    text: TextConfig = field(default_factory=Builtin)
     base: str | None = None
-    checkpoints: int = 3
-    texts: int = 8
-    length: int = 24
-    evaluations: int = 3
-
-    def check(self) -> None:
-        super().check()
-        if self.base is None:
-            raise UserError(
-                "`base` is missing: a configuration of train_lm with a flow, such as configs/quickstart.yaml"
-            )
-        self.check_least(checkpoints=1, texts=2, length=5)
+    checkpoints: Count = 3
+    texts: Annotated[int, Range(at_least=2)] = 8
+    length: Annotated[int, Range(at_least=5)] = 24
+    evaluations: Count = 3
 
 
 @dataclass(frozen=True)

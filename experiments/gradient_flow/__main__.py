@@ -1,12 +1,4 @@
-"""Trains the ODE flow hybrid beside ordinary layers, and looks at gradients before clipping, solvers and control.
-
-    python -m experiments.gradient_flow --config experiments/gradient_flow/wikitext2.yaml [--text.folder DIR]
-    python -m experiments.gradient_flow --smoke                (minutes; a text that Python carries, bytes)
-    python -m experiments.gradient_flow --config FILE --redraw (table and figures, from the JSON)
-
-Every training is a run below `run_dir`. Given again, the command continues where it stopped. Results go to `output`:
-`results.json`, `results.md`, and the figures `gradient_flow` and `invariance`.
-"""
+"""Trains the ODE flow hybrid beside ordinary layers, and looks at gradients before clipping, solvers and control."""
 
 import dataclasses
 from functools import partial
@@ -95,7 +87,7 @@ def _round(x: float) -> float:
     return float(f"{x:.6g}")
 
 
-STUDY = Study("gradient_flow", GradientFlowConfig, GradientFlow, make, page, figures=draw, default="wikitext2.yaml")
+STUDY = Study("gradient_flow", GradientFlowConfig, GradientFlow, make, page, figures=draw)
 
 if __name__ == "__main__":
     STUDY.program()

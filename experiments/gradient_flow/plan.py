@@ -2,15 +2,17 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated
 
 from experiments.cost import cost_of
 from experiments.jobs import Arm
-from experiments.protocol import SeedsConfig
+from experiments.protocol import StudyConfig, check_among
 from experiments.recipes import Recipe, merged, ordinary
-from experiments.texts import Builtin, Text, TextConfig
+from experiments.texts import Text
 from qkvflow.depth import solver_by_name
 from qkvflow.errors import UserError
 from qkvflow.models import NeuralOdeConfig
+from qkvflow.ranges import Count, Range
 from qkvflow.weights import PerLayerConfig
 
 SYSTEMS = {
@@ -21,11 +23,10 @@ SYSTEMS = {
 
 
 @dataclass
-class GradientFlowConfig(SeedsConfig):
-    """Besides what `SeedsConfig` says:
+class GradientFlowConfig(StudyConfig):
+    """Besides what `StudyConfig` says:
 
     Attributes:
-        text: `{type: wikitext2, folder: DIR}`, `{type: files, name, train, select, report}` or `{type: builtin}`.
         hybrid: configuration of train_lm of a model with a flow between ordinary layers; its data is replaced by
             `text`.
         replaced_layers: number of ordinary layers that the baseline has where the hybrid has its flow.
@@ -36,32 +37,24 @@ class GradientFlowConfig(SeedsConfig):
         controls: number of random controls that are tried on each of a few sequences.
     """
 
-    text: TextConfig = field(default_factory=Builtin)
     hybrid: str | None = None
-    replaced_layers: int = 2
+    replaced_layers: Count = 2
     systems: list[str] = field(default_factory=lambda: list(SYSTEMS))
     seeds: list[int] = field(default_factory=lambda: [42, 123, 456])
-    final_steps: int = 50
-    evaluations: int = 10
+    final_steps: Count = 50
+    evaluations: Count = 10
     solvers: list[str] = field(default_factory=lambda: ["euler", "heun", "rk4", "dopri5"])
-    steps: list[int] = field(default_factory=lambda: [2, 4, 8, 16])
-    refinements: list[int] = field(default_factory=lambda: [2, 4, 8])
-    controls: int = 8
+    steps: list[Count] = field(default_factory=lambda: [2, 4, 8, 16])
+    refinements: list[Annotated[int, Range(at_least=2)]] = field(default_factory=lambda: [2, 4, 8])
+    controls: Count = 8
 
     def check(self) -> None:
         super().check()
-        if self.hybrid is None:
-            raise UserError(
-                "`hybrid` is missing: a configuration of train_lm with a flow between ordinary layers, such as"
-                " configs/wikitext2/hybrid_flow.yaml"
-            )
-        unknown = [name for name in self.systems if name not in SYSTEMS]
-        if unknown or not {"hybrid", "baseline"} <= set(self.systems):
-            raise UserError(
-                f"`systems` must hold hybrid and baseline, which are compared, and may hold {', '.join(SYSTEMS)}; got"
-                f" {self.systems}"
-            )
-        self.check_least(replaced_layers=1, final_steps=1, controls=1, steps=1, refinements=2)
+        check_among("systems", self.systems, SYSTEMS)
+        if not {"hybrid", "baseline"} <= set(self.systems):
+            raise UserError(f"`systems` must hold hybrid and baseline, which are compared; got {self.systems}")
+        if not (self.solvers and self.steps and self.refinements):
+            raise UserError("`solvers`, `steps` and `refinements` must each have at least one")
         for solver in self.solvers:
             solver_by_name(solver)
 

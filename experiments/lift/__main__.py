@@ -1,12 +1,4 @@
-"""Trains a model, makes flows with fewer weights of it, and heals them, beside the same model with layers dropped.
-
-    python -m experiments.lift --config experiments/lift/wikitext2.yaml [--text.folder DIR]
-    python -m experiments.lift --smoke                (minutes; a text that Python carries)
-    python -m experiments.lift --config FILE --redraw (table and figure, from the JSON)
-
-Every training is a run below `run_dir`. Given again, the command continues where it stopped. Results go to `output`:
-`results.json`, `results.md`, `runs.csv` and `figure.png`.
-"""
+"""Trains a model, makes flows with fewer weights of it, and heals them, beside the same model with layers dropped."""
 
 import dataclasses
 from pathlib import Path

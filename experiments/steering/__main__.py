@@ -1,12 +1,4 @@
-"""Trains the hybrid on two texts under a control that says which is which; then, does control steer what it writes?
-
-    python -m experiments.steering --config experiments/steering/two_texts.yaml [--a.folder DIR] [--b.folder DIR]
-    python -m experiments.steering --smoke                (minutes; texts that Python carries)
-    python -m experiments.steering --config FILE --redraw (tables and figure, from the JSON)
-
-Every training is a run below `run_dir`. Given again, the command continues where it stopped. Results go to `output`:
-`results.json`, `results.md`, `runs.csv` and `figure.png`.
-"""
+"""Trains the hybrid on two texts under a control that says which is which; then, does control steer what it writes?"""
 
 import dataclasses
 import sys
@@ -35,8 +27,7 @@ _SHOWN = 2  # samples under each control that go to the results
 
 
 def make(config: SteeringConfig, run_dir: Path) -> Steering:
-    sources = [config.a, config.b]
-    texts = [source.prepare(run_dir / "texts") for source in sources]
+    texts = config.texts(run_dir / "texts")
     planned = reported(arms(config, texts, run_dir), config.seeds)
     judge = Judge(*(Path(text.file("select")).read_bytes() for text in texts))
     bound = upper_bound(judge, texts, config.length)
@@ -62,7 +53,7 @@ def make(config: SteeringConfig, run_dir: Path) -> Steering:
     each = [reached(config.batches, recipe, text, texts)["report"] for text in texts]
     counts = {n: float(np.mean([own[n] for own in each])) for n in each[0]}
     protocol = SteeringProtocol(**config.rules() | about, counted=recipe.steps * recipe.tokens, counts=counts)
-    described = [Source(t.name, s.parts, t.sizes()) for t, s in zip(texts, sources, strict=True)]
+    described = [Source(t.name, s.parts, t.sizes()) for t, s in zip(texts, (config.a, config.b), strict=True)]
     return Steering(protocol=protocol, texts=described, arms=ARMS, judge=bound, results=results)
 
 

@@ -9,7 +9,7 @@ from support.models import build, random_tokens, small_config
 from support.studies import ABOUT, ORIGIN, refuse_work, smoke
 
 from experiments.dynamics.__main__ import STUDY
-from experiments.dynamics.plan import DynamicsConfig, arms
+from experiments.dynamics.plan import arms
 from experiments.dynamics.readings import (
     FAMILIES,
     PROPERTIES,
@@ -123,8 +123,8 @@ def test_arms_and_refusals(tmp_path):
     ):
         with pytest.raises(UserError, match=message):
             arms(dataclasses.replace(config, **changes), text, tmp_path)
-    with pytest.raises(UserError, match="`base` is missing"):
-        DynamicsConfig().check()
+    with pytest.raises(UserError, match="a configuration to begin from is missing"):
+        arms(dataclasses.replace(config, base=None), text, tmp_path)
     with pytest.raises(UserError, match="`length` must be at least 5"):
         smoke(STUDY, length=4).check()
 

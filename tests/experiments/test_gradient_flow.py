@@ -132,16 +132,16 @@ def test_what_is_around_the_middle_begins_alike(tmp_path):
 
 def test_what_cannot_be_is_refused(tmp_path):
     for changes, message in (
-        ({"hybrid": None}, "`hybrid` is missing"),
         ({"systems": ["hybrid"]}, "must hold hybrid and baseline"),
-        ({"systems": ["hybrid", "baseline", "deep"]}, "must hold"),
-        ({"refinements": [1]}, "`refinements` must be at least 2"),
-        ({"steps": []}, "`steps` must be at least 1"),
+        ({"systems": ["hybrid", "baseline", "deep"]}, "Choices: baseline, hybrid, shallow"),
+        ({"refinements": [1]}, r"`refinements\[0\]` must be at least 2"),
+        ({"steps": []}, "`steps` and `refinements` must each have at least one"),
         ({"solvers": ["magic"]}, "magic"),
     ):
         with pytest.raises(UserError, match=message):
             smoke(STUDY, **changes).check()
     for changes, message in (
+        ({"hybrid": None}, "a configuration to begin from is missing"),
         ({"hybrid": "configs/wikitext2/standard.yaml"}, "with a flow and `control`"),
         ({"overrides": {"model": {"coda_layers": 0}}, "final_steps": 2}, "0 after it"),
         ({"overrides": {"model": {"depth": {"solver": "rk4"}}}}, "Euler on a fixed grid"),

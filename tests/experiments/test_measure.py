@@ -16,7 +16,7 @@ from experiments.jobs import Arm, Job
 from experiments.leak.__main__ import Vocab, draw
 from experiments.leak.model import Model
 from experiments.measure import Measure, check_causality
-from experiments.protocol import SeedsConfig, StudyConfig
+from experiments.protocol import RatesConfig, SeedsConfig
 from experiments.recipes import Recipe
 from experiments.records import Training
 from qkvflow.errors import UserError
@@ -104,7 +104,7 @@ def test_a_grid_grows_while_its_best_is_at_an_edge(tmp_path, trained, monkeypatc
         return Training(job.seed, job.rate, [(1, 1.0)], abs(math.log(job.rate / best[job.arm.label])), 0.1)
 
     monkeypatch.setattr(measure, "read_training", loss)
-    config = StudyConfig(learning_rates=[0.1, 0.2, 0.4], selection_seeds=[5, 6])
+    config = RatesConfig(learning_rates=[0.1, 0.2, 0.4], selection_seeds=[5, 6])
     found, chosen = Measure(Trained, config, tmp_path).search([job(name, 1).arm for name in best], beyond_grid=3)
     assert chosen == pytest.approx({"inside": 0.2, "above": 1.6, "below": 0.025, "endless": 3.2})
     tried = {name: sorted({r.learning_rate for r in found if r.name == name}) for name in best}
