@@ -1,6 +1,5 @@
 """Trains a flow and a GPT-2 of the same size on one text, and tunes both on another, the flow at several depths."""
 
-import dataclasses
 from pathlib import Path
 
 from levanter.utils.jax_utils import parameter_count
@@ -19,7 +18,7 @@ from qkvflow.tracking import read_metrics
 def make(config: AdaptiveDepthConfig, run_dir: Path) -> AdaptiveDepth:
     texts = config.texts(run_dir / "texts")
     planned = reported(arms(config, texts, run_dir), config.seeds)
-    results = Measure(Trained, config, run_dir, _with_sizes).all(planned)
+    results = Measure(Trained, config, run_dir, _sizes).all(planned)
     recipes = {(job.arm.what.kind, job.arm.text): job.recipe for job in planned}
     steps = {kind: recipe.steps for (kind, _), recipe in recipes.items()}
     alone = {text: recipe for (kind, text), recipe in recipes.items() if kind == "scratch"}
@@ -31,14 +30,10 @@ def make(config: AdaptiveDepthConfig, run_dir: Path) -> AdaptiveDepth:
     )
 
 
-def _with_sizes(job: Job, found: Trained, run: Run, evaluator: RunEvaluator | None) -> Trained:
+def _sizes(job: Job, run: Run, evaluator: RunEvaluator) -> dict[str, float | None]:
     first, size = read_metrics(job.recipe.run.metrics)[0], parameter_count(run.model)
-    return dataclasses.replace(
-        found,
-        parameters=first.get("finetune/parameters", size),
-        trained_parameters=first.get("finetune/trained_parameters", size),
-        before=first.get("finetune/eval_loss_before"),
-    )
+    found = {key: first.get(f"finetune/{key}", size) for key in ("parameters", "trained_parameters")}
+    return found | {"before": first.get("finetune/eval_loss_before")}
 
 
 STUDY = Study("adaptive_depth", AdaptiveDepthConfig, AdaptiveDepth, make, page, figures=draw, page_name="table.md")

@@ -1,6 +1,6 @@
 """What is trained: the YAML of the experiment; a flow and a GPT-2, and both tuned on another text."""
 
-from collections.abc import Iterator, Mapping
+import functools
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -57,30 +57,27 @@ class Stage:
 
 def arms(config: AdaptiveDepthConfig, texts: list[Text], run_dir: Path) -> list[Arm]:
     """All trainings, bases before what is made from them."""
-    ways = [(texts[0], texts[1]), (texts[1], texts[0])][: 1 + config.both_ways]
-    plain = {name: Recipe(config.overrides).but({"model": getattr(config, name)}) for name in ("flow", "gpt2")}
-    costs = {(name, None): cost_of(recipe) for name, recipe in plain.items()}
-    for depth in config.depths:
-        costs["flow", depth] = cost_of(plain["flow"].but({"model": {"depth": {"steps": depth}}}))
-    return [arm for source, target in ways for arm in _one_way(config, source, target, costs, run_dir)]
+    models = {name: {"model": getattr(config, name)} for name in ("flow", "gpt2")}
 
+    @functools.cache
+    def cost(system: str, depth: int | None) -> Cost:
+        own = {"model": {"depth": {"steps": depth}}} if depth else {}
+        return cost_of(Recipe(config.overrides).but(models[system], own))
 
-def _one_way(
-    config: AdaptiveDepthConfig, source: Text, target: Text, costs: Mapping[tuple[str, int | None], Cost], run_dir: Path
-) -> Iterator[Arm]:
-    def arm(label: str, what: Stage, text: Text, *parts: Changes, base: Arm | None = None) -> Arm:
-        recipe, cost = config.recipe({}, text, run_dir, *parts), costs[what.system, what.depth]
-        return Arm(label=f"{label}-{what.kind}", recipe=recipe, cost=cost, what=what, text=text, base=base)
+    def arm(
+        system: str, kind: str, text: Text, *parts: Changes, depth: int | None = None, base: Arm | None = None
+    ) -> Arm:
+        what = Stage(system, kind, text.name, depth, base and base.text.name)
+        label = "-".join(filter(None, [what.source, text.name, f"{system}{depth or ''}", kind]))
+        recipe, price = config.recipe({}, text, run_dir, *parts), cost(system, depth)
+        return Arm(label=label, recipe=recipe, cost=price, what=what, text=text, base=base)
 
-    bases = {}
-    for name in ("flow", "gpt2"):
-        stage, model = Stage(name, "pretrain", source.name, None, None), {"model": getattr(config, name)}
-        bases[name] = arm(f"{source.name}-{name}", stage, source, model, config.pretrain)
-    yield from bases.values()
-    stage = Stage("gpt2", "scratch", target.name, None, None)
-    yield arm(f"{target.name}-gpt2", stage, target, {"model": config.gpt2}, config.scratch)
-    for kind, keys in (("full", config.full), ("lora", config.lora)):
-        for name, depth in [("gpt2", None), *(("flow", depth) for depth in config.depths)]:
-            stage = Stage(name, kind, target.name, depth, source.name)
-            label = f"{source.name}-{target.name}-{name}{depth or ''}"
-            yield arm(label, stage, target, keys, {"steps": depth}, base=bases[name])
+    found: list[Arm] = []
+    for source, target in [texts, texts[::-1]][: 1 + config.both_ways]:
+        bases = {name: arm(name, "pretrain", source, model, config.pretrain) for name, model in models.items()}
+        found += [*bases.values(), arm("gpt2", "scratch", target, models["gpt2"], config.scratch)]
+        for kind in ("full", "lora"):
+            for name, depth in [("gpt2", None), *(("flow", depth) for depth in config.depths)]:
+                keys = getattr(config, kind), {"steps": depth}
+                found.append(arm(name, kind, target, *keys, depth=depth, base=bases[name]))
+    return found
