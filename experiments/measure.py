@@ -17,8 +17,8 @@ from jax.tree_util import Partial
 from levanter.layers.attention import AttentionMask
 from levanter.models.lm_model import LmHeadModel
 
+from experiments.config import SeedsConfig
 from experiments.jobs import Arm, Job, Place, Places, at_work, beyond, chosen_rates, reported, selection, train
-from experiments.protocol import SeedsConfig
 from experiments.records import Training, kept, stored
 from experiments.texts import PARTS, Text
 from qkvflow.errors import UserError

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Generic, NoReturn, TypeVar
 
 from experiments import style
-from experiments.protocol import OutputConfig, SeedsConfig
+from experiments.config import OutputConfig, SeedsConfig
 from experiments.records import Record, made_here, read, written
 from experiments.statistics import LEVEL
 from experiments.tables import Table

@@ -5,15 +5,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from experiments.config import RatesConfig, check_among, check_reference
 from experiments.cost import cost_of
 from experiments.jobs import Arm, Place, Places
-from experiments.protocol import RatesConfig, check_among, check_reference
 from experiments.recipes import Changes, without_base
 from experiments.texts import Text
 from qkvflow.depth import solver_by_name
 from qkvflow.errors import UserError
-from qkvflow.models import NeuralOdeConfig
-from qkvflow.weights import PerLayerConfig
 
 
 @dataclass(frozen=True)
@@ -125,12 +123,12 @@ def plan(config: AblationsConfig, text: Text, run_dir: Path) -> dict[tuple[str, 
 
 def _read_at(arm: Arm, places: list[Place], read_batches: int | None) -> Arm:
     """The arm read at these places too."""
-    model, before = arm.recipe.config.model, arm.flow.places if arm.flow else []
-    if places and (not isinstance(model, NeuralOdeConfig) or isinstance(model.weights, PerLayerConfig)):
+    before = arm.flow.places if arm.flow else []
+    if places and not arm.recipe.is_flow:
         raise UserError("it is no flow but a model of one depth, and cannot be read at another: leave out `read`")
     for solver, steps in places:
         try:
-            model.depth.on_grid(steps, solver=solver)
+            arm.recipe.config.model.depth.on_grid(steps, solver=solver)
         except UserError as error:
             raise UserError(f"it cannot be read by {solver} in {steps} steps: {error}") from None
     together = list(dict.fromkeys([*before, *places]))

@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from experiments.config import TwoTextsConfig
 from experiments.cost import Cost, cost_of
 from experiments.jobs import Arm
-from experiments.protocol import TwoTextsConfig
 from experiments.recipes import Changes, Recipe
 from experiments.texts import Text
 from qkvflow.ranges import Count

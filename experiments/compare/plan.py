@@ -3,9 +3,9 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from experiments.config import RatesConfig, check_among, check_reference
 from experiments.cost import Cost, cost_of, width_with
 from experiments.jobs import Arm
-from experiments.protocol import RatesConfig, check_among, check_reference
 from experiments.recipes import Recipe
 from experiments.texts import Text
 

@@ -5,14 +5,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
+from experiments.config import RatesConfig, check_among, check_reference
 from experiments.cost import cost_of
 from experiments.jobs import Arm, Place, Places
-from experiments.protocol import RatesConfig, check_among, check_reference
 from experiments.recipes import without_base
 from experiments.texts import Text
 from qkvflow.errors import UserError
 from qkvflow.ranges import Count, Range
-from qkvflow.weights import PerLayerConfig
 
 
 @dataclass
@@ -93,12 +92,11 @@ def arms(config: ContinuityConfig, text: Text, run_dir: Path, rates: Rates | Non
         else:
             rate = rates[name] * (config.search_width / width) ** config.transfer
             recipe = recipe.but({"optimizer": {"learning_rate": float(f"{rate:.3g}")}})
-        model = recipe.config.model
-        if model.depth.reading_steps != config.layers:
-            steps = model.depth.reading_steps
+        steps = recipe.config.model.depth.reading_steps
+        if steps != config.layers:
             raise UserError(f"arms.{name} is read with {steps} steps, but `layers` is {config.layers}: make them equal")
-        is_flow = not isinstance(model.weights, PerLayerConfig)
-        what = {"what": Named(name, width), "flow": Places(config.places, config.read_batches) if is_flow else None}
+        flow = Places(config.places, config.read_batches) if recipe.is_flow else None
+        what = {"what": Named(name, width), "flow": flow}
         cost = cost_of(recipe)
         found.append(Arm(label=f"{name}-d{width}", recipe=recipe, cost=cost, text=text, shares_rate=name, **what))
     return found

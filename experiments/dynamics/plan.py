@@ -4,15 +4,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
+from experiments.config import StudyConfig
 from experiments.cost import cost_of
 from experiments.jobs import Arm
-from experiments.protocol import StudyConfig
-from experiments.recipes import Recipe, merged, ordinary
+from experiments.recipes import Recipe, ordinary
 from experiments.texts import Text
 from qkvflow.errors import UserError
-from qkvflow.models import NeuralOdeConfig
 from qkvflow.ranges import Count, Range
-from qkvflow.weights import PerLayerConfig
 
 SYSTEMS = {"flow": "a flow", "layers": "as many ordinary layers (sequential) in its place"}
 
@@ -48,15 +46,12 @@ def arms(config: DynamicsConfig, text: Text, run_dir: Path) -> list[Arm]:
         UserError: if the base has no flow by Euler on a fixed grid, or less steps than checkpoints.
     """
     flow = config.recipe(config.base, text, run_dir)
-    model = flow.config.model
-    if not isinstance(model, NeuralOdeConfig) or isinstance(model.weights, PerLayerConfig):
-        raise UserError(f"{config.base} must be a `type: neuralode` with weights that are functions of time")
-    if model.depth.is_general or model.training_plans or model.depth.solver != "euler" or model.depth.steps < 2:
-        raise UserError(f"{config.base} must be a flow by Euler on a fixed grid of at least two steps")
+    raw, steps = flow.euler_flow(), flow.config.model.depth.steps
+    if steps < 2:
+        raise UserError(f"{config.base} must be a flow of at least two steps")
     if flow.steps < config.checkpoints:
         raise UserError(f"`checkpoints` is {config.checkpoints}, of {flow.steps} steps in all")
-    raw = merged(flow.raw["model"], {"depth": {"steps": model.depth.steps}})
-    models = {"flow": raw, "layers": ordinary(raw, model.depth.steps)}
+    models = {"flow": raw, "layers": ordinary(raw, steps)}
     keep = {"trainer": {"checkpointer": {"keep": [{"every": flow.steps // config.checkpoints}]}}}
     recipes = {name: Recipe({**flow.raw, "model": models[name]}).but(keep) for name in SYSTEMS}
     asks = {key: getattr(config, key) for key in ("checkpoints", "texts", "length")}

@@ -4,16 +4,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
+from experiments.config import StudyConfig, check_among
 from experiments.cost import cost_of
 from experiments.jobs import Arm
-from experiments.protocol import StudyConfig, check_among
-from experiments.recipes import Recipe, merged, ordinary
+from experiments.recipes import Recipe, ordinary
 from experiments.texts import Text
 from qkvflow.depth import solver_by_name
 from qkvflow.errors import UserError
-from qkvflow.models import NeuralOdeConfig
 from qkvflow.ranges import Count, Range
-from qkvflow.weights import PerLayerConfig
 
 SYSTEMS = {
     "baseline": "ordinary layers where the hybrid has its flow",
@@ -73,8 +71,14 @@ def arms(config: GradientFlowConfig, text: Text, run_dir: Path) -> list[Arm]:
         UserError: if the hybrid has no flow on a fixed grid, no ordinary layers around it, or no control.
     """
     hybrid = config.recipe(config.hybrid, text, run_dir)
-    _check_hybrid(config, hybrid)
-    model = merged(hybrid.raw["model"], {"depth": {"steps": hybrid.config.model.depth.steps}})
+    model, known = hybrid.euler_flow(), hybrid.config.model
+    if known.control is None or not known.prelude_layers or not known.coda_layers:
+        raise UserError(
+            f"{config.hybrid} must have `control`, and layers before and after its flow, `prelude_layers` and"
+            f" `coda_layers`; it has {known.prelude_layers} and {known.coda_layers}"
+        )
+    if config.final_steps > hybrid.steps:
+        raise UserError(f"`final_steps` is {config.final_steps}, of {hybrid.steps} steps in all")
     models = {
         "hybrid": model,
         "baseline": ordinary(model, config.replaced_layers),
@@ -92,21 +96,3 @@ def arms(config: GradientFlowConfig, text: Text, run_dir: Path) -> list[Arm]:
         Arm(label=name, recipe=recipe, cost=cost_of(recipe), what=System(name), text=text, asks=asks)
         for name, recipe in recipes.items()
     ]
-
-
-def _check_hybrid(config: GradientFlowConfig, hybrid: Recipe) -> None:
-    model = hybrid.config.model
-    if not isinstance(model, NeuralOdeConfig) or isinstance(model.weights, PerLayerConfig) or model.control is None:
-        raise UserError(f"{config.hybrid} must be a `type: neuralode` with a flow and `control`, as the hybrid is")
-    if not model.prelude_layers or not model.coda_layers:
-        raise UserError(
-            f"{config.hybrid} has {model.prelude_layers} layers before its flow and {model.coda_layers} after it; at"
-            " least one of each is needed: `prelude_layers`, `coda_layers`"
-        )
-    if model.depth.is_general or model.training_plans or model.depth.solver != "euler":
-        raise UserError(
-            f"{config.hybrid} must be trained with Euler on a fixed grid: what is read at other solvers and steps is"
-            " compared with that"
-        )
-    if config.final_steps > hybrid.steps:
-        raise UserError(f"`final_steps` is {config.final_steps}, of {hybrid.steps} steps in all")

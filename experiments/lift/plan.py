@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from experiments.config import StudyConfig
 from experiments.cost import cost_of
 from experiments.jobs import Arm, Job
-from experiments.protocol import StudyConfig
 from experiments.texts import Text
 from qkvflow.data import copy_tokenizer
 from qkvflow.errors import UserError

@@ -3,9 +3,9 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from experiments.config import TwoTextsConfig
 from experiments.cost import cost_of
 from experiments.jobs import Arm
-from experiments.protocol import TwoTextsConfig
 from experiments.steering.controls import training_records
 from experiments.texts import Text
 from qkvflow.errors import UserError

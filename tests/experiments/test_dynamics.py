@@ -118,7 +118,7 @@ def test_arms_and_refusals(tmp_path):
     assert flow.recipe.config.trainer.checkpointer.keep == [{"every": 3}]
     for changes, message in (
         ({"overrides": {"model": {"weights": {"type": "per_layer"}}}}, "functions of time"),
-        ({"overrides": {"model": {"depth": {"solver": "rk4"}}}}, "flow by Euler on a fixed grid"),
+        ({"overrides": {"model": {"depth": {"solver": "rk4"}}}}, "with Euler on a fixed grid"),
         ({"checkpoints": 999}, "`checkpoints` is 999, of 6 steps"),
     ):
         with pytest.raises(UserError, match=message):

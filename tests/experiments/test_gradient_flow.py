@@ -141,8 +141,8 @@ def test_what_cannot_be_is_refused(tmp_path):
             smoke(STUDY, **changes).check()
     for changes, message in (
         ({"hybrid": None}, "a configuration to begin from is missing"),
-        ({"hybrid": "configs/wikitext2/standard.yaml"}, "with a flow and `control`"),
-        ({"overrides": {"model": {"coda_layers": 0}}, "final_steps": 2}, "0 after it"),
+        ({"hybrid": "configs/wikitext2/standard.yaml"}, "functions of time"),
+        ({"overrides": {"model": {"coda_layers": 0}}, "final_steps": 2}, "`coda_layers`; it has 2 and 0"),
         ({"overrides": {"model": {"depth": {"solver": "rk4"}}}}, "Euler on a fixed grid"),
         ({"final_steps": 31}, "of 30 steps in all"),
     ):

@@ -10,12 +10,12 @@ import jax
 import pytest
 
 from experiments import measure
+from experiments.config import RatesConfig, SeedsConfig
 from experiments.cost import Cost
 from experiments.jobs import Arm, Job
 from experiments.leak.__main__ import Vocab, draw
 from experiments.leak.model import Model
 from experiments.measure import Measure, check_causality
-from experiments.protocol import RatesConfig, SeedsConfig
 from experiments.recipes import Recipe
 from experiments.records import Training
 from qkvflow.errors import UserError

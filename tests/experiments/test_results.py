@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from support.studies import ROOT
 
-from experiments.protocol import OutputConfig, SeedsConfig
+from experiments.config import OutputConfig, SeedsConfig
 from experiments.records import Record, Training, kept, read, written
 from experiments.study import Study
 from experiments.tables import Table
