@@ -4,7 +4,7 @@
 ARG PYTHON=3.12
 FROM python:${PYTHON}-slim
 ARG EXTRA=""
-# git: Levanter asks it for the state of the working tree.
+# git: Levanter uses it to read the state of the working tree.
 RUN apt-get update && apt-get install -y --no-install-recommends git && rm -rf /var/lib/apt/lists/*
 WORKDIR /src
 COPY pyproject.toml setup.py MANIFEST.in README.md LICENSE CHANGELOG.md CITATION.cff constraints.txt qkvflow_command.py ./

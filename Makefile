@@ -1,4 +1,4 @@
-# Verbs: setup, train, sample, test, check, bench, targets, docs, dist. Each sets up .venv first if it is not there.
+# Verbs: setup, train, sample, test, check, bench, targets, docs, dist. Each sets up .venv first if it is missing.
 SHELL := /bin/bash
 VENV  := .venv
 PY    := $(VENV)/bin/python
@@ -7,7 +7,7 @@ ARGS  ?=
 
 comma := ,
 EXTRAS := $(subst $(comma), ,$(EXTRA))
-# Compilers for TPUs and GPUs lie beside the environment's packages: JAX would load them wherever it can import them.
+# Compilers for TPUs and GPUs are installed outside the environment's packages: JAX would load them if it could import them.
 COMPILERS := $(VENV)/targets/.installed
 
 # Two workers: most of a test's time is compilation, which uses one core.
@@ -19,17 +19,17 @@ PYTEST := $(PY) -m pytest tests -n 2 --dist loadfile
 help:
 	@echo "make setup   create .venv and install qkvflow with exactly pinned dependencies (EXTRA=dev,cuda12 for a GPU; dev,torch and dev,eval for the tests of hub and of lm-eval; dev,targets for make targets)"
 	@echo "make train   train the quickstart: a small continuous-depth language model, on this machine, in minutes"
-	@echo "make sample  let the quickstart write (ARGS='--prompt \"Once\" --temperature 0.5' for another beginning)"
-	@echo "make test    all tests but the slow ones (make test-slow: those)"
+	@echo "make sample  generate text with the quickstart (ARGS='--prompt \"Once\" --temperature 0.5' for another prompt)"
+	@echo "make test    all tests except the slow ones (make test-slow runs those)"
 	@echo "make check   what to run before a commit: ruff, codespell, pyright, fast tests"
 	@echo "make bench   benchmarks, JSON and a table"
-	@echo "make targets compile every configuration for the TPUs and GPUs that it is meant for, without them (hours)"
+	@echo "make targets compile every configuration for its TPUs and GPUs, without having them (hours)"
 	@echo "make docs    the documentation, into site/ (installs the extra docs on first use)"
 	@echo "make dist    sdist and wheel, into dist/"
 
 setup: $(VENV)/.installed $(if $(filter targets,$(EXTRAS)),$(COMPILERS))
 
-# constraints.txt is the one place with exact versions.
+# Only constraints.txt has exact versions.
 $(VENV)/.installed: pyproject.toml constraints.txt
 	@python=""; for p in python3.12 python3.11 python3; do \
 	  if command -v $$p >/dev/null && $$p -c 'import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' 2>/dev/null; \

@@ -64,11 +64,11 @@ def draw() -> Figure:
         right.plot(steps, means, color=COLOURS[k], linestyle=LINES[k], marker=MARKS[k], label=ARMS[arm])
         right.fill_between(steps, means - halves, means + halves, color=COLOURS[k], alpha=0.15, linewidth=0)
     right.axvline(TRAINED_AT, color="grey", linewidth=0.8, linestyle=":")
-    right.annotate("depth of training", (TRAINED_AT, 4.9), (6.4, 4.9), color="grey", fontsize=8)
-    right.set(xscale="log", xlabel="steps of Euler's method, without further training", ylabel="loss (nats per byte)")
+    right.annotate("training depth", (TRAINED_AT, 4.9), (6.4, 4.9), color="grey", fontsize=8)
+    right.set(xscale="log", xlabel="Euler steps, without further training", ylabel="loss (nats per byte)")
     right.set_xticks([3, 4, 6, 8, 12, 24], ["3", "4", "6", "8", "12", "24"], minor=False)
     right.set_xticks([], minor=True)
-    right.set_title("One trained model, read at other depths", fontsize=10)
+    right.set_title("One trained model, evaluated at other depths", fontsize=10)
     right.legend(frameon=False, fontsize=8)
     for panel in (left, right):
         panel.spines[["top", "right"]].set_visible(False)
@@ -89,7 +89,7 @@ def _flow(panel: Axes) -> None:
             label=f"{steps} steps",
         )
     panel.annotate("x(0), the embedding", fine[0], fine[0] + (-0.1, -0.15), fontsize=8)
-    panel.annotate("x(1), read by the head", fine[-1], fine[-1] + (-0.05, -0.13), fontsize=8)
+    panel.annotate("x(1), input of the head", fine[-1], fine[-1] + (-0.05, -0.13), fontsize=8)
     panel.set(xticks=[], yticks=[], xlabel="state (toy field)")
     panel.set_title("A layer is a step of a solver", fontsize=10)
     panel.margins(x=0.25, y=0.3)
@@ -103,7 +103,7 @@ def draw_depths() -> Figure:
     for k, (name, rows) in enumerate(readings.items()):
         steps, losses = zip(*((row["steps"], row["loss"]) for row in rows), strict=True)
         panel.plot(steps, losses, color=COLOURS[k], linestyle=LINES[k], marker=MARKS[k], label=name)
-    panel.set(xscale="log", xlabel="steps of Euler's method", ylabel="loss (nats per byte), n = 1")
+    panel.set(xscale="log", xlabel="Euler steps", ylabel="loss (nats per byte), n = 1")
     panel.set_xticks(steps, [str(step) for step in steps], minor=False)
     panel.set_xticks([], minor=True)
     panel.legend(frameon=False, fontsize=8)

@@ -50,7 +50,7 @@ class Protocol:
 
     def tokens_of(self, batches: int | None) -> str:
         """How much of a text is read, in words."""
-        return f"first {batches * self.tokens_per_step:,} tokens, if it has so many" if batches else ""
+        return f"first {batches * self.tokens_per_step:,} tokens, or fewer if it is shorter" if batches else ""
 
     @property
     def about_report(self) -> str:
@@ -64,13 +64,13 @@ class Protocol:
 
     @property
     def about_counts(self) -> str:
-        words = f"n-grams, counted in the first {self.counted:,} tokens of the text to train on, as many as a model is"
-        return f"{words} trained on, reach {about(self.counts['report'])} on what is reported"
+        words = f"counted in the first {self.counted:,} tokens of the training text, as many as a model is trained on"
+        return f"n-grams, {words}, reach {about(self.counts['report'])} on the part `report`"
 
     def about_rates(self, each: str) -> str:
         """How the learning rates were found, for `each` what."""
         rates, seeds = ", ".join(f"{r:g}" for r in self.learning_rates), ", ".join(map(str, self.selection_seeds))
         if len(self.learning_rates) < 2:
-            return rates or "that of each configuration, not searched for"
-        lowest = f"the lowest loss on `select` at the end of trainings with seeds {seeds}"
+            return rates or "that of each configuration, without a search"
+        lowest = f"the lowest final loss on `select` with seeds {seeds}"
         return f"the one of {rates} with {lowest}, for {each}"

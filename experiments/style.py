@@ -26,7 +26,7 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 MARKS = ("o", "s", "^", "D", "v", "P")
 LINES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (1, 3)))
 REFERENCE, MUTED = "black", "grey"
-_WORDS = {"select": "the text to select by", "report": "unseen text"}
+_WORDS = {"select": "selection text", "report": "held-out text"}
 
 
 def series(k: int) -> dict[str, Any]:

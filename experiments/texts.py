@@ -8,6 +8,7 @@ import functools
 import hashlib
 import itertools
 import json
+import platform
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -15,8 +16,8 @@ from typing import Literal
 import draccus
 from levanter.data.text import HfDatasetSourceConfig
 
+from qkvflow.data.builtin import documents_of
 from qkvflow.data.cache import open_source
-from qkvflow.data.sources import BUILTIN_TEXTS
 from qkvflow.errors import UserError
 from qkvflow.files import write_text
 
@@ -187,10 +188,11 @@ class Builtin(TextConfig):
     @property
     def origins(self) -> tuple[str, ...]:
         half = "half of its validation split"
-        return f"training split of {self.text}", f"first {half}", f"second {half}"
+        source = "" if self.text == "topics" else f" of Python {platform.python_version()}"
+        return f"training split of {self.text}{source}", f"first {half}", f"second {half}"
 
     def contents(self) -> tuple[str, ...]:
-        train, validation = ("\n".join(BUILTIN_TEXTS[self.text](split)) for split in ("train", "validation"))
+        train, validation = ("\n".join(documents_of(self.text, split)) for split in ("train", "validation"))
         return train, *_cut(validation, len(validation) // 2)
 
 
@@ -210,5 +212,5 @@ def _read(path: Path) -> str:
     try:
         return path.expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        hint = "Where texts lie is said by --text.folder DIR (where there are two, --a.folder and --b.folder)"
-        raise UserError(f"{path} cannot be read: {error}. {hint}, or by the keys of the text in the YAML") from None
+        hint = "Set the place of the text in the YAML, or by --text.folder DIR (two texts: --a.folder, --b.folder)"
+        raise UserError(f"{path} cannot be read: {error}. {hint}") from None

@@ -131,18 +131,18 @@ def main(
             run = load_run(config.run, config.checkpoint_step)
         run = on_other_text(run, config.data or {})
         text = _other_text(config.data or {})
+        suffix = "" if text is None else f"-{text}"
         if config.exit is not None:
             exits = _exits(run, config.exit, steps, solvers, config, progress)
-            return _tell_exits(run, exits, "" if text is None else f"-{text}")
+            return _tell_exits(run, exits, suffix)
         if caches:
-            return _tell_caches(run, _caches(run, caches, steps, solvers, config, progress), text)
+            return _tell_caches(run, _caches(run, caches, steps, solvers, config, progress), suffix)
         if config.continuity:
             found = _continuity(run, config, progress)
         else:
             found = _readings(run, steps, solvers, config, progress)
             if text is None:
                 warn_of_lost(run, {f"{r.solver} with {r.steps} steps": r.loss for r in found})
-    suffix = "" if text is None else f"-{text}"
     if isinstance(found, Continuity):
         print(table(found))
         _write(run, f"continuity{suffix}.json", found.as_json())
@@ -256,11 +256,10 @@ def _caches(run: Run, caches, steps, solvers, config: EvalConfig, progress: Prog
     return readings
 
 
-def _tell_caches(run: Run, readings: list[CacheReading], text: str | None) -> list[CacheReading]:
+def _tell_caches(run: Run, readings: list[CacheReading], suffix: str) -> list[CacheReading]:
     print(f"{'cache':<10}{'kept':>6}{'of':>5}{'bytes per token':>17}{'loss':>9}")
     for r in readings:
         print(f"{r.cache:<10}{r.kept:>6}{r.of:>5}{r.bytes_per_token:>17,}{r.loss:>9.4f}")
-    suffix = "" if text is None else f"-{text}"
     _write(run, f"cache{suffix}.json", {"caches": [asdict(r) for r in readings]})
     return readings
 

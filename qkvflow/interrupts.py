@@ -20,7 +20,7 @@ def leave_while_importing() -> None:
     wanted = words[words.index("-m") + 1 :][:1] if "-m" in words else []
     # While Python looks for the module of `-m`, that is all that argv says.
     is_module = sys.argv[:1] == ["-m"] and bool(wanted) and wanted[0].startswith("qkvflow.")
-    is_program = is_module or Path(sys.argv[0]).stem in ("qkvflow", "qkvflow_command")
+    is_program = is_module or Path(next(iter(sys.argv), "")).stem in ("qkvflow", "qkvflow_command")
     if is_program and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _leave)
 

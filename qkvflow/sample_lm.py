@@ -121,11 +121,11 @@ def main(config: SampleConfig) -> list[str]:
                 config.run,
                 config.checkpoint_step,
                 *depth,
-                config.use_cache,
-                config.dtype,
-                drafting,
-                config.exit,
-                sharing,
+                use_cache=config.use_cache,
+                dtype=config.dtype,
+                drafting=drafting,
+                exits=config.exit,
+                sharing=sharing,
             )
         jobs = _jobs(writer, prompts, config)
         size = min(config.batch_size, len(jobs))

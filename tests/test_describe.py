@@ -11,6 +11,7 @@ import pytest
 import yaml
 from levanter.trainer_state import trainables_only
 from support.models import build, llama, small_config
+from support.tiny import FLOW, tiny
 
 from qkvflow import describe as program
 from qkvflow.cli import parse
@@ -157,19 +158,8 @@ def test_what_does_not_vary():
 @pytest.mark.slow
 @pytest.mark.program
 def test_a_trained_run(tmp_path, capsys):
-    raw = {
-        "model": {
-            "type": "neuralode",
-            "max_seq_len": 32,
-            "hidden_dim": 16,
-            "block": {"type": "llama", "num_heads": 2, "num_kv_heads": 1, "form": "official"},
-            "weights": {"type": "generated", "time_embed_dim": 4, "sinusoidal_dim": 4},
-            "depth": {"steps": 2},
-        },
-        "data": {"cache_dir": str(tmp_path / "cache")},
-        "run_dir": str(tmp_path / "runs"),
-        "trainer": {"id": "a", "train_batch_size": 2, "num_train_steps": 2, "max_eval_batches": 1},
-    }
+    block = {"type": "llama", "num_heads": 2, "num_kv_heads": 1, "form": "official"}
+    raw = tiny(tmp_path, "a", FLOW | {"block": block})
     run = train(decode(TrainConfig, raw))
     capsys.readouterr()
     program.main(program.DescribeConfig(files=[str(CONFIGS / "quickstart.yaml")], run=[str(run)]))
@@ -184,19 +174,7 @@ def test_a_trained_run(tmp_path, capsys):
 @pytest.mark.program
 def test_the_step_of_runs_and_of_lora_on_a_mesh(tmp_path, capsys):
     """A run as it trains: of LoRA, only what is trained has a gradient and an optimizer's state."""
-    raw = {
-        "model": {
-            "type": "neuralode",
-            "max_seq_len": 32,
-            "hidden_dim": 16,
-            "block": {"type": "gpt2", "num_heads": 2},
-            "weights": {"type": "generated", "time_embed_dim": 4, "sinusoidal_dim": 4},
-            "depth": {"steps": 2},
-        },
-        "data": {"cache_dir": str(tmp_path / "cache")},
-        "run_dir": str(tmp_path / "runs"),
-        "trainer": {"id": "base", "train_batch_size": 2, "num_train_steps": 2, "max_eval_batches": 1},
-    }
+    raw = tiny(tmp_path, "base")
     base = train(decode(TrainConfig, raw))
     tuned = {key: raw[key] for key in ("data", "run_dir")} | {"run": str(base), "mode": {"type": "lora", "r": 2}}
     tuned |= {"trainer": raw["trainer"] | {"id": "lora"}}

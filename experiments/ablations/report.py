@@ -118,16 +118,16 @@ def _group(record: Ablations, name: str) -> str:
     columns = known("trained", "evaluations", "rate"), against(asked.reference), known("ms per step")
     blocks = [
         f"## {name} (n = {found[asked.reference].loss.mean.n})",
-        f"{asked.question} All begin with {asked.begins}.",
+        f"{asked.question} All start from {asked.begins}.",
         bullets(f"{arm}: {about.settings or 'nothing changed'}" for arm, about in asked.arms.items()),
         table("arm", found, *columns),
     ]
     if asked.places:
         found, moved = readings(record, name), readings(record, name, "displacement")
         for words, cell in (
-            ("Loss, read by solver and number of steps:", lambda at: found[at].mean),
+            ("Loss by solver and number of evaluation steps:", lambda at: found[at].mean),
             (
-                f"Minus {asked.reference} read there too; p (Holm):",
+                f"Minus {asked.reference} in the same setting; p (Holm):",
                 lambda at: "; ".join(filter(None, map(str, difference_cells(found[at])[:2]))),
             ),
             ("Displacement of the flow, ||x(1) - x(0)|| / ||x(0)||:", lambda at: moved[at].mean),
@@ -170,6 +170,6 @@ def _figure(record: Ablations, name: str, found: Mapping[str, Line], *spans: sty
         read, places = readings(record, name), [f"{solver} {steps}" for solver, steps in asked.places]
         cells = [[read[place, arm].mean for place in asked.places] for arm in asked.arms]
         style.heat(row[2], list(asked.arms), places, cells)
-        row[2].set_title("loss, read by solver and number of steps without training", fontsize=9)
+        row[2].set_title("loss by solver and number of steps, without training", fontsize=9)
     figure.suptitle(f"{name}, n = {record.protocol.n} seeds, 95 % intervals", fontsize=10)
     return figure

@@ -18,8 +18,8 @@ from levanter.models.lm_model import LmConfig
 from levanter.utils.tree_utils import inference_mode
 
 from experiments.bench import gradients
-from experiments.bench.frame import Benchmark, Rows, interleaved, run
-from experiments.bench.gradients import build, step
+from experiments.bench.frame import Benchmark, Call, Rows, interleaved, run
+from experiments.bench.gradients import build
 from experiments.records import device_name
 from qkvflow.blocks import Gpt2BlockConfig
 from qkvflow.generation import SamplingOptions
@@ -78,23 +78,36 @@ def models(size: Size) -> dict[str, LmConfig]:
     }
 
 
+def training_step(config: LmConfig, size: Size, policy: str) -> tuple[Call, int]:
+    """(a call that takes one Adam step, bytes that the device needs for it)."""
+    return gradients.step(config, size.batch, policy, hax.Axis("vocab", size.vocab))
+
+
 def training(size: Size) -> Rows:
-    """Rows by model and precision; those that the device has no memory for are left out, and told."""
-    rows: dict[str, dict[str, float]] = {}
+    """Rows by model and precision. Each model takes turns with Levanter's GPT-2, and is freed before the next; one that
+    the device has no memory for is left out, which is printed."""
+    rows, baseline = {}, next(iter(models(size)))
     for name, policy in (("bf16", "p=f32,c=bf16"), ("fp32", "p=f32,c=f32")):
-        calls, needed = {}, {}
-        for model, config in models(size).items():
-            calls[model], needed[model] = step(config, size.batch, policy, hax.Axis("vocab", size.vocab))
-        for model, row in interleaved(calls, ROUNDS).items():
-            tokens = size.batch * size.sequence
-            rows[f"{model}, {name}"] = row | {
-                "GiB": needed[model] / 2**30,
-                "tokens_per_second": tokens / row["seconds"],
-            }
-            per_token, peak = models(size)[model].flops_per_token(size.vocab, size.sequence), peak_flops()
-            if per_token and peak:
-                rows[f"{model}, {name}"]["mfu"] = 3 * per_token * tokens / row["seconds"] / peak
+        first = training_step(models(size)[baseline], size, policy)
+        for model in models(size):
+            try:
+                rows[f"{model}, {name}"] = _against(first, None if model == baseline else model, size, policy)
+            except jax.errors.JaxRuntimeError as error:
+                if "RESOURCE_EXHAUSTED" not in str(error):
+                    raise
+                print(f"{model}, {name}: left out, the device has too little memory for it", flush=True)
     return rows
+
+
+def _against(first: tuple[Call, int], model: str | None, size: Size, policy: str) -> dict[str, float]:
+    """The row of a model; that of the baseline, whose step and memory are `first`, if None."""
+    config = next(iter(models(size).values())) if model is None else models(size)[model]
+    step, needed = first if model is None else training_step(config, size, policy)
+    row = interleaved({"baseline": first[0]} | ({} if model is None else {model: step}), ROUNDS)[model or "baseline"]
+    tokens = size.batch * size.sequence
+    found = {**row, "GiB": needed / 2**30, "tokens_per_second": tokens / row["seconds"]}
+    per_token, peak = config.flops_per_token(size.vocab, size.sequence), peak_flops()
+    return found | ({"mfu": 3 * per_token * tokens / row["seconds"] / peak} if per_token and peak else {})
 
 
 def decoding(size: Size) -> Rows:

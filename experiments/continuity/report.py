@@ -127,7 +127,7 @@ def _verdicts(record: Continuity) -> Table:
         change = record.change(arm, ("rk4", p.layers))
         rows.append([arm, record.loss(arm, p.own), change, upwards, around, "yes" if holds else "no"])
     head = ["arm", f"loss at L = {p.layers}", "RK4 minus that", "largest change from L on"]
-    return Table([*head, "largest from L / 2 on", "an ODE by the rule"], rows)
+    return Table([*head, "largest from L / 2 on", "ODE by the rule"], rows)
 
 
 def files(record: Continuity) -> dict[str, Table]:
@@ -180,7 +180,7 @@ def _depths(record: Continuity, shown: Mapping[str, list[str]]) -> Figure:
         panel.set_xscale("log", base=2)
         panel.set_xticks([n for n in steps if n % p.layers == 0 or p.layers % n == 0])
         panel.xaxis.set_major_formatter("{x:.0f}")
-        panel.set(title=title, xlabel=f"Euler steps, without training (trained to be read with {p.layers})")
+        panel.set(title=title, xlabel=f"Euler steps, without training (trained with {p.layers})")
         style.losses(panel, p, "report", limits)
         own = {arm: found[arm] for arm in names if arm in found}
         for arm, (_, losses) in own.items():

@@ -12,7 +12,7 @@ from experiments.texts import Text
 from qkvflow.errors import UserError
 from qkvflow.ranges import Count, Range
 
-SYSTEMS = {"flow": "a flow", "layers": "as many ordinary layers (sequential) in its place"}
+SYSTEMS = {"flow": "a flow", "layers": "as many ordinary layers (sequential) instead"}
 
 
 @dataclass

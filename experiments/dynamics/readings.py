@@ -26,9 +26,9 @@ from qkvflow.axes import POSITION
 
 FAMILIES = ("qk", "ov")
 PROPERTIES = {
-    "nearness": "place in the text: how near to its end",
-    "rarity": "-log of its frequency in the text to train on",
-    "surprise": "the model's own loss of it",
+    "nearness": "position in the text: how close to its end",
+    "rarity": "-log of its frequency in the training text",
+    "surprise": "the model's own loss on it",
 }
 SCORES = ("paper", "coupled", "official")
 

@@ -156,7 +156,7 @@ def _spectra(record: Dynamics) -> Figure:
             panel.set(title=f"{family.upper()}: {words}", ylabel=f"{words}, n = {record.protocol.n}", xlabel="t")
             panel.grid(alpha=0.25)
             if field_name == "positive":
-                style.level(panel, 0.5, "as many as not")
+                style.level(panel, 0.5, "half")
             ends = {}
             for system in SYSTEMS:
                 own = record.of(system=system)

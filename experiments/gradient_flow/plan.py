@@ -14,9 +14,9 @@ from qkvflow.errors import UserError
 from qkvflow.ranges import Count, Range
 
 SYSTEMS = {
-    "baseline": "ordinary layers where the hybrid has its flow",
+    "baseline": "ordinary layers instead of the flow",
     "hybrid": "ordinary layers, a flow, ordinary layers",
-    "shallow": "the ordinary layers of the hybrid alone, nothing in their middle",
+    "shallow": "only the ordinary layers of the hybrid, with nothing in the middle",
 }
 
 

@@ -165,7 +165,7 @@ def _refined(trained: Mapping[str, list[Trained]]) -> Table:
         moved = _small([r.refined.displacement for r in own])
         for read, cells in _changed(own, lambda r: [r.refined.left_out, *r.refined.refined], "divergence", "share"):
             rows.append([name, f"steps of 1/{read.factor}" if read.factor else "left out", moved, *cells])
-    head = ["model", "its middle", "displacement", "loss minus as trained", "divergence of logits", "share"]
+    head = ["model", "middle", "displacement", "loss minus as trained", "divergence of logits", "share"]
     return Table(head, rows)
 
 
@@ -258,7 +258,7 @@ def _invariance(record: GradientFlow) -> Figure:
         ends[words] = (p.refinements[-1], at[-1].mean)
     style.level(right, SHARE, f"our rule: passes below {SHARE:g}", "dimgrey")
     right.set_xticks(p.refinements)
-    words = f"share of what the middle does, n = {p.n}"
+    words = f"share of the effect of the middle, n = {p.n}"
     right.set(xlabel="m: steps of 1/m of the trained length", ylabel=words, ylim=(0, None))
     right.grid(alpha=0.25)
     style.direct(right, ends, _LOOKS_OF_MIDDLES)

@@ -95,7 +95,7 @@ def make(config: LeakConfig, run_dir: Path) -> Leak:
 
 def page(record: Leak) -> Mapping[str, object]:
     rows = [[name, f"{m.loss:.3f} ± {1.96 * m.error:.3f}", f"{m.moved:.3g}"] for name, m in record.models.items()]
-    head = ["axes of queries and keys", "loss", "a token is changed: the most that a logit before it moves"]
+    head = ["axes of queries and keys", "loss", "largest change of an earlier logit when a token is changed"]
     return {
         "kind": "all true" if record.mask.is_all_true else "not all true",
         "bound": math.log(record.protocol.vocab),

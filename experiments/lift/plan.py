@@ -21,9 +21,9 @@ from qkvflow.runs.made import new_run
 from qkvflow.weights import BasisConfig
 
 KINDS = {
-    "aligned": "W(t) of K functions of time, fitted to aligned layers",
-    "not aligned": "W(t) of K functions of time, fitted to the layers as they are",
-    "dropped": "K of the layers, at equal distances; the others are dropped",
+    "aligned": "W(t) with K functions of time, fitted to aligned layers",
+    "not aligned": "W(t) with K functions of time, fitted to the original layers",
+    "dropped": "K equally spaced layers; the others are dropped",
 }
 
 

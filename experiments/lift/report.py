@@ -52,7 +52,7 @@ def page(record: Lifted) -> Mapping[str, object]:
     for kind, k in after:
         size = count(record.parameters[f"{kind.replace(' ', '_')}_{k}"])
         rows.append([k, kind, size, before[kind, k].mean, after[kind, k].mean, *difference_cells(after[kind, k])[:2]])
-    head = ["K", "made of the model", "parameters", "before healing", "after", "minus dropped", "p (Holm)"]
+    head = ["K", "kind", "parameters", "before healing", "after", "minus dropped", "p (Holm)"]
     return {
         "kinds": bullets(f"{kind}: {words}" for kind, words in KINDS.items()),
         "base": f"{record.base} nats per {record.protocol.unit}, {count(record.parameters['trained'])} parameters",
@@ -76,6 +76,6 @@ def draw(record: Lifted) -> Iterator[style.Named]:
     for panel, (words, own) in zip(row, found.items(), strict=True):
         panel.set(title=words, xlabel=f"K, of {p.layers} layers", xticks=p.dims)
         style.losses(panel, p, "report", limits)
-        style.level(panel, record.base.mean, "the model itself", style.REFERENCE)
+        style.level(panel, record.base.mean, "original model", style.REFERENCE)
         style.curves(panel, {kind: (p.dims, [own[kind, k].mean for k in p.dims]) for kind in KINDS}, looks)
     yield "figure", figure

@@ -13,7 +13,7 @@ from qkvflow.ranges import Count, Positive, ProperShare
 
 ARMS = {
     "steered": "the control of a record says which text it is from",
-    "shuffled": "the same controls, dealt out to the records at random",
+    "shuffled": "the same controls, assigned to the records at random",
 }
 
 

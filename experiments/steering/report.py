@@ -122,7 +122,7 @@ def page(record: Steering) -> Mapping[str, object]:
         "arms": bullets(f"`{arm}`: {words}." for arm, words in record.arms.items()),
         "a": a,
         "b": b,
-        "judged": Table(["model", "judged as the text asked for", "minus chance", "p (Holm)"], judged),
+        "judged": Table(["model", "judged as the requested text", "minus chance", "p (Holm)"], judged),
         "ways": Table(["model", *asked.values()], shares),
         "losses": Table(["model", "control", "loss", "minus right control", "p (Holm)"], kinds),
         "examples": bullets(f"{words}: {text!r}" for u, words in asked.items() for text in first.examples[u]),
@@ -156,7 +156,7 @@ def draw(record: Steering) -> Iterator[style.Named]:
     style.direct(left, ends, looks)
     right.set_xticks([0.07, 1.07, 2.07], ["right", "wrong", "none"])
     limits = style.span([found.mean for found in heard.values()], counts=[p.counts])
-    style.loss_axis(right, "unseen text of both", "byte", p.n, p.counts, limits)
+    style.loss_axis(right, "held-out text of both", "byte", p.n, p.counts, limits)
     right.set_xlabel("control")
     figure.suptitle(f"n = {p.n} seeds, {p.samples} samples each, 95 % intervals", fontsize=10)
     yield "figure", figure

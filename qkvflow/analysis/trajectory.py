@@ -6,10 +6,9 @@ The measures are those of `qkvflow.lens`, here of one sequence as NumPy arrays, 
 from dataclasses import dataclass
 
 import equinox as eqx
+import haliax as hax
 import numpy as np
-from haliax import NamedArray
 from levanter.models.lm_model import LmHeadModel
-from scipy import special
 
 from qkvflow import lens
 from qkvflow.analysis.reading import Reading, read, sequence
@@ -90,7 +89,11 @@ def logit_lens(model: LmHeadModel | Reading, tokens, top: int = 5) -> LogitLens:
 
 def attention(model: LmHeadModel | Reading, tokens) -> np.ndarray:
     """p_ij, what token i attends to token j, of each head at the beginning of each step: [steps, heads, i, j]."""
-    return np.asarray(_pattern(_reading(model), tokens).rearrange((LAYERS, HEADS, POSITION, KEY_POSITION)).array)
+    reading = _reading(model)
+    tokens, control = sequence(reading, tokens), reading.inputs.control
+    place = "attn.pattern" if reading.plan.evaluations == reading.steps else "0.attn.pattern"
+    _, cache = eqx.filter_jit(lens.run_with_cache)(reading.model, tokens, f"[0-9]*.{place}", control=control)
+    return np.asarray(cache.stack(place).rearrange((LAYERS, HEADS, POSITION, KEY_POSITION)).array)
 
 
 def attention_entropy(model: LmHeadModel | Reading, tokens) -> np.ndarray:
@@ -98,20 +101,12 @@ def attention_entropy(model: LmHeadModel | Reading, tokens) -> np.ndarray:
 
     At the beginning of each step (of its first stage). Token i sees i + 1 tokens, so log(i + 1) is the most.
     """
-    found = lens.attention_entropy(_pattern(_reading(model), tokens))
-    return np.asarray(found.rearrange((LAYERS, HEADS, POSITION)).array)
+    return entropy_of(attention(model, tokens))
 
 
-def entropy_of(p: np.ndarray) -> np.ndarray:
-    """-sum_j p_ij log p_ij in nats, along the last axis."""
-    return -np.sum(special.xlogy(p, p), axis=-1)
-
-
-def _pattern(reading: Reading, tokens) -> NamedArray:
-    tokens, control = sequence(reading, tokens), reading.inputs.control
-    place = "attn.pattern" if reading.plan.evaluations == reading.steps else "0.attn.pattern"
-    _, cache = eqx.filter_jit(lens.run_with_cache)(reading.model, tokens, f"[0-9]*.{place}", control=control)
-    return cache.stack(place)
+def entropy_of(maps: np.ndarray) -> np.ndarray:
+    """`attention_entropy` of the maps that `attention` gives."""
+    return np.asarray(lens.attention_entropy(hax.named(maps, (LAYERS, HEADS, POSITION, KEY_POSITION))).array)
 
 
 def _reading(model: LmHeadModel | Reading) -> Reading:

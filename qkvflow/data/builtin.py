@@ -1,21 +1,23 @@
-"""Two texts that every Python carries, split into train and validation: the English of its help, and its own source."""
+"""Two texts that every Python carries, split into train and validation: its help, and the source of its library."""
 
 import functools
 import hashlib
+import itertools
 import sysconfig
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from qkvflow.errors import UserError
 
 _VALIDATION_FRACTION = 0.1
 _SHINGLE_WORDS = 8
-# Topics that share more than this part of the smaller one's word sequences are kept on one side of the split.
+# Texts that share more than this part of the smaller one's word sequences are kept on one side of the split.
 _SHARED_FRACTION = 0.05
-_LIBRARY_BYTES = 1_000_000
-_LIBRARY_VALIDATION_EVERY = 10
+_NOT_LIBRARY = {"test", "tests", "idle_test", "pydoc_data"}  # tests, and the text of `topics`
 
 
+@functools.cache
 def topics() -> dict[str, str]:
     """Name and text of each topic, in the order of the names (about 465 kB in all)."""
     from pydoc_data.topics import topics as by_name
@@ -23,25 +25,49 @@ def topics() -> dict[str, str]:
     return dict(sorted(by_name.items()))
 
 
-def topics_of(split: str) -> Iterator[str]:
-    """The topics of `pydoc` in the split `train` or `validation`, in a fixed order that mixes the subjects."""
-    held_out = validation_names()
-    by_name = topics()
+@functools.cache
+def library() -> dict[str, str]:
+    """Path and text of each module of the standard library without its tests (about 11 MB in all), ordered by path.
+
+    Raises:
+        UserError: this Python carries no sources.
+    """
+    folder, found = Path(sysconfig.get_path("stdlib")), {}
+    for path in sorted(folder.rglob("*.py")):
+        names = path.relative_to(folder).with_suffix("").parts
+        # Folders such as site-packages and config-3.11-x86_64-linux-gnu cannot be imported by their name.
+        if all(map(str.isidentifier, names)) and not _NOT_LIBRARY & {*names} and "_sysconfigdata" not in names[-1]:
+            found["/".join(names)] = path.read_text(encoding="utf-8")
+    if len(found) < 100:
+        raise UserError(
+            f"this Python carries no sources of its standard library in {folder}: give other text, such as"
+            " --data.train my.txt"
+        )
+    return found
+
+
+BUILTIN_TEXTS: dict[str, Callable[[], dict[str, str]]] = {"topics": topics, "library": library}
+
+
+def documents_of(text: str, split: str) -> Iterator[str]:
+    """The documents of a text of BUILTIN_TEXTS in the split `train` or `validation`, in a fixed order that mixes the
+    subjects."""
+    by_name, held_out = BUILTIN_TEXTS[text](), validation_names(text)
     for name in sorted(by_name, key=_name_hash):
         if (name in held_out) == (split == "validation"):
             yield by_name[name]
 
 
-@functools.lru_cache(maxsize=1)
-def validation_names() -> frozenset[str]:
-    """The topics held out: about a tenth of the text, whole groups of related topics.
+@functools.cache
+def validation_names(text: str) -> frozenset[str]:
+    """The documents held out: about a tenth of the text, whole groups of related documents.
 
     Many topics repeat sections of others word for word ("customization" is a part of "specialnames", "try" of
-    "compound"): a split topic by topic would show the model most of its validation text. So topics that share
-    text form a group, and groups are drawn in the order of a hash of their names, skipping those too big for
-    what is still to be filled.
+    "compound"), and so do modules: a split document by document would show the model most of its validation text.
+    So documents that share text form a group, and groups are drawn in the order of a hash of their names, skipping
+    those too big for what is still to be filled.
     """
-    by_name = topics()
+    by_name = BUILTIN_TEXTS[text]()
     wanted = _VALIDATION_FRACTION * sum(map(len, by_name.values()))
     held_out: set[str] = set()
     filled = 0
@@ -54,47 +80,20 @@ def validation_names() -> frozenset[str]:
 
 
 def related_groups(by_name: Mapping[str, str]) -> list[set[str]]:
-    """The topics in groups such that topics of different groups share next to no sequences of eight words."""
+    """The documents in groups such that those of different groups share next to no sequences of eight words."""
     shingles = {name: _shingles(text) for name, text in by_name.items()}
+    names_with: dict[tuple[str, ...], list[str]] = {}
+    for name, own in shingles.items():
+        for shingle in own:
+            names_with.setdefault(shingle, []).append(name)
+    shared = Counter(pair for names in names_with.values() for pair in itertools.combinations(names, 2))
     group_of = {name: {name} for name in by_name}
-    names = list(by_name)
-    for index, first in enumerate(names):
-        for second in names[:index]:
-            shared = len(shingles[first] & shingles[second])
-            smaller = min(len(shingles[first]), len(shingles[second]))
-            if shared > _SHARED_FRACTION * smaller and group_of[first] is not group_of[second]:
-                merged = group_of[first] | group_of[second]
-                group_of.update(dict.fromkeys(merged, merged))
+    for (first, second), count in shared.items():
+        smaller = min(len(shingles[first]), len(shingles[second]))
+        if count > _SHARED_FRACTION * smaller and group_of[first] is not group_of[second]:
+            merged = group_of[first] | group_of[second]
+            group_of.update(dict.fromkeys(merged, merged))
     return list({id(group): group for group in group_of.values()}.values())
-
-
-def modules_of(split: str) -> Iterator[str]:
-    """Modules of the standard library, about 1 MB, in the split `train` or `validation`, the subjects mixed.
-
-    Raises:
-        UserError: this Python carries no sources.
-    """
-    for index, path in enumerate(_modules()):
-        if (index % _LIBRARY_VALIDATION_EVERY == 0) == (split == "validation"):
-            yield path.read_text(encoding="utf-8")
-
-
-@functools.lru_cache(maxsize=1)
-def _modules() -> tuple[Path, ...]:
-    """Top-level modules in the order of a hash of their names, until there is enough text."""
-    folder = Path(sysconfig.get_path("stdlib"))
-    chosen, size = [], 0
-    for path in sorted(folder.glob("*.py"), key=lambda path: hashlib.sha256(path.name.encode()).digest()):
-        if size >= _LIBRARY_BYTES:
-            break
-        chosen.append(path)
-        size += path.stat().st_size
-    if size < _LIBRARY_BYTES // 2:
-        raise UserError(
-            f"this Python carries no sources of its standard library in {folder}: give other text, such as"
-            " --data.train my.txt"
-        )
-    return tuple(chosen)
 
 
 def _shingles(text: str) -> set[tuple[str, ...]]:

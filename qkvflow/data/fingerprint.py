@@ -5,6 +5,7 @@ import functools
 import hashlib
 import json
 import os
+import platform
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -89,10 +90,12 @@ def source_record(name: str, source: LmDatasetSourceConfigBase) -> dict[str, str
     """What a run writes down of the data of its component `name`: each file and its content, in order.
 
     A file of up to 256 MB is known by its size and hash, whatever its place and time; a bigger one also by its
-    time, because only its ends are hashed. Data on a network has nothing to be known by.
+    time, because only its ends are hashed. The version of Python is told of a built-in text, which changes with it.
+    Data on a network has nothing to be known by.
     """
     if isinstance(source, BuiltinSource):
-        return {f"the built-in text of {name!r}": str(source_identity(source)[-1])}
+        python = platform.python_version()
+        return {f"the built-in text of {name!r} ({source.text}, Python {python})": str(source_identity(source)[-1])}
     leaves = jax.tree.leaves(source_identity(source), is_leaf=lambda x: isinstance(x, FileIdentity))
     return {leaf.path: _content(leaf) for leaf in leaves if isinstance(leaf, FileIdentity)}
 

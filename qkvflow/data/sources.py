@@ -10,14 +10,12 @@ from typing import Any
 from levanter.data.sharded_datasource import ShardedDataSource
 from levanter.data.text import LmDatasetSourceConfigBase
 
-from qkvflow.data.builtin import modules_of, topics_of
+from qkvflow.data.builtin import BUILTIN_TEXTS, documents_of
 from qkvflow.data.holdout import record_hash, record_threshold, text_boundary
 from qkvflow.data.readers import ENDINGS, is_plain_text, read_records, read_text
 from qkvflow.errors import UserError
 from qkvflow.files import local_path
 from qkvflow.ranges import ProperShare, check_ranges
-
-BUILTIN_TEXTS = {"topics": topics_of, "library": modules_of}
 
 
 @LmDatasetSourceConfigBase.register_subclass("files")
@@ -127,7 +125,8 @@ class BuiltinSource(LmDatasetSourceConfigBase):
     """Text that every Python carries, about a tenth of it for validation.
 
     Attributes:
-        text: `topics`, the English of its help, about 465 kB; `library`, sources of its standard library, about 1 MB.
+        text: `topics`, the English of its help, about 465 kB; `library`, the source of its standard library without
+            tests, about 11 MB.
     """
 
     text: str = "topics"
@@ -138,7 +137,7 @@ class BuiltinSource(LmDatasetSourceConfigBase):
 
     def documents(self, split: str) -> Iterator[str]:
         """The documents of the split `train` or `validation`."""
-        return BUILTIN_TEXTS[self.text](split)
+        return documents_of(self.text, split)
 
     def get_shard_source(self, split: str) -> ShardedDataSource[dict] | None:
         return BuiltinDataSource(self, split)

@@ -94,29 +94,34 @@ def compile_ahead(
         fallbacks=sorted({str(w.message) for w in said if "alling back" in str(w.message)}),
     )
     if isinstance(compiled, int):
-        arguments = _on_device(state) + _on_device(batch)
-        needed = dict(arguments=arguments, temporary=max(0, compiled - arguments), outputs=0, donated=0)
-        return MeshReport.too_large(**common, **needed)
+        return MeshReport.too_large(compiled, **common)
     program = Program.read(compiled.as_text() or "")
-    memory: Any = compiled.memory_analysis()
     costs: Any = compiled.cost_analysis() or {}
     axes = dict(trainer_config.device_mesh.shape)
     places = None if machine is None else [machine[d.id] for d in devices]
     return MeshReport(
         **common,
-        arguments=memory.argument_size_in_bytes,
-        outputs=memory.output_size_in_bytes,
-        donated=memory.alias_size_in_bytes,
-        temporary=memory.temp_size_in_bytes,
-        flops=matrix_flops(program),
-        fp32_flops=matrix_flops(program, "f32"),
-        bytes_accessed=memory_traffic(program),
+        **measured(compiled, program),
         xla_flops=float(costs.get("flops", 0.0)),
         unknown_loops=program.unknown_loops,
         collectives=collectives(program, axes, places),
         whole_temporaries=whole_temporaries(program, lowered.as_text(), large),
-        attention=attention_kernel(program),
     )
+
+
+def measured(compiled: Compiled, program: Program) -> dict[str, Any]:
+    """What a compiled step says of its memory, work and kernels, as fields of `MeshReport`. program: its text, read."""
+    memory: Any = compiled.memory_analysis()
+    return {
+        "arguments": memory.argument_size_in_bytes,
+        "outputs": memory.output_size_in_bytes,
+        "donated": memory.alias_size_in_bytes,
+        "temporary": memory.temp_size_in_bytes,
+        "flops": matrix_flops(program),
+        "fp32_flops": matrix_flops(program, "f32"),
+        "bytes_accessed": memory_traffic(program),
+        "attention": attention_kernel(program),
+    }
 
 
 def compiled_or_needed(lowered: Lowered) -> Compiled | int:

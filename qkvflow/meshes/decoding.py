@@ -17,14 +17,12 @@ from qkvflow.generation.engine import CHUNKS
 from qkvflow.generation.flat import flat
 from qkvflow.generation.precision import cast
 from qkvflow.generation.state import State
-from qkvflow.meshes.ahead import compiled_or_needed
+from qkvflow.meshes.ahead import compiled_or_needed, measured
 from qkvflow.meshes.collectives import collectives
 from qkvflow.meshes.hlo import Program
-from qkvflow.meshes.kernels import attention_kernel
 from qkvflow.meshes.report import MeshReport
 from qkvflow.meshes.target import Target
 from qkvflow.meshes.whole import LARGE
-from qkvflow.meshes.work import matrix_flops, memory_traffic
 from qkvflow.models import NeuralOdeLMHeadModel
 from qkvflow.models.cached import CachedModel
 from qkvflow.models.levanter_twin import enter
@@ -78,25 +76,15 @@ def compile_decoding(config: TrainConfig, tokens: int, slots: int, dtype: str | 
         texts=slots,
     )
     if isinstance(done, int):
-        arguments = model_bytes + tree_bytes(state)
-        needed = dict(arguments=arguments, temporary=max(0, done - arguments), outputs=0, donated=0)
-        return MeshReport.too_large(**common, **needed)
+        return MeshReport.too_large(done, **common)
     program = Program.read(done.as_text() or "")
-    memory: Any = done.memory_analysis()
     return MeshReport(
         **common,
-        arguments=memory.argument_size_in_bytes,
-        outputs=memory.output_size_in_bytes,
-        donated=memory.alias_size_in_bytes,
-        temporary=memory.temp_size_in_bytes,
-        flops=matrix_flops(program),
-        fp32_flops=matrix_flops(program, "f32"),
-        bytes_accessed=memory_traffic(program),
+        **measured(done, program),
         xla_flops=0.0,
         unknown_loops=0,  # the one over tokens is entered once
         collectives=collectives(program),
         whole_temporaries=[],
-        attention=attention_kernel(program),
     )
 
 

@@ -74,10 +74,13 @@ class MeshReport:
     texts: int = 0
 
     @staticmethod
-    def too_large(**known) -> "MeshReport":
-        """Of a step that the compiler refused, since a device has too little memory."""
-        nothing = {name: [] for name in ("collectives", "whole_temporaries")}
-        return MeshReport(**known, **nothing, flops=0.0, xla_flops=0.0, unknown_loops=0, compiled=False)
+    def too_large(needed: int, **known) -> "MeshReport":
+        """Of a step that the compiler refused, since a device has less memory than the `needed` bytes."""
+        nothing: dict = {name: [] for name in ("collectives", "whole_temporaries")}
+        nothing |= dict.fromkeys(("flops", "xla_flops", "unknown_loops", "outputs", "donated"), 0)
+        arguments = known["given"]
+        parts = {"arguments": arguments, "temporary": max(0, needed - arguments)}
+        return MeshReport(**known, **nothing, **parts, compiled=False)
 
     @staticmethod
     def read(plain: dict) -> "MeshReport":

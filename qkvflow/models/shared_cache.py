@@ -84,7 +84,7 @@ def integrate_with_shared_memory(
     blocks: Sequence, x: NamedArray, plan: FixedPlan, memory: SharedMemory, sharing: CacheSharing, inputs: Inputs
 ) -> tuple[NamedArray, SharedMemory]:
     """x(1) at the positions of `inputs.window`, and the memory with them."""
-    keys, seen = list(memory.keys), 0
+    keys, seen = list(memory.keys), 0  # evaluations so far: they come in order, and are traced one by one
     reads = dataclasses.replace(inputs, window=dataclasses.replace(inputs.window, written=True))
 
     def field(block, x: NamedArray, inputs: Inputs, states):

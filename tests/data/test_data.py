@@ -152,34 +152,35 @@ def test_all_kinds_of_files_give_the_same_documents():
     assert documents(FilesSource(train=["a.jsonl", "./a.jsonl"]), "train") == texts
 
 
-def test_builtin_text_is_split_without_leaks():
-    by_name = builtin.topics()
-    train, validation = documents(BuiltinSource(), "train"), documents(BuiltinSource(), "validation")
-    assert sorted(train + validation) == sorted(by_name.values())
-    fraction = sum(map(len, validation)) / sum(map(len, by_name.values()))
-    assert 0.08 < fraction < 0.12
-    assert len(validation) >= 10
+@pytest.mark.parametrize(("text", "least"), [("topics", 400_000), ("library", 10_000_000)])
+def test_builtin_texts_are_split_without_leaks(text, least):
+    by_name = builtin.BUILTIN_TEXTS[text]()
+    parts = {split: documents(BuiltinSource(text=text), split) for split in ("train", "validation")}
+    assert sorted(parts["train"] + parts["validation"]) == sorted(by_name.values())
+    sizes = {split: sum(map(len, own)) for split, own in parts.items()}
+    assert sum(sizes.values()) > least
+    assert 0.08 < sizes["validation"] / sum(sizes.values()) < 0.12
+    assert len(parts["validation"]) >= 10
 
     def sequences(texts):
         words = [text.split() for text in texts]
-        return {tuple(w[i : i + 8]) for w in words for i in range(len(w) - 7)}
+        return {hash(tuple(w[i : i + 8])) for w in words for i in range(len(w) - 7)}
 
-    seen, held_out = sequences(train), sequences(validation)
+    seen, held_out = sequences(parts["train"]), sequences(parts["validation"])
     assert len(seen & held_out) < 0.01 * len(held_out)
 
 
-# Configuration
-
-
-def test_the_library_is_a_second_text():
-    parts = {split: list(BuiltinSource(text="library").documents(split)) for split in ("train", "validation")}
-    assert not set(parts["train"]) & set(parts["validation"])
-    sizes = {split: sum(map(len, texts)) for split, texts in parts.items()}
-    assert 0.03 < sizes["validation"] / sizes["train"] < 0.3
-    assert sum(sizes.values()) > 900_000
-    assert any("def " in text for text in parts["validation"])
+def test_the_library_is_all_of_it_without_tests():
+    names = set(builtin.library())
+    assert {"ast", "asyncio/tasks", "json/decoder", "encodings/cp437"} <= names
+    assert not any(
+        part in name.split("/") for name in names for part in ("test", "tests", "site-packages", "pydoc_data")
+    )
     with pytest.raises(UserError, match=r"text: 'novel' is not known\. Choices: topics, library"):
         BuiltinSource(text="novel")
+
+
+# Configuration
 
 
 def test_default_is_the_builtin_text_in_bytes():
@@ -187,7 +188,7 @@ def test_default_is_the_builtin_text_in_bytes():
     assert type(data).__mro__[1] is LmDataConfig
     counts = check_enough_tokens(data, 128)
     assert list(counts.train) == list(counts.validation) == ["builtin"]
-    text = list(builtin.topics_of("validation"))
+    text = list(builtin.documents_of("topics", "validation"))
     assert tokens(data, "validation", "builtin") == [i for t in text for i in [*t.encode(), EOS]]
 
 

@@ -2,6 +2,8 @@
 
 import math
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from experiments.bench import device
@@ -20,6 +22,20 @@ def test_all_rows_are_measured():
         assert "mfu" not in row  # of a CPU no peak is known
     # Without activations kept for the backward pass, less memory.
     assert rows["flow, checkpoint, fp32"]["GiB"] < rows["flow, direct, fp32"]["GiB"]
+
+
+def test_a_model_without_memory_is_left_out(monkeypatch, capsys):
+    def step(config, size, policy):
+        if getattr(config, "depth", None) is not None and config.depth.adjoint == "direct":
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+        return (lambda: jnp.zeros(())), 2**30
+
+    monkeypatch.setattr(device, "training_step", step)
+    rows = device.training(device.SMALL)
+    left_out = {f"flow, direct, {precision}" for precision in ("bf16", "fp32")}
+    assert len(rows) == 2 * (len(device.models(device.SMALL)) - 1)
+    assert not left_out & set(rows)
+    assert "flow, direct, bf16: left out" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -154,7 +154,7 @@ def test_what_the_documentation_says_stands_in_the_results():
     page = (ROOT / "docs" / "results.md").read_text()
     said = page + (ROOT / "README.md").read_text().partition("## Results")[2].partition("\n## ")[0]
     assert said != page, "README has no results"
-    claims = page.partition("## Claims of the seeds")[2].partition("\n## ")[0]
+    claims = page.partition("## Claims of the original projects")[2].partition("\n## ")[0]
     assert claims.count("\n|") > 5
     shown = said.replace(claims, "").splitlines()
     assert [line for line in shown if line.startswith("|") and line not in rows] == []

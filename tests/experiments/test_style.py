@@ -34,8 +34,8 @@ def test_names_stand_in_the_order_of_their_ends_and_apart(panel):
 
 
 def test_a_loss_stands_beside_what_counting_reaches(panel):
-    style.loss_axis(panel, "unseen text", "byte", 5, {"1": 3.2, "2": 2.4, "3": 1.701, "4": 1.7}, (1.5, 3.0))
-    assert panel.get_ylabel() == "loss on unseen text (nats per byte), n = 5"
+    style.loss_axis(panel, "held-out text", "byte", 5, {"1": 3.2, "2": 2.4, "3": 1.701, "4": 1.7}, (1.5, 3.0))
+    assert panel.get_ylabel() == "loss on held-out text (nats per byte), n = 5"
     assert panel.get_ylim() == (1.5, 3.0)
     lines = sorted(line.get_ydata()[0] for line in panel.lines)
     assert lines == [1.7, 1.701, 2.4]  # single tokens say nothing here

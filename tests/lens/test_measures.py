@@ -12,6 +12,7 @@ import scipy.linalg
 from haliax import NamedArray
 from levanter.layers.attention import AttentionMask
 from support.models import VOCAB, build, heavy, random_tokens, small_config
+from support.tiny import FLOW, tiny
 
 from qkvflow import lens
 from qkvflow.analysis import lyapunov, spectral, trajectory
@@ -226,25 +227,8 @@ def test_with_v_the_identity_causal_attention_gathers_all_tokens(seed):
 @pytest.mark.slow
 def test_spectra_over_training(tmp_path):
     """Those of each checkpoint by itself."""
-    raw = {
-        "model": {
-            "type": "neuralode",
-            "max_seq_len": 16,
-            "hidden_dim": 16,
-            "block": {"type": "gpt2", "num_heads": 2},
-            "weights": {"type": "generated", "time_embed_dim": 4, "sinusoidal_dim": 4},
-            "depth": {"steps": 2},
-        },
-        "data": {"cache_dir": str(tmp_path / "cache")},
-        "run_dir": str(tmp_path / "runs"),
-        "trainer": {
-            "id": "r",
-            "train_batch_size": 2,
-            "num_train_steps": 5,
-            "max_eval_batches": 1,
-            "checkpointer": {"keep": [{"every": 2}]},
-        },
-    }
+    kept = {"num_train_steps": 5, "checkpointer": {"keep": [{"every": 2}]}}
+    raw = tiny(tmp_path, "r", FLOW | {"max_seq_len": 16}, **kept)
     run = train(decode(TrainConfig, raw))
     found = spectral.over_training(run, "ov")
     assert found.steps == (2, 4)
