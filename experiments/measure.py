@@ -1,10 +1,9 @@
 """One training and what is read off it: losses, times, and the test of causality before any of it is accepted."""
 
-import dataclasses
 import functools
 import statistics
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -18,8 +17,8 @@ from jax.tree_util import Partial
 from levanter.layers.attention import AttentionMask
 from levanter.models.lm_model import LmHeadModel
 
+from experiments.config import SeedsConfig
 from experiments.jobs import Arm, Job, Place, Places, at_work, beyond, chosen_rates, reported, selection, train
-from experiments.protocol import SeedsConfig
 from experiments.records import Training, kept, stored
 from experiments.texts import PARTS, Text
 from qkvflow.errors import UserError
@@ -42,14 +41,14 @@ class Measure(Generic[T]):
         kind: of the records: fields of an arm's `what`, those of `Training`, and others that `more` sets.
         config: of the study. run_dir: of its runs. The records go to `config.readings`, a small file for each training:
             where it is there, neither the training nor its run is asked for.
-        more: what else is read of a reported training: its run, and what evaluates models on the part `report`, which
-            an arm without a text does not have.
+        more: other fields of the record of a reported training, from its run and what evaluates models on the part
+            `report`, which an arm without a text does not have.
     """
 
     kind: type[T]
     config: SeedsConfig
     run_dir: Path
-    more: Callable[[Job, T, Run, RunEvaluator | None], T] = lambda job, found, run, evaluator: found
+    more: Callable[[Job, Run, RunEvaluator | None], Mapping[str, object]] = lambda job, run, evaluator: {}
 
     def search_and_report(self, arms: Sequence[Arm]) -> tuple[list[T], list[T]]:
         """What is read of the reported trainings, and of those before them by which learning rates are chosen."""
@@ -100,21 +99,21 @@ class Measure(Generic[T]):
         asked = {"recipe": job.recipe.digest(), "base": base, "text": hashes}
         if job.is_reported:
             asked |= {"batches": self.config.report_batches, **(vars(arm.flow) if arm.flow else {}), **arm.asks}
-        return self.config.kept_in(self.run_dir) / f"{job.name}.json", self.kind, asked
+        return Path(self.config.readings or self.run_dir / "readings") / f"{job.name}.json", self.kind, asked
 
     def _read(self, job: Job) -> T:
         train(job.recipe)
-        arm, found = job.arm, self.kind(**vars(job.arm.what), **vars(read_training(job)))
-        if not job.is_reported:
-            return found
-        run, evaluator = load_run(job.recipe.run.path), None
-        found = dataclasses.replace(found, causal_at=causal_at(run, job.name))
-        if arm.text is not None:
-            evaluator = evaluator_on(run, arm.text.file("report"), self.config.report_batches)
-            found = dataclasses.replace(found, report_loss=evaluator.loss(run.model))
-        if arm.flow is not None:
-            found = dataclasses.replace(found, readings=readings(run, arm.text, arm.flow, evaluator))
-        return self.more(job, found, run, evaluator)
+        arm, found = job.arm, vars(job.arm.what) | vars(read_training(job))
+        if job.is_reported:
+            run, evaluator = load_run(job.recipe.run.path), None
+            found["causal_at"] = causal_at(run, job.name)
+            if arm.text is not None:
+                evaluator = evaluator_on(run, arm.text.file("report"), self.config.report_batches)
+                found["report_loss"] = evaluator.loss(run.model)
+            if arm.flow is not None:
+                found["readings"] = readings(run, arm.text, arm.flow, evaluator)
+            found |= self.more(job, run, evaluator)
+        return self.kind(**found)
 
 
 @dataclass(frozen=True)
@@ -163,12 +162,9 @@ def untrained(model: LmHeadModel, *, key: jax.Array) -> LmHeadModel:
 def causal_at(run: Run, name: str) -> list[int]:
     """The positions at which the model of a run passed the test of causality, on the text that it was watched on."""
     some = some_tokens(RunEvaluator(run, batch_size=_SEQUENCES, max_batches=1), _SEQUENCES)
-    return check_causality(Partial(_logits, run.model), some, name)
-
-
-def _logits(model: LmHeadModel, tokens: NamedArray) -> NamedArray:
-    """With the mask of training; Levanter's own models have none otherwise."""
-    return model(tokens, attn_mask=AttentionMask.causal())
+    # With the mask of training; Levanter's own models have none otherwise.
+    model = Partial(lambda model, tokens: model(tokens, attn_mask=AttentionMask.causal()), run.model)
+    return check_causality(model, some, name)
 
 
 def check_causality(model: Callable[[NamedArray], NamedArray], tokens: NamedArray, name: str) -> list[int]:
@@ -204,12 +200,8 @@ def check_causality(model: Callable[[NamedArray], NamedArray], tokens: NamedArra
 def moved(model: Callable[[NamedArray], NamedArray], tokens: NamedArray, j: int) -> tuple[float, float]:
     """The most that a logit before the token `j` moves when that is changed, which is 0 in a causal model; and the most
     from it on."""
-    plain = _logits_of(model, tokens)
+    logits_of = eqx.filter_jit(lambda model, tokens: model(tokens).rearrange(("batch", "position", "vocab")).array)
+    plain = logits_of(model, tokens)
     other = hax.named(tokens.array.at[:, j].set((tokens.array[:, j] + 1) % plain.shape[-1]), tokens.axes)
-    change = np.abs(np.asarray(_logits_of(model, other)) - np.asarray(plain))
+    change = np.abs(np.asarray(logits_of(model, other)) - np.asarray(plain))
     return float(change[:, :j].max()), float(change[:, j:].max())
-
-
-@eqx.filter_jit
-def _logits_of(model: Callable[[NamedArray], NamedArray], tokens: NamedArray) -> jax.Array:
-    return model(tokens).rearrange(("batch", "position", "vocab")).array

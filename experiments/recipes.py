@@ -14,9 +14,12 @@ from levanter.tokenizers import MarinTokenizer
 from experiments.texts import Text
 from qkvflow.config import decode, read_yaml
 from qkvflow.data.tokenizers import load_tokenizer, resolve_tokenizer
+from qkvflow.errors import UserError
+from qkvflow.models import NeuralOdeConfig
 from qkvflow.runs import RunDirectory
 from qkvflow.runs.checkpoints import checkpoint_steps
 from qkvflow.runs.config import FinetuneConfig, TrainConfig
+from qkvflow.weights import PerLayerConfig
 
 Changes = Mapping[str, Any]
 
@@ -74,6 +77,26 @@ class Recipe:
     def config(self) -> TrainConfig:
         """Raises: UserError: if it cannot be read."""
         return decode(FinetuneConfig if "mode" in self.raw else TrainConfig, self.raw)
+
+    @property
+    def is_flow(self) -> bool:
+        """Whether its weights are functions of time, so that it can be read in other steps."""
+        model = self.config.model
+        return isinstance(model, NeuralOdeConfig) and not isinstance(model.weights, PerLayerConfig)
+
+    def euler_flow(self) -> Changes:
+        """Its `model` as YAML has it, with its number of steps.
+
+        Raises:
+            UserError: if that is no flow by Euler on a fixed grid.
+        """
+        model = self.config.model
+        if not self.is_flow or model.depth.is_general or model.training_plans or model.depth.solver != "euler":
+            raise UserError(
+                "the model must be a `type: neuralode` whose weights are functions of time, trained with"
+                " Euler on a fixed grid"
+            )
+        return merged(self.raw["model"], {"depth": {"steps": model.depth.steps}})
 
     @property
     def steps(self) -> int:

@@ -80,6 +80,11 @@ def by_seed(trainings: Iterable[Training], value: Callable[[Any], float] = lambd
     return {training.seed: value(training) for training in trainings}
 
 
+def six_digits(x: float) -> float:
+    """For series, which are most of a JSON."""
+    return float(f"{x:.6g}")
+
+
 def device_name() -> str:
     device = jax.devices()[0]
     return device.device_kind if device.platform != "cpu" else platform.machine()

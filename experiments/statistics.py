@@ -6,6 +6,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+import numpy as np
 from scipy import stats
 
 LEVEL = 0.95
@@ -89,9 +90,7 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
     Those that are nan stay nan, and count as tests of the family. (scipy has `false_discovery_control` alone.)
     """
-    order = sorted((i for i, p in enumerate(p_values) if not math.isnan(p)), key=lambda i: p_values[i])
-    adjusted, largest = [math.nan] * len(p_values), 0.0
-    for rank, index in enumerate(order):
-        largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[index]))
-        adjusted[index] = largest
-    return adjusted
+    p, n = np.asarray(p_values, float), len(p_values)
+    order, adjusted = np.argsort(p, kind="stable"), np.empty(n)  # nan comes last
+    adjusted[order] = np.maximum.accumulate(np.minimum(1.0, (n - np.arange(n)) * p[order]))
+    return adjusted.tolist()

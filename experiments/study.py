@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Generic, NoReturn, TypeVar
 
 from experiments import style
-from experiments.protocol import OutputConfig
+from experiments.config import OutputConfig, SeedsConfig
 from experiments.records import Record, made_here, read, written
 from experiments.statistics import LEVEL
 from experiments.tables import Table
@@ -20,6 +20,14 @@ from qkvflow.files import write_text
 FOLDER = Path(__file__).parent
 C = TypeVar("C", bound=OutputConfig)
 R = TypeVar("R", bound=Record)
+_USAGE = """
+    python -m experiments.{name} --config FILE             (those of experiments/{name}/, or yours)
+    python -m experiments.{name} --smoke                   (minutes; texts that every Python carries)
+    python -m experiments.{name} --redraw --output FOLDER  (page, tables and figures, from its JSON)
+
+Every training is a run below `run_dir`. Given again, the command continues where it stopped. Results go to `output`:
+`results.json`, the page, tables and figures.
+"""
 
 
 @dataclass(frozen=True)
@@ -31,7 +39,7 @@ class Study(Generic[C, R]):
         make: carries it out in a folder for its runs. It is called again after any interruption, and goes on.
         page: what stands in the holes of `page.md` besides `record`, its protocol `p` and the `level` of intervals; the
             page is written to `page_name`, and shown.
-        files: CSV and LaTeX, by name. figures: by name. default: YAML file that is taken where none is named.
+        files: CSV and LaTeX, by name. figures: by name.
     """
 
     name: str
@@ -41,7 +49,6 @@ class Study(Generic[C, R]):
     page: Callable[[R], Mapping[str, object]]
     files: Callable[[R], Mapping[str, str | Table]] = lambda record: {}
     figures: Callable[[R], Iterable[style.Named]] = lambda record: ()
-    default: str | None = None
     page_name: str = "results.md"
 
     def carry_out(self, config: C) -> R:
@@ -79,7 +86,10 @@ class Study(Generic[C, R]):
         return template.format(**known, **self.page(record))
 
     def program(self) -> NoReturn:
-        """Runs the study as a program; its usage is the docstring of the module that has `make`."""
+        """Runs the study as a program; its usage begins with the docstring of the module that has `make`."""
+        if issubclass(self.config, SeedsConfig):
+            module = sys.modules[self.make.__module__]
+            module.__doc__ = f"{module.__doc__}{_USAGE.format(name=self.name)}"
 
         @functools.wraps(self.make)
         def main(config: C) -> None:
@@ -89,7 +99,5 @@ class Study(Generic[C, R]):
 
     def arguments(self, argv: Sequence[str]) -> list[str]:
         """The command line as it is parsed: `--smoke` stands for `--config` with the study's `smoke.yaml`."""
-        is_named = any(word.split("=")[0] in ("--config", "--config_path", "--help", "-h") for word in argv)
-        file = "smoke.yaml" if "--smoke" in argv else None if is_named else self.default
-        first = [] if file is None else ["--config", str(FOLDER / self.name / file)]
+        first = ["--config", str(FOLDER / self.name / "smoke.yaml")] if "--smoke" in argv else []
         return [*first, *(word for word in argv if word != "--smoke")]

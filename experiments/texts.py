@@ -3,7 +3,6 @@
 It is WikiText-2, TinyShakespeare, a data set of the hub, files, or a text that every Python carries.
 """
 
-import abc
 import dataclasses
 import functools
 import hashlib
@@ -48,22 +47,15 @@ class Text:
         return _hash(path, path.stat().st_mtime_ns)
 
 
-class TextConfig(draccus.ChoiceRegistry, abc.ABC):
-    """Where the text comes from."""
+class TextConfig(draccus.ChoiceRegistry):
+    """Where the text comes from. title: of the text, and of its folder. origins: what each of PARTS is, in words."""
 
-    @property
-    @abc.abstractmethod
-    def title(self) -> str:
-        """Name of the text, and of its folder."""
+    title: str
+    origins: tuple[str, ...]
 
-    @property
-    @abc.abstractmethod
-    def origins(self) -> tuple[str, str, str]:
-        """What each of PARTS is, in words."""
-
-    @abc.abstractmethod
-    def contents(self) -> tuple[str, str, str]:
+    def contents(self) -> tuple[str, ...]:
         """Of each of PARTS."""
+        raise NotImplementedError
 
     @property
     def parts(self) -> dict[str, str]:
@@ -104,8 +96,8 @@ class WikiText2(TextConfig):
     title = "wikitext2"
     origins = ("valid.txt", "first half of test.txt", "second half of test.txt")
 
-    def contents(self) -> tuple[str, str, str]:
-        valid, test = (_in_folder(self.folder, name, "valid.txt and test.txt") for name in ("valid.txt", "test.txt"))
+    def contents(self) -> tuple[str, ...]:
+        valid, test = (_read(Path(self.folder) / name) for name in ("valid.txt", "test.txt"))
         return valid, *_cut(test, len(test) // 2)
 
 
@@ -119,8 +111,8 @@ class Shakespeare(TextConfig):
     title = "shakespeare"
     origins = ("first 80 % of input.txt", "the next tenth", "the last tenth")
 
-    def contents(self) -> tuple[str, str, str]:
-        play = _in_folder(self.folder, self.file, self.file)
+    def contents(self) -> tuple[str, ...]:
+        play = _read(Path(self.folder) / self.file)
         return _cut(play, *(round(share * len(play)) for share in (0.8, 0.9)))
 
 
@@ -141,10 +133,7 @@ class HuggingFace(TextConfig):
     report: str = "test"
     title = property(lambda self: self.name or Path(self.id).name)
     origins = property(lambda self: tuple(f"split {split} of {self.id}" for split in self._splits))
-
-    @property
-    def _splits(self) -> tuple[str, str, str]:
-        return self.train, self.select, self.report
+    _splits = property(lambda self: (self.train, self.select, self.report))
 
     def prepare(self, folder: Path) -> Text:
         record, source = folder / f"{self.title}.json", json.dumps(dataclasses.asdict(self))
@@ -155,11 +144,10 @@ class HuggingFace(TextConfig):
             write_text(record, source)
         return text
 
-    def contents(self) -> tuple[str, str, str]:
-        train, select, report = map(self._read, self._splits)
-        return train, select, report
+    def contents(self) -> tuple[str, ...]:
+        return tuple(map(self._fetch, self._splits))
 
-    def _read(self, split: str) -> str:
+    def _fetch(self, split: str) -> str:
         try:
             source = open_source(HfDatasetSourceConfig(id=self.id, name=self.name), split)
         except UserError as error:
@@ -185,9 +173,8 @@ class Files(TextConfig):
     title = property(lambda self: self.name)
     origins = property(lambda self: (self.train, self.select, self.report))
 
-    def contents(self) -> tuple[str, str, str]:
-        train, select, report = (_read(Path(path)) for path in self.origins)
-        return train, select, report
+    def contents(self) -> tuple[str, ...]:
+        return tuple(_read(Path(path)) for path in self.origins)
 
 
 @TextConfig.register_subclass("builtin")
@@ -199,12 +186,12 @@ class Builtin(TextConfig):
     title = property(lambda self: self.text)
 
     @property
-    def origins(self) -> tuple[str, str, str]:
+    def origins(self) -> tuple[str, ...]:
         half = "half of its validation split"
         source = "" if self.text == "topics" else f" of Python {platform.python_version()}"
         return f"training split of {self.text}{source}", f"first {half}", f"second {half}"
 
-    def contents(self) -> tuple[str, str, str]:
+    def contents(self) -> tuple[str, ...]:
         train, validation = ("\n".join(documents_of(self.text, split)) for split in ("train", "validation"))
         return train, *_cut(validation, len(validation) // 2)
 
@@ -221,16 +208,9 @@ def _cut(text: str, *places: int) -> tuple[str, ...]:
     return tuple(text[start:end] for start, end in itertools.pairwise(cuts))
 
 
-def _in_folder(folder: str, name: str, needed: str) -> str:
-    hint = (
-        f". `folder` of the text must be one that holds {needed}: give it by --text.folder DIR (where there"
-        " are two texts, --a.folder or --b.folder)"
-    )
-    return _read(Path(folder) / name, hint)
-
-
-def _read(path: Path, hint: str = "") -> str:
+def _read(path: Path) -> str:
     try:
         return path.expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} cannot be read: {error}{hint}") from None
+        hint = "Set the place of the text in the YAML, or by --text.folder DIR (two texts: --a.folder, --b.folder)"
+        raise UserError(f"{path} cannot be read: {error}. {hint}") from None

@@ -1,12 +1,6 @@
 """Changes one part of a model at a time, and tells what it does: the same text in the same order, paired over seeds.
 
-    python -m experiments.ablations --config experiments/ablations/wikitext2.yaml [--text.folder DIR] [--only GROUP,...]
-    python -m experiments.ablations --smoke                (minutes; a text that Python carries)
-    python -m experiments.ablations --config FILE --redraw (tables and figures, from the JSON)
-
-Every training is a run below `run_dir`. Given again, the command continues where it stopped. Results go to `output`:
-`results.json`, `results.md`, `summary.csv`, `runs.csv` and a figure for each group. Another ablation is another group
-in the YAML.
+Another ablation is another group in the YAML; `--only GROUP,...` makes some of them.
 """
 
 from pathlib import Path

@@ -5,15 +5,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from experiments.cost import Cost, cost_of
+from experiments.config import RatesConfig, check_among, check_reference
+from experiments.cost import cost_of
 from experiments.jobs import Arm, Place, Places
-from experiments.protocol import StudyConfig, check_among, check_reference
-from experiments.recipes import Changes, Recipe, without_base
+from experiments.recipes import Changes, without_base
 from experiments.texts import Text
 from qkvflow.depth import solver_by_name
 from qkvflow.errors import UserError
-from qkvflow.models import NeuralOdeConfig
-from qkvflow.weights import PerLayerConfig
 
 
 @dataclass(frozen=True)
@@ -60,8 +58,8 @@ class Group:
 
 
 @dataclass
-class AblationsConfig(StudyConfig):
-    """Besides what `StudyConfig` says; a learning rate is chosen for each arm:
+class AblationsConfig(RatesConfig):
+    """Besides what `RatesConfig` says; a learning rate is chosen for each arm:
 
     Attributes:
         base: configuration of train_lm that arms begin from; its data is replaced by `text`.
@@ -85,21 +83,10 @@ class AblationsConfig(StudyConfig):
         return Path(self.output) if self.output else runs / name
 
     def check(self) -> None:
-        if not self.groups:
-            raise UserError(
-                "nothing to ablate: give --config experiments/ablations/wikitext2.yaml (its text by --text.folder DIR),"
-                " or --smoke"
-            )
+        super().check()
         check_among("only", self.chosen, self.groups)
         for name, group in self.groups.items():
             check_reference(f"groups.{name}.reference", group.reference, group.arms, "its arms")
-            for arm, changes in group.arms.items():
-                if not (changes.get("base") or group.base or self.base):
-                    raise UserError(
-                        f"groups.{name}.arms.{arm} has no configuration to begin from: give `base: FILE` to it, to its"
-                        " group or to all"
-                    )
-        super().check()
 
 
 @dataclass(frozen=True)
@@ -119,20 +106,33 @@ def plan(config: AblationsConfig, text: Text, run_dir: Path) -> dict[tuple[str, 
     of: dict[tuple[str, str], str] = {}
     for group_name, group in config.groups.items():
         for name, changes in group.arms.items():
-            base, own = changes.get("base") or group.base or config.base, without_base(changes)
-            recipe = config.recipe(base, text, run_dir, group.overrides, own)
-            digest = recipe.digest(train=text.hash("train"), select=text.hash("select"))
-            if digest not in known:
-                label, cost = f"{name}-{digest}", _cost(recipe, f"groups.{group_name}.arms.{name}")
-                known[digest] = Arm(label=label, recipe=recipe, cost=cost, what=Model(label), text=text)
-            if group_name in config.chosen:
-                of[group_name, name] = digest
-                _check_places(recipe, group.places, f"groups.{group_name}.read: {name}")
-                flow = known[digest].flow
-                places = list(dict.fromkeys([*(flow.places if flow else ()), *group.places]))
-                flow = Places(places, config.read_batches) if places else None
-                known[digest] = dataclasses.replace(known[digest], flow=flow)
+            try:
+                base, own = changes.get("base") or group.base or config.base, without_base(changes)
+                recipe = config.recipe(base, text, run_dir, group.overrides, own)
+                digest = recipe.digest(train=text.hash("train"), select=text.hash("select"))
+                label = f"{name}-{digest}"
+                if digest not in known:
+                    known[digest] = Arm(label=label, recipe=recipe, cost=cost_of(recipe), what=Model(label), text=text)
+                if group_name in config.chosen:
+                    of[group_name, name] = digest
+                    known[digest] = _read_at(known[digest], group.places, config.read_batches)
+            except UserError as error:
+                raise UserError(f"groups.{group_name}.arms.{name}: {error}") from None
     return {key: known[digest] for key, digest in of.items()}
+
+
+def _read_at(arm: Arm, places: list[Place], read_batches: int | None) -> Arm:
+    """The arm read at these places too."""
+    before = arm.flow.places if arm.flow else []
+    if places and not arm.recipe.is_flow:
+        raise UserError("it is no flow but a model of one depth, and cannot be read at another: leave out `read`")
+    for solver, steps in places:
+        try:
+            arm.recipe.config.model.depth.on_grid(steps, solver=solver)
+        except UserError as error:
+            raise UserError(f"it cannot be read by {solver} in {steps} steps: {error}") from None
+    together = list(dict.fromkeys([*before, *places]))
+    return dataclasses.replace(arm, flow=Places(together, read_batches) if together else None)
 
 
 def settings(changes: Changes, prefix: str = "") -> str:
@@ -142,21 +142,3 @@ def settings(changes: Changes, prefix: str = "") -> str:
         nested = isinstance(value, dict) and value
         flat.append(settings(value, f"{prefix}{key}.") if nested else f"{prefix}{key}={value}")
     return ", ".join(flat)
-
-
-def _cost(recipe: Recipe, where: str) -> Cost:
-    try:
-        return cost_of(recipe)
-    except UserError as error:
-        raise UserError(f"{where}: {error}") from None
-
-
-def _check_places(recipe: Recipe, places: list[Place], where: str) -> None:
-    model = recipe.config.model
-    if places and (not isinstance(model, NeuralOdeConfig) or isinstance(model.weights, PerLayerConfig)):
-        raise UserError(f"{where} is no flow but a model of one depth, and cannot be read at another: leave out `read`")
-    for solver, steps in places:
-        try:
-            model.depth.on_grid(steps, solver=solver)
-        except UserError as error:
-            raise UserError(f"{where} cannot be read by {solver} in {steps} steps: {error}") from None

@@ -1,14 +1,5 @@
-"""Trains a flow and a GPT-2 of the same size on one text, and tunes both on another, the flow at several depths.
+"""Trains a flow and a GPT-2 of the same size on one text, and tunes both on another, the flow at several depths."""
 
-    python -m experiments.adaptive_depth --wikitext2 FOLDER --shakespeare FILE     (up to two hours on two cores)
-    python -m experiments.adaptive_depth --smoke                                   (minutes; texts that Python carries)
-    python -m experiments.adaptive_depth --redraw                                  (table and figure, from the JSON)
-
-Every training is a run below `run_dir`. Given again, the command continues where it stopped: finished runs are read, an
-interrupted one is resumed. Results go to `output`: `results.json`, `table.md`, `figure.png`.
-"""
-
-import dataclasses
 from pathlib import Path
 
 from levanter.utils.jax_utils import parameter_count
@@ -27,7 +18,7 @@ from qkvflow.tracking import read_metrics
 def make(config: AdaptiveDepthConfig, run_dir: Path) -> AdaptiveDepth:
     texts = config.texts(run_dir / "texts")
     planned = reported(arms(config, texts, run_dir), config.seeds)
-    results = Measure(Trained, config, run_dir, _with_sizes).all(planned)
+    results = Measure(Trained, config, run_dir, _sizes).all(planned)
     recipes = {(job.arm.what.kind, job.arm.text): job.recipe for job in planned}
     steps = {kind: recipe.steps for (kind, _), recipe in recipes.items()}
     alone = {text: recipe for (kind, text), recipe in recipes.items() if kind == "scratch"}
@@ -39,18 +30,13 @@ def make(config: AdaptiveDepthConfig, run_dir: Path) -> AdaptiveDepth:
     )
 
 
-def _with_sizes(job: Job, found: Trained, run: Run, evaluator: RunEvaluator | None) -> Trained:
+def _sizes(job: Job, run: Run, evaluator: RunEvaluator) -> dict[str, float | None]:
     first, size = read_metrics(job.recipe.run.metrics)[0], parameter_count(run.model)
-    return dataclasses.replace(
-        found,
-        parameters=first.get("finetune/parameters", size),
-        trained_parameters=first.get("finetune/trained_parameters", size),
-        before=first.get("finetune/eval_loss_before"),
-    )
+    found = {key: first.get(f"finetune/{key}", size) for key in ("parameters", "trained_parameters")}
+    return found | {"before": first.get("finetune/eval_loss_before")}
 
 
-OTHER = {"default": "two_texts.yaml", "page_name": "table.md"}
-STUDY = Study("adaptive_depth", AdaptiveDepthConfig, AdaptiveDepth, make, page, figures=draw, **OTHER)
+STUDY = Study("adaptive_depth", AdaptiveDepthConfig, AdaptiveDepth, make, page, figures=draw, page_name="table.md")
 
 if __name__ == "__main__":
     STUDY.program()

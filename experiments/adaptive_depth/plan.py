@@ -1,27 +1,23 @@
 """What is trained: the YAML of the experiment; a flow and a GPT-2, and both tuned on another text."""
 
-from collections.abc import Iterator, Mapping
+import functools
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from experiments.config import TwoTextsConfig
 from experiments.cost import Cost, cost_of
 from experiments.jobs import Arm
-from experiments.protocol import SeedsConfig
 from experiments.recipes import Changes, Recipe
-from experiments.study import FOLDER
-from experiments.texts import Shakespeare, Text, TextConfig, WikiText2
-from qkvflow.errors import UserError
+from experiments.texts import Text
+from qkvflow.ranges import Count
 
 
 @dataclass
-class AdaptiveDepthConfig(SeedsConfig):
-    """Besides what `SeedsConfig` says (results go to this folder, but for a smoke test; `overrides` are merged into all
-    trainings):
+class AdaptiveDepthConfig(TwoTextsConfig):
+    """Besides what `TwoTextsConfig` says:
 
     Attributes:
-        wikitext2: folder with WikiText-2's valid.txt and test.txt. shakespeare: TinyShakespeare's file.
-        a, b: other texts.
         flow, gpt2: `model` of train_lm.
         pretrain: other keys of train_lm, for both models. scratch: for the GPT-2 that is trained on the other text
             alone.
@@ -29,41 +25,19 @@ class AdaptiveDepthConfig(SeedsConfig):
         both_ways: from the first text to the second and back.
     """
 
-    wikitext2: str | None = None
-    shakespeare: str | None = None
-    a: TextConfig | None = None
-    b: TextConfig | None = None
     flow: dict[str, Any] = field(default_factory=dict)
     gpt2: dict[str, Any] = field(default_factory=dict)
     pretrain: dict[str, Any] = field(default_factory=dict)
     scratch: dict[str, Any] = field(default_factory=dict)
     full: dict[str, Any] = field(default_factory=dict)
     lora: dict[str, Any] = field(default_factory=dict)
-    depths: list[int] = field(default_factory=list)
+    depths: list[Count] = field(default_factory=list)
     both_ways: bool = True
 
     @property
     def layers(self) -> int:
         """Of GPT-2; steps that the flow is trained with."""
         return self.flow["depth"]["steps"]
-
-    def texts(self, folder: Path) -> list[Text]:
-        a, b = self.a, self.b
-        if self.wikitext2 is not None and self.shakespeare is not None:
-            play = Path(self.shakespeare)
-            a, b = WikiText2(self.wikitext2), Shakespeare(str(play.parent), play.name)
-        if a is None or b is None or (self.wikitext2 is None) != (self.shakespeare is None):
-            raise UserError(
-                "give both texts: --wikitext2 FOLDER (with valid.txt and test.txt) --shakespeare FILE; or --smoke"
-                " alone, which takes texts that every Python carries"
-            )
-        return [a.prepare(folder), b.prepare(folder)]
-
-    def runs(self, study: str) -> Path:
-        return Path(self.run_dir or f"runs/{study}{'' if self.a is None else '_smoke'}")
-
-    def results(self, runs: Path) -> Path:
-        return super().results(runs) if self.output or self.a else FOLDER / "adaptive_depth" / "results"
 
 
 @dataclass(frozen=True)
@@ -83,30 +57,27 @@ class Stage:
 
 def arms(config: AdaptiveDepthConfig, texts: list[Text], run_dir: Path) -> list[Arm]:
     """All trainings, bases before what is made from them."""
-    ways = [(texts[0], texts[1]), (texts[1], texts[0])][: 1 + config.both_ways]
-    plain = {name: Recipe(config.overrides).but({"model": getattr(config, name)}) for name in ("flow", "gpt2")}
-    costs = {(name, None): cost_of(recipe) for name, recipe in plain.items()}
-    for depth in config.depths:
-        costs["flow", depth] = cost_of(plain["flow"].but({"model": {"depth": {"steps": depth}}}))
-    return [arm for source, target in ways for arm in _one_way(config, source, target, costs, run_dir)]
+    models = {name: {"model": getattr(config, name)} for name in ("flow", "gpt2")}
 
+    @functools.cache
+    def cost(system: str, depth: int | None) -> Cost:
+        own = {"model": {"depth": {"steps": depth}}} if depth else {}
+        return cost_of(Recipe(config.overrides).but(models[system], own))
 
-def _one_way(
-    config: AdaptiveDepthConfig, source: Text, target: Text, costs: Mapping[tuple[str, int | None], Cost], run_dir: Path
-) -> Iterator[Arm]:
-    def arm(label: str, what: Stage, text: Text, *parts: Changes, base: Arm | None = None) -> Arm:
-        recipe, cost = config.recipe(None, text, run_dir, *parts), costs[what.system, what.depth]
-        return Arm(label=f"{label}-{what.kind}", recipe=recipe, cost=cost, what=what, text=text, base=base)
+    def arm(
+        system: str, kind: str, text: Text, *parts: Changes, depth: int | None = None, base: Arm | None = None
+    ) -> Arm:
+        what = Stage(system, kind, text.name, depth, base and base.text.name)
+        label = "-".join(filter(None, [what.source, text.name, f"{system}{depth or ''}", kind]))
+        recipe, price = config.recipe({}, text, run_dir, *parts), cost(system, depth)
+        return Arm(label=label, recipe=recipe, cost=price, what=what, text=text, base=base)
 
-    bases = {}
-    for name in ("flow", "gpt2"):
-        stage, model = Stage(name, "pretrain", source.name, None, None), {"model": getattr(config, name)}
-        bases[name] = arm(f"{source.name}-{name}", stage, source, model, config.pretrain)
-    yield from bases.values()
-    stage = Stage("gpt2", "scratch", target.name, None, None)
-    yield arm(f"{target.name}-gpt2", stage, target, {"model": config.gpt2}, config.scratch)
-    for kind, keys in (("full", config.full), ("lora", config.lora)):
-        for name, depth in [("gpt2", None), *(("flow", depth) for depth in config.depths)]:
-            stage = Stage(name, kind, target.name, depth, source.name)
-            label = f"{source.name}-{target.name}-{name}{depth or ''}"
-            yield arm(label, stage, target, keys, {"steps": depth}, base=bases[name])
+    found: list[Arm] = []
+    for source, target in [texts, texts[::-1]][: 1 + config.both_ways]:
+        bases = {name: arm(name, "pretrain", source, model, config.pretrain) for name, model in models.items()}
+        found += [*bases.values(), arm("gpt2", "scratch", target, models["gpt2"], config.scratch)]
+        for kind in ("full", "lora"):
+            for name, depth in [("gpt2", None), *(("flow", depth) for depth in config.depths)]:
+                keys = getattr(config, kind), {"steps": depth}
+                found.append(arm(name, kind, target, *keys, depth=depth, base=bases[name]))
+    return found

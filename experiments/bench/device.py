@@ -9,22 +9,19 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import equinox as eqx
 import haliax as hax
 import jax
 import jax.numpy as jnp
-import jmp
 import numpy as np
-import optax
 from levanter.models.gpt2 import Gpt2Config
 from levanter.models.lm_model import LmConfig
 from levanter.utils.tree_utils import inference_mode
 
+from experiments.bench import gradients
 from experiments.bench.frame import Benchmark, Call, Rows, interleaved, run
-from experiments.bench.gradients import build, example
+from experiments.bench.gradients import build
 from experiments.records import device_name
 from qkvflow.blocks import Gpt2BlockConfig
-from qkvflow.depth import DepthConfig
 from qkvflow.generation import SamplingOptions
 from qkvflow.generation.drafting import Drafting
 from qkvflow.generation.prepare import PreparedModel
@@ -65,9 +62,8 @@ def models(size: Size) -> dict[str, LmConfig]:
     """Levanter's GPT-2 first: all others are compared with it."""
 
     def flow(weights, **depth) -> NeuralOdeConfig:
-        depth = DepthConfig(**{"solver": "euler", "steps": size.layers} | depth)
         block = Gpt2BlockConfig(num_heads=size.heads)
-        return NeuralOdeConfig(size.sequence, size.width, block=block, weights=weights, depth=depth)
+        return gradients.flow(size.width, size.sequence, weights, block, steps=size.layers, **depth)
 
     generated = GeneratedConfig(time_embed_dim=size.time_embed_dim)
     shape = {"hidden_dim": size.width, "num_heads": size.heads, "num_layers": size.layers}
@@ -84,29 +80,7 @@ def models(size: Size) -> dict[str, LmConfig]:
 
 def training_step(config: LmConfig, size: Size, policy: str) -> tuple[Call, int]:
     """(a call that takes one Adam step, bytes that the device needs for it)."""
-    mp, optimizer = jmp.get_policy(policy), optax.adamw(1e-4)
-    params, static = eqx.partition(build(config, hax.Axis("vocab", size.vocab)), eqx.is_inexact_array)
-    data = example(size.sequence, size.batch)
-
-    def loss(params):
-        return eqx.combine(mp.cast_to_compute(params), static).compute_next_token_loss(data).scalar()
-
-    def update(carry):
-        params, state = carry
-        value, grads = jax.value_and_grad(loss)(params)
-        updates, state = optimizer.update(grads, state, params)
-        return (optax.apply_updates(params, updates), state), value
-
-    carry = [(params, optimizer.init(params))]
-    program = jax.jit(update, donate_argnums=0).lower(carry[0]).compile()
-    memory = program.memory_analysis()
-    needed = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
-
-    def step():
-        carry[0], value = program(carry[0])
-        return carry[0], value
-
-    return step, needed + memory.temp_size_in_bytes
+    return gradients.step(config, size.batch, policy, hax.Axis("vocab", size.vocab))
 
 
 def training(size: Size) -> Rows:

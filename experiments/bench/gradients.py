@@ -19,6 +19,7 @@ import equinox as eqx
 import haliax as hax
 import jax
 import jax.numpy as jnp
+import jmp
 import optax
 from levanter.layers.attention import AttentionMask
 from levanter.models.gpt2 import Gpt2Config
@@ -54,11 +55,14 @@ def example(sequence: int, batch: int) -> LmExample:
     return LmExample(tokens=tokens, loss_weight=weight, attn_mask=AttentionMask.causal())
 
 
-def loss(config: LmConfig, batch: int) -> tuple[Callable[[Any], tuple[jax.Array, Any]], Any]:
-    """Loss and gradients of the parameters, at the model's full length; and the parameters at first."""
-    params, static = eqx.partition(build(config), eqx.is_inexact_array)
-    data = example(config.max_seq_len, batch)
-    return jax.value_and_grad(lambda p: eqx.combine(p, static).compute_next_token_loss(data).scalar()), params
+def loss(
+    config: LmConfig, batch: int, policy: str = "p=f32,c=f32", vocab: hax.Axis = Vocab
+) -> tuple[Callable[[Any], tuple[jax.Array, Any]], Any]:
+    """Loss and gradients of the parameters, at the model's full length; and the parameters at first, in fp32."""
+    params, static = eqx.partition(build(config, vocab), eqx.is_inexact_array)
+    data, mp = example(config.max_seq_len, batch), jmp.get_policy(policy)
+    model = lambda p: eqx.combine(mp.cast_to_compute(p), static)  # noqa: E731
+    return jax.value_and_grad(lambda p: model(p).compute_next_token_loss(data).scalar()), params
 
 
 def gradient(config: LmConfig, batch: int) -> Call:
@@ -68,9 +72,9 @@ def gradient(config: LmConfig, batch: int) -> Call:
     return lambda: compiled(params)
 
 
-def step(config: LmConfig, batch: int) -> Call:
-    """A call that takes one whole Adam step, buffers donated."""
-    (compute, params), optimizer = loss(config, batch), optax.adamw(1e-4)
+def step(config: LmConfig, batch: int, policy: str = "p=f32,c=f32", vocab: hax.Axis = Vocab) -> tuple[Call, int]:
+    """(a call that takes one whole Adam step, buffers donated; bytes that the device needs for it)."""
+    (compute, params), optimizer = loss(config, batch, policy, vocab), optax.adamw(1e-4)
 
     def update(carry):
         params, state = carry
@@ -78,13 +82,16 @@ def step(config: LmConfig, batch: int) -> Call:
         updates, state = optimizer.update(grads, state, params)
         return (optax.apply_updates(params, updates), state), value
 
-    compiled, carry = jax.jit(update, donate_argnums=0), [(params, optimizer.init(params))]
+    carry = [(params, optimizer.init(params))]
+    program = jax.jit(update, donate_argnums=0).lower(carry[0]).compile()
+    memory = program.memory_analysis()
+    needed = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
 
     def run():
-        carry[0], value = compiled(carry[0])
+        carry[0], value = program(carry[0])
         return carry[0], value
 
-    return run
+    return run, needed + memory.temp_size_in_bytes
 
 
 def training(name: str, make: Callable[[LmConfig, int], Call]) -> Benchmark:
@@ -223,7 +230,7 @@ def general_path() -> Rows:
 
 BENCHMARKS = (
     training("forward_backward", gradient),
-    training("training_step", step),
+    training("training_step", lambda config, batch: step(config, batch)[0]),
     Benchmark("adjoints", ADJOINTS | {"solver": "euler"}, memory),
     Benchmark("compile_time", {key: ADJOINTS[key] for key in ("width", "sequence", "batch")}, compile_time),
     Benchmark("general_path", GENERAL, general_path),

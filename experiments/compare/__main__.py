@@ -1,20 +1,11 @@
-"""Compares language models honestly: the same text in the same order; at equal steps, FLOPs or parameters.
-
-    python -m experiments.compare --config experiments/compare/wikitext2.yaml [--text.folder DIR]
-    python -m experiments.compare --smoke                (minutes; a text that Python carries)
-    python -m experiments.compare --config FILE --redraw (tables and figures, from the JSON)
-
-Every training is a run below `run_dir`. Given again, the command continues where it stopped. Results go to `output`:
-`results.json`, `results.md`, `table.tex`, `summary.csv`, `runs.csv` and figures.
-"""
+"""Compares language models honestly: the same text in the same order; at equal steps, FLOPs or parameters."""
 
 from pathlib import Path
-from typing import TextIO
 
 from experiments.compare.plan import CompareConfig, arms
 from experiments.compare.report import CompareProtocol, Comparison, Trained, draw, files, page
-from experiments.cost import Cost, with_memory
-from experiments.jobs import Arm, at_work
+from experiments.cost import with_memory
+from experiments.jobs import at_work
 from experiments.measure import Measure
 from experiments.study import Study
 
@@ -22,18 +13,17 @@ from experiments.study import Study
 def make(config: CompareConfig, run_dir: Path) -> Comparison:
     text = config.text.prepare(run_dir / "texts")
     planned = arms(config, text, run_dir)
+    costs = {}
     with at_work(run_dir) as terminal:
-        costs = {arm.label: _with_memory(arm, run_dir, terminal) for arm in planned}
+        for arm in planned:
+            parameters = f"{arm.cost.parameters:,} parameters, {arm.cost.materialised:,} materialised"
+            print(f"{arm.label}: {parameters}, {arm.flops:.3g} FLOPs", file=terminal)
+            path = run_dir / "costs" / f"{arm.what.system}-d{arm.what.width}.json"
+            costs[arm.label] = with_memory(arm.cost, arm.recipe, path)
     results, selection = Measure(Trained, config, run_dir).search_and_report(planned)
     steps, systems = planned[0].recipe.steps, {arm.what.system: config.systems[arm.what.system] for arm in planned}
     protocol = CompareProtocol.of(config, text, planned[0].recipe, steps=steps, systems=systems)
     return Comparison(protocol=protocol, costs=costs, results=results, selection=selection)
-
-
-def _with_memory(arm: Arm, run_dir: Path, terminal: TextIO) -> Cost:
-    parameters = f"{arm.cost.parameters:,} parameters, {arm.cost.materialised:,} materialised"
-    print(f"{arm.label}: {parameters}, {arm.flops:.3g} FLOPs", file=terminal)
-    return with_memory(arm.cost, arm.recipe, run_dir / "costs" / f"{arm.what.system}-d{arm.what.width}.json")
 
 
 STUDY = Study("compare", CompareConfig, Comparison, make, page, files, draw)

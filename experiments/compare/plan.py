@@ -3,12 +3,11 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from experiments.config import RatesConfig, check_among, check_reference
 from experiments.cost import Cost, cost_of, width_with
 from experiments.jobs import Arm
-from experiments.protocol import StudyConfig, check_among, check_reference
 from experiments.recipes import Recipe
 from experiments.texts import Text
-from qkvflow.errors import UserError
 
 # A row of equal FLOPs has no training of its own where that would change the number of steps by a smaller share.
 SAME_FLOPS = 0.05
@@ -20,8 +19,8 @@ ROWS = {
 
 
 @dataclass
-class CompareConfig(StudyConfig):
-    """Besides what `StudyConfig` says; a learning rate is chosen for each system in each size:
+class CompareConfig(RatesConfig):
+    """Besides what `RatesConfig` says; a learning rate is chosen for each system in each size:
 
     Attributes:
         systems: name -> configuration of train_lm; its data is replaced by `text`.
@@ -36,14 +35,9 @@ class CompareConfig(StudyConfig):
     targets: list[float] = field(default_factory=list)
 
     def check(self) -> None:
-        if not self.systems:
-            raise UserError(
-                "nothing to compare: give --config experiments/compare/wikitext2.yaml (its text by --text.folder DIR),"
-                " or --smoke"
-            )
+        super().check()
         check_reference("`reference`", self.reference, self.systems, "`systems`", least=1)
         check_among("rows", self.rows, ROWS)
-        super().check()
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,7 @@
 """Trains flows on one grid, on drawn ones and on growing ones, and reads them at depths that they were not trained at.
 
-    python -m experiments.continuity --config experiments/continuity/wikitext2.yaml [--text.folder DIR] [--only ARM,...]
-    python -m experiments.continuity --smoke                (minutes; a text that Python carries)
-    python -m experiments.continuity --config FILE --redraw (tables and figures, from the JSON)
-
-Learning rates are chosen for each arm in a smaller width, on a grid that grows while the best is at its edge. Every
-training is a run below `run_dir`, and what was read off it a small file in `readings`. Given again, here or where these
-files are, the command continues where it stopped. `--only` with the reference and some arms makes a part of the page.
-Results go to `output`: `results.json`, `results.md`, `summary.csv`, `runs.csv`, and figures.
+Learning rates are chosen for each arm in a smaller width, on a grid that grows while the best is at its edge. `--only`
+with the reference and some arms makes a part of the page.
 """
 
 from pathlib import Path

@@ -3,20 +3,20 @@
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from experiments.config import RatesConfig, check_among, check_reference
 from experiments.cost import cost_of
 from experiments.jobs import Arm, Place, Places
-from experiments.protocol import StudyConfig, check_among, check_reference
 from experiments.recipes import without_base
 from experiments.texts import Text
 from qkvflow.errors import UserError
-from qkvflow.weights import PerLayerConfig
+from qkvflow.ranges import Count, Range
 
 
 @dataclass
-class ContinuityConfig(StudyConfig):
-    """Besides what `StudyConfig` says; a learning rate is chosen for each arm in a smaller width:
+class ContinuityConfig(RatesConfig):
+    """Besides what `RatesConfig` says; a learning rate is chosen for each arm in a smaller width:
 
     Attributes:
         base: configuration of train_lm that arms begin from; its data is replaced by `text`.
@@ -35,11 +35,11 @@ class ContinuityConfig(StudyConfig):
     reference: str = "per_layer"
     only: list[str] | None = None
     panels: dict[str, list[str]] = field(default_factory=dict)
-    search_width: int = 64
-    beyond_grid: int = 4
+    search_width: Count = 64
+    beyond_grid: Annotated[int, Range(at_least=0)] = 4
     transfer: float = 0.5
-    layers: int = 12
-    depths: list[int] | None = None
+    layers: Count = 12
+    depths: list[Count] | None = None
     read_batches: int | None = None
 
     @property
@@ -53,8 +53,6 @@ class ContinuityConfig(StudyConfig):
         return [*(("euler", n) for n in sorted({*steps, self.layers})), ("rk4", self.layers)]
 
     def check(self) -> None:
-        if not self.arms or self.base is None:
-            raise UserError("nothing to train: give --config experiments/continuity/wikitext2.yaml, or --smoke")
         super().check()
         for key, names in {
             "only": self.chosen,
@@ -64,9 +62,6 @@ class ContinuityConfig(StudyConfig):
         check_reference("`reference`", self.reference, self.chosen, "the arms")
         if len(set(self.learning_rates)) < 2:
             raise UserError("`learning_rates` must be at least two, for a grid that can grow")
-        self.check_least(layers=1, search_width=1, beyond_grid=0)
-        if self.depths is not None:
-            self.check_least(depths=1)
 
 
 @dataclass(frozen=True)
@@ -97,12 +92,11 @@ def arms(config: ContinuityConfig, text: Text, run_dir: Path, rates: Rates | Non
         else:
             rate = rates[name] * (config.search_width / width) ** config.transfer
             recipe = recipe.but({"optimizer": {"learning_rate": float(f"{rate:.3g}")}})
-        model = recipe.config.model
-        if model.depth.reading_steps != config.layers:
-            steps = model.depth.reading_steps
+        steps = recipe.config.model.depth.reading_steps
+        if steps != config.layers:
             raise UserError(f"arms.{name} is read with {steps} steps, but `layers` is {config.layers}: make them equal")
-        is_flow = not isinstance(model.weights, PerLayerConfig)
-        what = {"what": Named(name, width), "flow": Places(config.places, config.read_batches) if is_flow else None}
+        flow = Places(config.places, config.read_batches) if recipe.is_flow else None
+        what = {"what": Named(name, width), "flow": flow}
         cost = cost_of(recipe)
         found.append(Arm(label=f"{name}-d{width}", recipe=recipe, cost=cost, text=text, shares_rate=name, **what))
     return found

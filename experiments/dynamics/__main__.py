@@ -1,14 +1,5 @@
-"""Trains flows and ordinary layers, and reads the paper's two analyses off them, beside what chance gives.
+"""Trains flows and ordinary layers, and reads the paper's two analyses off them, beside what chance gives."""
 
-    python -m experiments.dynamics --config experiments/dynamics/builtin.yaml
-    python -m experiments.dynamics --smoke                 (minutes)
-    python -m experiments.dynamics --config FILE --redraw  (tables and figures, from the JSON)
-
-Every training is a run below `run_dir`, which keeps its checkpoints. Given again, the command continues where it
-stopped. Results go to `output`: `results.json`, `results.md`, `spectra.csv`, `marks.csv`, and figures.
-"""
-
-import dataclasses
 from functools import partial
 from pathlib import Path
 
@@ -41,18 +32,17 @@ def make(config: DynamicsConfig, run_dir: Path) -> Dynamics:
     return Dynamics(protocol=DynamicsProtocol.of(config, text, recipe, **about), results=results)
 
 
-def with_readings(config: DynamicsConfig, job: Job, found: Trained, run: Run, evaluator: RunEvaluator) -> Trained:
+def with_readings(config: DynamicsConfig, job: Job, run: Run, evaluator: RunEvaluator) -> dict[str, object]:
     """Spectra at some checkpoints, and what tokens are marked at the end."""
-    is_flow, fresh = found.system == "flow", untrained(run.model, key=jax.random.PRNGKey(job.seed + 1))
+    is_flow, fresh = job.arm.what.system == "flow", untrained(run.model, key=jax.random.PRNGKey(job.seed + 1))
     steps = checkpoint_steps(run.directory.checkpoints)[-config.checkpoints :]
     tokens = np.asarray(some_tokens(evaluator, config.texts).array)[:, : config.length]
     counted = np.bincount(job.recipe.tokenizer().encode(job.arm.text.read("train")), minlength=run.model.Vocab.size)
     rarity = -np.log((counted + 1) / (counted + 1).sum())
-    return dataclasses.replace(
-        found,
-        spectra=all_spectra(run.model, str(run.path), fresh, steps, is_flow),
-        marks=marks(run.model, fresh, tokens, rarity, is_flow, job.seed),
-    )
+    return {
+        "spectra": all_spectra(run.model, str(run.path), fresh, steps, is_flow),
+        "marks": marks(run.model, fresh, tokens, rarity, is_flow, job.seed),
+    }
 
 
 STUDY = Study("dynamics", DynamicsConfig, Dynamics, make, page, files, draw)

@@ -19,6 +19,7 @@ from haliax import NamedArray
 from levanter.models.lm_model import LmHeadModel
 from scipy import stats
 
+from experiments.records import six_digits
 from qkvflow.analysis import lyapunov, spectral
 from qkvflow.analysis.reading import Reading, read
 from qkvflow.axes import POSITION
@@ -80,8 +81,8 @@ def spectra(values: np.ndarray, times: Sequence[float], step: int, family: str, 
     """From eigenvalues [time, heads, head_size]."""
     flat = values.reshape(len(values), -1)
     size, real, positive = (np.abs(flat), np.abs(flat.real), flat.real > 0)
-    means = ([_round(x) for x in part.mean(axis=1)] for part in (size, real, positive))
-    return Spectra(step, family, reading, [_round(t) for t in times], *means)
+    means = ([six_digits(x) for x in part.mean(axis=1)] for part in (size, real, positive))
+    return Spectra(step, family, reading, [six_digits(t) for t in times], *means)
 
 
 def all_spectra(model: LmHeadModel, run: str, fresh: LmHeadModel, steps: Sequence[int], is_flow: bool) -> list[Spectra]:
@@ -113,7 +114,7 @@ def marks(model: LmHeadModel, fresh: LmHeadModel, texts: np.ndarray, rarity: np.
         for score in by_score:
             for name in PROPERTIES:
                 values = [_correlation(scored[score], known[name]) for known, scored in each]
-                found.append(Mark(score, sample, name, _round(float(np.mean(values)))))
+                found.append(Mark(score, sample, name, six_digits(float(np.mean(values)))))
     return found
 
 
@@ -155,8 +156,3 @@ def _correlation(score: np.ndarray, known: np.ndarray) -> float:
 def _growth(values: Sequence[float]) -> float:
     half = len(values) // 2
     return float(np.log2(np.mean(values[half:]) / np.mean(values[:half])))
-
-
-def _round(x: float) -> float:
-    """Six significant digits: the series are most of the JSON."""
-    return float(f"{x:.6g}")

@@ -1,16 +1,8 @@
-"""Trains the ODE flow hybrid beside ordinary layers, and looks at gradients before clipping, solvers and control.
+"""Trains the ODE flow hybrid beside ordinary layers, and looks at gradients before clipping, solvers and control."""
 
-    python -m experiments.gradient_flow --config experiments/gradient_flow/wikitext2.yaml [--text.folder DIR]
-    python -m experiments.gradient_flow --smoke                (minutes; a text that Python carries, bytes)
-    python -m experiments.gradient_flow --config FILE --redraw (table and figures, from the JSON)
-
-Every training is a run below `run_dir`. Given again, the command continues where it stopped. Results go to `output`:
-`results.json`, `results.md`, and the figures `gradient_flow` and `invariance`.
-"""
-
-import dataclasses
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import haliax as hax
 import jax
@@ -25,6 +17,7 @@ from experiments.gradient_flow.report import GradientFlow, GradientFlowProtocol,
 from experiments.jobs import Job, reported
 from experiments.measure import Measure, some_tokens, untrained
 from experiments.recipes import Recipe
+from experiments.records import six_digits
 from experiments.study import Study
 from experiments.texts import Text
 from qkvflow.data.statistics import unigram_entropy
@@ -54,33 +47,31 @@ def make(config: GradientFlowConfig, run_dir: Path) -> GradientFlow:
     return GradientFlow(protocol=protocol, unigram=_unigram(recipe, text), results=results)
 
 
-def with_readings(config: GradientFlowConfig, job: Job, found: Trained, run: Run, evaluator: RunEvaluator) -> Trained:
+def with_readings(config: GradientFlowConfig, job: Job, run: Run, evaluator: RunEvaluator) -> dict[str, Any]:
     """Losses and norms of each step; of hybrid and baseline refined readings; of the hybrid all others."""
-    metrics, model = read_metrics(job.recipe.run.metrics), run.model
-    by_step = [component_norms(r) for r in metrics]
-    found = dataclasses.replace(
-        found,
-        loss=[_round(r["train/loss"]) for r in metrics],
-        norms={name: [_round(norms[name]) for norms in by_step] for name in by_step[0]},
-        clip=run.config.optimizer.max_grad_norm,
-        parameters=parameter_count(model),
-    )
-    if found.system == "shallow":
+    metrics, model, system = read_metrics(job.recipe.run.metrics), run.model, job.arm.what.system
+    norms = [component_norms(r) for r in metrics]
+    found = {
+        "loss": [six_digits(r["train/loss"]) for r in metrics],
+        "norms": {name: [six_digits(own[name]) for own in norms] for name in norms[0]},
+        "clip": run.config.optimizer.max_grad_norm,
+        "parameters": parameter_count(model),
+    }
+    if system == "shallow":
         return found
     tokens = some_tokens(evaluator, _SEQUENCES)
     reader = Reader(model, evaluator.loss, LmExample(tokens, hax.ones(tokens.axes)))
-    found = dataclasses.replace(found, refined=reader.refined(config.refinements))
-    if found.system == "baseline":
+    found["refined"] = reader.refined(config.refinements)
+    if system == "baseline":
         return found
     draw_key, control_key = jax.random.split(jax.random.PRNGKey(job.seed))
     models = {"trained": model, "untrained": untrained(model, key=draw_key)}
-    return dataclasses.replace(
-        found,
-        readings=reader.by_solvers(config.solvers, config.steps),
-        alpha=float(model.transformer.flow.weights.alpha.array),
-        control_gradient=max(r[_CONTROL] for r in metrics),
-        control={n: control_effect(m, tokens, config.controls, key=control_key) for n, m in models.items()},
-    )
+    return found | {
+        "readings": reader.by_solvers(config.solvers, config.steps),
+        "alpha": float(model.transformer.flow.weights.alpha.array),
+        "control_gradient": max(r[_CONTROL] for r in metrics),
+        "control": {n: control_effect(m, tokens, config.controls, key=control_key) for n, m in models.items()},
+    }
 
 
 def _unigram(recipe: Recipe, text: Text) -> float:
@@ -90,12 +81,7 @@ def _unigram(recipe: Recipe, text: Text) -> float:
     return unigram_entropy(*counted).nats_per_token
 
 
-def _round(x: float) -> float:
-    """Six significant digits: the series are most of the JSON."""
-    return float(f"{x:.6g}")
-
-
-STUDY = Study("gradient_flow", GradientFlowConfig, GradientFlow, make, page, figures=draw, default="wikitext2.yaml")
+STUDY = Study("gradient_flow", GradientFlowConfig, GradientFlow, make, page, figures=draw)
 
 if __name__ == "__main__":
     STUDY.program()

@@ -19,7 +19,6 @@ LOSS_RATIO, GRADIENT = 1.1, 0.01  # the seed's, see `Verdict`
 
 _PREFIX = "grad/norm/"
 
-
 # What is counted of the steps of a component. A comparison with nan is false, so nan counts as not finite alone.
 RULES = {
     f"< {VANISHING:g}": lambda norm, total: norm < VANISHING,
@@ -73,14 +72,15 @@ class Verdict:
     ratio: float
     gradient: float | None
 
+    @staticmethod
+    def of(losses: Sequence[float], baseline: Sequence[float], norms: Sequence[float] | None, last: int) -> "Verdict":
+        """By training losses and norms of the flow's gradient after clipping, both by step."""
+        gradient = None if norms is None else statistics.fmean(norms)
+        return Verdict(final(losses, last) / final(baseline, last), gradient)
+
     @property
     def passes(self) -> bool:
         return self.ratio < LOSS_RATIO and (self.gradient is None or self.gradient > GRADIENT)
-
-
-def verdict(losses: Sequence[float], baseline: Sequence[float], norms: Sequence[float] | None, last: int) -> Verdict:
-    """By training losses, of the last steps, and norms of the flow's gradient after clipping, by step."""
-    return Verdict(final(losses, last) / final(baseline, last), None if norms is None else statistics.fmean(norms))
 
 
 def final(losses: Sequence[float], last: int) -> float:

@@ -2,16 +2,16 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated
 
+from experiments.config import StudyConfig, check_among
 from experiments.cost import cost_of
 from experiments.jobs import Arm
-from experiments.protocol import SeedsConfig
-from experiments.recipes import Recipe, merged, ordinary
-from experiments.texts import Builtin, Text, TextConfig
+from experiments.recipes import Recipe, ordinary
+from experiments.texts import Text
 from qkvflow.depth import solver_by_name
 from qkvflow.errors import UserError
-from qkvflow.models import NeuralOdeConfig
-from qkvflow.weights import PerLayerConfig
+from qkvflow.ranges import Count, Range
 
 SYSTEMS = {
     "baseline": "ordinary layers instead of the flow",
@@ -21,11 +21,10 @@ SYSTEMS = {
 
 
 @dataclass
-class GradientFlowConfig(SeedsConfig):
-    """Besides what `SeedsConfig` says:
+class GradientFlowConfig(StudyConfig):
+    """Besides what `StudyConfig` says:
 
     Attributes:
-        text: `{type: wikitext2, folder: DIR}`, `{type: files, name, train, select, report}` or `{type: builtin}`.
         hybrid: configuration of train_lm of a model with a flow between ordinary layers; its data is replaced by
             `text`.
         replaced_layers: number of ordinary layers that the baseline has where the hybrid has its flow.
@@ -36,32 +35,24 @@ class GradientFlowConfig(SeedsConfig):
         controls: number of random controls that are tried on each of a few sequences.
     """
 
-    text: TextConfig = field(default_factory=Builtin)
     hybrid: str | None = None
-    replaced_layers: int = 2
+    replaced_layers: Count = 2
     systems: list[str] = field(default_factory=lambda: list(SYSTEMS))
     seeds: list[int] = field(default_factory=lambda: [42, 123, 456])
-    final_steps: int = 50
-    evaluations: int = 10
+    final_steps: Count = 50
+    evaluations: Count = 10
     solvers: list[str] = field(default_factory=lambda: ["euler", "heun", "rk4", "dopri5"])
-    steps: list[int] = field(default_factory=lambda: [2, 4, 8, 16])
-    refinements: list[int] = field(default_factory=lambda: [2, 4, 8])
-    controls: int = 8
+    steps: list[Count] = field(default_factory=lambda: [2, 4, 8, 16])
+    refinements: list[Annotated[int, Range(at_least=2)]] = field(default_factory=lambda: [2, 4, 8])
+    controls: Count = 8
 
     def check(self) -> None:
         super().check()
-        if self.hybrid is None:
-            raise UserError(
-                "`hybrid` is missing: a configuration of train_lm with a flow between ordinary layers, such as"
-                " configs/wikitext2/hybrid_flow.yaml"
-            )
-        unknown = [name for name in self.systems if name not in SYSTEMS]
-        if unknown or not {"hybrid", "baseline"} <= set(self.systems):
-            raise UserError(
-                f"`systems` must hold hybrid and baseline, which are compared, and may hold {', '.join(SYSTEMS)}; got"
-                f" {self.systems}"
-            )
-        self.check_least(replaced_layers=1, final_steps=1, controls=1, steps=1, refinements=2)
+        check_among("systems", self.systems, SYSTEMS)
+        if not {"hybrid", "baseline"} <= set(self.systems):
+            raise UserError(f"`systems` must hold hybrid and baseline, which are compared; got {self.systems}")
+        if not (self.solvers and self.steps and self.refinements):
+            raise UserError("`solvers`, `steps` and `refinements` must each have at least one")
         for solver in self.solvers:
             solver_by_name(solver)
 
@@ -80,8 +71,14 @@ def arms(config: GradientFlowConfig, text: Text, run_dir: Path) -> list[Arm]:
         UserError: if the hybrid has no flow on a fixed grid, no ordinary layers around it, or no control.
     """
     hybrid = config.recipe(config.hybrid, text, run_dir)
-    _check_hybrid(config, hybrid)
-    model = merged(hybrid.raw["model"], {"depth": {"steps": hybrid.config.model.depth.steps}})
+    model, known = hybrid.euler_flow(), hybrid.config.model
+    if known.control is None or not known.prelude_layers or not known.coda_layers:
+        raise UserError(
+            f"{config.hybrid} must have `control`, and layers before and after its flow, `prelude_layers` and"
+            f" `coda_layers`; it has {known.prelude_layers} and {known.coda_layers}"
+        )
+    if config.final_steps > hybrid.steps:
+        raise UserError(f"`final_steps` is {config.final_steps}, of {hybrid.steps} steps in all")
     models = {
         "hybrid": model,
         "baseline": ordinary(model, config.replaced_layers),
@@ -99,21 +96,3 @@ def arms(config: GradientFlowConfig, text: Text, run_dir: Path) -> list[Arm]:
         Arm(label=name, recipe=recipe, cost=cost_of(recipe), what=System(name), text=text, asks=asks)
         for name, recipe in recipes.items()
     ]
-
-
-def _check_hybrid(config: GradientFlowConfig, hybrid: Recipe) -> None:
-    model = hybrid.config.model
-    if not isinstance(model, NeuralOdeConfig) or isinstance(model.weights, PerLayerConfig) or model.control is None:
-        raise UserError(f"{config.hybrid} must be a `type: neuralode` with a flow and `control`, as the hybrid is")
-    if not model.prelude_layers or not model.coda_layers:
-        raise UserError(
-            f"{config.hybrid} has {model.prelude_layers} layers before its flow and {model.coda_layers} after it; at"
-            " least one of each is needed: `prelude_layers`, `coda_layers`"
-        )
-    if model.depth.is_general or model.training_plans or model.depth.solver != "euler":
-        raise UserError(
-            f"{config.hybrid} must be trained with Euler on a fixed grid: what is read at other solvers and steps is"
-            " compared with that"
-        )
-    if config.final_steps > hybrid.steps:
-        raise UserError(f"`final_steps` is {config.final_steps}, of {hybrid.steps} steps in all")

@@ -10,10 +10,6 @@ changes, of what there is to change. A model passes if it is below SHARE in ever
 
 Negative control: the baseline's ordinary layers x + B_k(x), k = 0..n-1, taken as a flow dx/dt = B_floor(t)(x) on [0, n]
 that is read with steps of 1/m: each layer is applied m times, as x + B_k(x)/m. Nothing made them alike under that.
-
-The seed took a nonzero difference of logits under a random control as a sign that control works. But its model never
-saw a control in training: the matrix C that a control passes through is as it was drawn, for its gradient is zero
-without one. So the difference shows that C is not zero, and an untrained model shows it too.
 """
 
 import dataclasses
@@ -22,6 +18,7 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import equinox as eqx
 import haliax as hax
@@ -45,28 +42,21 @@ _FLOW = lambda model: model.transformer.flow  # noqa: E731
 
 @dataclass(frozen=True)
 class Changed:
-    """A model that is read in another way. displacement: of the flow."""
+    """A model that is read in another way.
+
+    Attributes:
+        displacement: of the flow. solver, steps, evaluations: if it is read by a solver in so many steps.
+        factor: if its middle is read in steps of 1 / factor of the trained length; share: see above.
+    """
 
     loss: float
     divergence: float
     displacement: float | None = None
-
-
-@dataclass(frozen=True)
-class BySolver(Changed):
-    """evaluations: of the field."""
-
     solver: str = ""
     steps: int = 0
     evaluations: int = 0
-
-
-@dataclass(frozen=True)
-class BySteps(Changed):
-    """Its middle in steps of 1 / factor of the trained length."""
-
-    factor: int = 1
-    share: float = 0.0
+    factor: int | None = None
+    share: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -75,7 +65,7 @@ class Refined:
 
     displacement: float
     left_out: Changed
-    refined: list[BySteps]
+    refined: list[Changed]
 
     @property
     def passes(self) -> bool:
@@ -107,26 +97,23 @@ class Reader:
     def _trained(self) -> np.ndarray:
         return centred_logits(self.model, self.example.tokens)
 
-    def read(self, other: NeuralOdeLMHeadModel) -> Changed:
+    def read(self, other: NeuralOdeLMHeadModel, **how: Any) -> Changed:
         moved = divergence(centred_logits(other, self.example.tokens), self._trained)
-        return Changed(self.loss(other), moved, displacement(other, self.example))
+        return Changed(self.loss(other), moved, displacement(other, self.example), **how)
 
-    def by_solvers(self, solvers: Sequence[str], steps: Sequence[int]) -> list[BySolver]:
+    def by_solvers(self, solvers: Sequence[str], steps: Sequence[int]) -> list[Changed]:
         """With each solver at each number of steps."""
         found = []
         for solver, n in itertools.product(solvers, steps):
             other = self.model.with_depth(self.model.config.depth.on_grid(n, solver=solver))
-            where = {"solver": solver, "steps": n, "evaluations": other.config.plan.evaluations}
-            found.append(BySolver(**vars(self.read(other)), **where))
+            found.append(self.read(other, solver=solver, steps=n, evaluations=other.config.plan.evaluations))
         return found
 
     def refined(self, factors: Sequence[int]) -> Refined:
         """The middle in steps of 1/m of the trained length, for each factor m, and without it."""
-        gone, found = self.read(left_out(self.model)), []
-        for m in factors:
-            read = self.read(refine(self.model, m))
-            found.append(BySteps(**vars(read), factor=m, share=read.divergence / (gone.divergence or math.inf)))
-        return Refined(displacement(self.model, self.example), gone, found)
+        gone, found = self.read(left_out(self.model)), [self.read(refine(self.model, m), factor=m) for m in factors]
+        shares = [dataclasses.replace(r, share=r.divergence / (gone.divergence or math.inf)) for r in found]
+        return Refined(displacement(self.model, self.example), gone, shares)
 
 
 def refine(model: NeuralOdeLMHeadModel, m: int) -> NeuralOdeLMHeadModel:

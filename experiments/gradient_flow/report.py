@@ -9,9 +9,9 @@ from matplotlib.figure import Figure
 
 from experiments import style
 from experiments.gradient_flow import norms as rule
-from experiments.gradient_flow.norms import Verdict, clipped, counts, final, verdict
+from experiments.gradient_flow.norms import Verdict, clipped, counts, final
 from experiments.gradient_flow.plan import SYSTEMS, GradientFlowConfig, System
-from experiments.gradient_flow.readings import SHARE, BySolver, BySteps, Changed, Effect, Refined
+from experiments.gradient_flow.readings import SHARE, Changed, Effect, Refined
 from experiments.protocol import Protocol
 from experiments.records import Record, Training, by_seed
 from experiments.statistics import Contrast, Interval, contrasts, interval
@@ -58,7 +58,7 @@ class Trained(Training, System):
     clip: float | None = None
     parameters: int = 0
     refined: Refined | None = None
-    readings: list[BySolver] = field(default_factory=list)
+    readings: list[Changed] = field(default_factory=list)
     alpha: float | None = None
     control_gradient: float | None = None
     control: dict[str, Effect] = field(default_factory=dict)
@@ -71,15 +71,6 @@ class GradientFlow(Record):
     protocol: GradientFlowProtocol
     unigram: float
     results: list[Trained]
-
-
-def verdicts(record: GradientFlow, system: str) -> list[Verdict]:
-    """The seed's rule for each seed."""
-    found = []
-    for own, baseline in zip(record.of(system=system), record.of(system="baseline"), strict=True):
-        after = clipped(own.norms["flow"], own.norms["total"], own.clip) if system == "hybrid" else None
-        found.append(verdict(own.loss, baseline.loss, after, record.protocol.final_steps))
-    return found
 
 
 def page(record: GradientFlow) -> Mapping[str, object]:
@@ -131,9 +122,13 @@ def _norms(trained: Mapping[str, list[Trained]]) -> Table:
 
 
 def _verdicts(record: GradientFlow) -> Table:
-    rows = []
+    """The seed's rule for each seed."""
+    rows, last = [], record.protocol.final_steps
     for name in (name for name in record.protocol.systems if name != "baseline"):
-        found = verdicts(record, name)
+        found = []
+        for own, baseline in zip(record.of(system=name), record.of(system="baseline"), strict=True):
+            after = clipped(own.norms["flow"], own.norms["total"], own.clip) if name == "hybrid" else None
+            found.append(Verdict.of(own.loss, baseline.loss, after, last))
         gradients = [v.gradient for v in found if v.gradient is not None]
         gradient = interval(gradients) if gradients else "has no flow"
         passed = f"{sum(v.passes for v in found)} of {len(found)} seeds"
@@ -149,30 +144,27 @@ def _controls(hybrid: list[Trained]) -> Table:
     return Table(["hybrid", "mean difference of logits", "relative", "change of the loss"], rows)
 
 
-def _changed(own: list[Trained], read: Callable[[Trained], list[Changed]]) -> Iterator[tuple[list[Changed], list[str]]]:
-    """For each reading that the trainings have, it of each of them, and cells: change of loss, divergence."""
+def _changed(
+    own: list[Trained], read: Callable[[Trained], list[Changed]], *keys: str
+) -> Iterator[tuple[Changed, list[str]]]:
+    """For each reading that the trainings have: what it is, and cells: change of loss, and `keys` of it."""
     for each in zip(*map(read, own), strict=True):
         change = [e.loss - r.report_loss for e, r in zip(each, own, strict=True)]
-        yield list(each), [_small(change), _small([e.divergence for e in each])]
+        yield each[0], [_small(change), *(_small([getattr(e, key) for e in each]) for key in keys)]
 
 
 def _solvers(hybrid: list[Trained]) -> Table:
-    rows = [
-        [each[0].solver, each[0].steps, each[0].evaluations, *cells, _small([e.displacement for e in each])]
-        for each, cells in _changed(hybrid, lambda r: r.readings)
-    ]
+    found = _changed(hybrid, lambda r: r.readings, "divergence", "displacement")
     head = ["solver", "steps", "evaluations", "loss minus as trained", "divergence of logits", "displacement"]
-    return Table(head, rows)
+    return Table(head, [[read.solver, read.steps, read.evaluations, *cells] for read, cells in found])
 
 
 def _refined(trained: Mapping[str, list[Trained]]) -> Table:
     rows = []
     for name, own in trained.items():
-        first = [name, _small([r.refined.displacement for r in own])]
-        for each, cells in _changed(own, lambda r: [r.refined.left_out, *r.refined.refined]):
-            is_read = isinstance(each[0], BySteps)
-            words = f"steps of 1/{each[0].factor}" if is_read else "left out"
-            rows.append([first[0], words, first[1], *cells, _small([e.share if is_read else 1.0 for e in each])])
+        moved = _small([r.refined.displacement for r in own])
+        for read, cells in _changed(own, lambda r: [r.refined.left_out, *r.refined.refined], "divergence", "share"):
+            rows.append([name, f"steps of 1/{read.factor}" if read.factor else "left out", moved, *cells])
     head = ["model", "middle", "displacement", "loss minus as trained", "divergence of logits", "share"]
     return Table(head, rows)
 

@@ -21,10 +21,10 @@ import optax
 from haliax import Axis, NamedArray
 from haliax.nn.attention import causal_mask
 
+from experiments.config import OutputConfig
 from experiments.leak.model import Model
 from experiments.leak.published import Published, claim_table, loss_table, published
 from experiments.measure import moved
-from experiments.protocol import OutputConfig
 from experiments.records import Record
 from experiments.study import Study
 from experiments.tables import Table

@@ -38,12 +38,9 @@ class Recomputed:
     """p-values of one pair of models.
 
     Attributes:
-        student: of the test that the fork says it made, two independent groups, uncorrected.
-        bonferroni: that, corrected for the six pairs, as the fork says it did.
-        welch, paired: of tests that do not suppose equal variances, and that use that seeds are shared; `holm`: the
-            paired
-
-    one, corrected for the six pairs.
+        student: of the test that the fork says it made, two independent groups; bonferroni: that, corrected for the six
+            pairs, as the fork says it did.
+        welch: without the supposition of equal variances. paired: by seed; holm: that, corrected for the six pairs.
     """
 
     student: float

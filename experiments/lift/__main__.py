@@ -1,14 +1,5 @@
-"""Trains a model, makes flows with fewer weights of it, and heals them, beside the same model with layers dropped.
+"""Trains a model, makes flows with fewer weights of it, and heals them, beside the same model with layers dropped."""
 
-    python -m experiments.lift --config experiments/lift/wikitext2.yaml [--text.folder DIR]
-    python -m experiments.lift --smoke                (minutes; a text that Python carries)
-    python -m experiments.lift --config FILE --redraw (table and figure, from the JSON)
-
-Every training is a run below `run_dir`. Given again, the command continues where it stopped. Results go to `output`:
-`results.json`, `results.md`, `runs.csv` and `figure.png`.
-"""
-
-import dataclasses
 from pathlib import Path
 
 from experiments.jobs import Job, at_work, reported
@@ -40,12 +31,10 @@ def make(config: LiftStudyConfig, run_dir: Path) -> Lifted:
     return Lifted(protocol=protocol, parameters=costs, results=results)
 
 
-def _before(job: Job, found: Trained, run: Run, evaluator: RunEvaluator | None) -> Trained:
-    """With the loss before healing."""
+def _before(job: Job, run: Run, evaluator: RunEvaluator) -> dict[str, float]:
+    """The loss before healing."""
     made = job.recipe.raw.get("run")
-    if made is None or evaluator is None:
-        return found
-    return dataclasses.replace(found, before=evaluator.loss(load_run(made).model))
+    return {} if made is None else {"before": evaluator.loss(load_run(made).model)}
 
 
 STUDY = Study("lift", LiftStudyConfig, Lifted, make, report.page, report.files, report.draw)

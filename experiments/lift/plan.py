@@ -5,16 +5,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from experiments.config import StudyConfig
 from experiments.cost import cost_of
 from experiments.jobs import Arm, Job
-from experiments.protocol import StudyConfig
-from experiments.recipes import Recipe
 from experiments.texts import Text
 from qkvflow.data import copy_tokenizer
 from qkvflow.errors import UserError
 from qkvflow.models import NeuralOdeLMHeadModel
 from qkvflow.models.levanter_twin import enter
 from qkvflow.models.lifting import aligned, lift
+from qkvflow.ranges import Count
 from qkvflow.runs import load_run
 from qkvflow.runs.config import RunTrainerConfig, TrainConfig
 from qkvflow.runs.made import new_run
@@ -29,7 +29,7 @@ KINDS = {
 
 @dataclass
 class LiftStudyConfig(StudyConfig):
-    """Besides what `StudyConfig` says (learning rates are those of `train` and `heal`, not searched for):
+    """Besides what `StudyConfig` says:
 
     Attributes:
         train: keys of train_lm, of a model with ordinary layers (`weights: {type: per_layer}`, steps of length 1).
@@ -39,7 +39,7 @@ class LiftStudyConfig(StudyConfig):
     train: dict[str, Any] = field(default_factory=dict)
     heal: dict[str, Any] = field(default_factory=dict)
     basis: str = "cosine"
-    dims: list[int] = field(default_factory=list)
+    dims: list[Count] = field(default_factory=list)
 
     @property
     def layers(self) -> int:
@@ -47,11 +47,8 @@ class LiftStudyConfig(StudyConfig):
         return self.train["model"]["depth"]["steps"]
 
     def check(self) -> None:
-        if self.learning_rates:
-            raise UserError("`learning_rates` are not searched here: give those of `train` and `heal`")
         super().check()
-        self.check_least(dims=1)
-        if max(self.dims) >= self.layers:
+        if max(self.dims, default=self.layers) >= self.layers:
             raise UserError(f"`dims` must be below the {self.layers} layers of the trained model, got {self.dims}")
 
 
@@ -65,7 +62,7 @@ class Model:
 
 def trained(config: LiftStudyConfig, text: Text, run_dir: Path) -> Arm:
     """The model that everything is made of."""
-    recipe = config.recipe(None, text, run_dir, config.train)
+    recipe = config.recipe({}, text, run_dir, config.train)
     return Arm(label="trained", recipe=recipe, cost=cost_of(recipe), what=Model("trained", config.layers), text=text)
 
 
@@ -78,10 +75,9 @@ def healed(config: LiftStudyConfig, base: Arm, seed: int, run_dir: Path) -> list
         for kind, changes in models.items():
             mode = {"type": "full" if kind == "dropped" else "flow"}
             begins = {"run": str(_made(run_dir, kind, k, seed)), "mode": mode}
-            recipe = Recipe(config.overrides).but(config.heal, begins)
             arm = Arm(
                 label=f"{kind.replace(' ', '_')}_{k}",
-                recipe=recipe.on(base.text, run_dir, config.select_batches, config.evaluations),
+                recipe=config.recipe({}, base.text, run_dir, config.heal, begins),
                 cost=cost_of(base.recipe.but({"model": changes})),
                 what=Model(kind, k),
                 text=base.text,

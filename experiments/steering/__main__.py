@@ -1,14 +1,5 @@
-"""Trains the hybrid on two texts under a control that says which is which; then, does control steer what it writes?
+"""Trains the hybrid on two texts under a control that says which is which; then, does control steer what it writes?"""
 
-    python -m experiments.steering --config experiments/steering/two_texts.yaml [--a.folder DIR] [--b.folder DIR]
-    python -m experiments.steering --smoke                (minutes; texts that Python carries)
-    python -m experiments.steering --config FILE --redraw (tables and figure, from the JSON)
-
-Every training is a run below `run_dir`. Given again, the command continues where it stopped. Results go to `output`:
-`results.json`, `results.md`, `runs.csv` and `figure.png`.
-"""
-
-import dataclasses
 import sys
 from pathlib import Path
 
@@ -27,7 +18,6 @@ from experiments.steering.report import Bound, Source, Steering, SteeringProtoco
 from experiments.study import Study
 from experiments.texts import Text
 from qkvflow.generation.text import encode_prompt
-from qkvflow.runs.evaluate import RunEvaluator
 from qkvflow.runs.load import Run
 
 _PIECES = 500  # of each text, for the upper bound
@@ -35,25 +25,20 @@ _SHOWN = 2  # samples under each control that go to the results
 
 
 def make(config: SteeringConfig, run_dir: Path) -> Steering:
-    sources = [config.a, config.b]
-    texts = [source.prepare(run_dir / "texts") for source in sources]
+    texts = config.texts(run_dir / "texts")
     planned = reported(arms(config, texts, run_dir), config.seeds)
     judge = Judge(*(Path(text.file("select")).read_bytes() for text in texts))
     bound = upper_bound(judge, texts, config.length)
 
-    def steered(job: Job, found: Trained, run: Run, evaluator: RunEvaluator | None) -> Trained:
+    def steered(job: Job, run: Run, evaluator: None) -> dict[str, object]:
         asked = {str(u): between(u) for u in config.between} | {"none": None}
         samples = {name: sample(run, control, job.seed, config) for name, control in asked.items()}
         judged = {name: judge.share_of_b(pieces) for name, pieces in samples.items()}
         losses = losses_of(run, texts, config, run_dir)
-        return dataclasses.replace(
-            found,
-            accuracy=(1 - judged["0.0"] + judged["1.0"]) / 2,
-            losses=losses,
-            report_loss=losses["right"],
-            judged_b=judged,
-            examples={name: [s.decode("utf-8", "replace") for s in all_[:_SHOWN]] for name, all_ in samples.items()},
-        )
+        shown = {name: [s.decode("utf-8", "replace") for s in all_[:_SHOWN]] for name, all_ in samples.items()}
+        accuracy = (1 - judged["0.0"] + judged["1.0"]) / 2
+        known = {"accuracy": accuracy, "judged_b": judged, "examples": shown}
+        return known | {"losses": losses, "report_loss": losses["right"]}
 
     print(f"The judge is right on {bound.accuracy:.1%} of {bound.pieces} real pieces", file=sys.stderr)
     results = Measure(Trained, config, run_dir, steered).all(planned)
@@ -62,7 +47,7 @@ def make(config: SteeringConfig, run_dir: Path) -> Steering:
     each = [reached(config.batches, recipe, text, texts)["report"] for text in texts]
     counts = {n: float(np.mean([own[n] for own in each])) for n in each[0]}
     protocol = SteeringProtocol(**config.rules() | about, counted=recipe.steps * recipe.tokens, counts=counts)
-    described = [Source(t.name, s.parts, t.sizes()) for t, s in zip(texts, sources, strict=True)]
+    described = [Source(t.name, s.parts, t.sizes()) for t, s in zip(texts, (config.a, config.b), strict=True)]
     return Steering(protocol=protocol, texts=described, arms=ARMS, judge=bound, results=results)
 
 
@@ -97,9 +82,8 @@ def losses_of(run: Run, texts: list[Text], config: SteeringConfig, run_dir: Path
 
     def loss(text: Text, kind: str, control: Control | None) -> float:
         path = run_dir / "records" / f"report-{text.name}-{kind}.jsonl"
-        return evaluator_on(run, report_records(text, control, path, config.record), config.report_batches).loss(
-            run.model
-        )
+        records = report_records(text, control, path, config.record)
+        return evaluator_on(run, records, config.report_batches).loss(run.model)
 
     each = [{kind: loss(text, kind, own) for kind, own in controls(k).items()} for k, text in enumerate(texts)]
     return {kind: float(np.mean([losses[kind] for losses in each])) for kind in each[0]}

@@ -3,13 +3,13 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from experiments.config import TwoTextsConfig
 from experiments.cost import cost_of
 from experiments.jobs import Arm
-from experiments.protocol import SeedsConfig
-from experiments.recipes import Recipe
 from experiments.steering.controls import training_records
-from experiments.texts import Builtin, Text, TextConfig
+from experiments.texts import Text
 from qkvflow.errors import UserError
+from qkvflow.ranges import Count, Positive, ProperShare
 
 ARMS = {
     "steered": "the control of a record says which text it is from",
@@ -18,44 +18,29 @@ ARMS = {
 
 
 @dataclass
-class SteeringConfig(SeedsConfig):
-    """Besides what `SeedsConfig` says:
+class SteeringConfig(TwoTextsConfig):
+    """Besides what `TwoTextsConfig` says:
 
     Attributes:
         base: configuration of train_lm, of a model with control; its data is replaced.
-        a, b: the texts.
         record: characters of a record. without_control: share of the records that have none.
         samples: texts that are generated with each control, for each seed; length: of each, in bytes.
-        temperature: of sampling.
+        temperature: of sampling; greedy samples would all be the same.
         between: controls (1 - u, u) from text A at u = 0 to text B at u = 1.
     """
 
     base: str | None = None
-    a: TextConfig = field(default_factory=lambda: Builtin("topics"))
-    b: TextConfig = field(default_factory=lambda: Builtin("library"))
-    record: int = 1000
-    without_control: float = 0.2
-    samples: int = 64
-    length: int = 120
-    temperature: float = 1.0
+    record: Count = 1000
+    without_control: ProperShare = 0.2
+    samples: Count = 64
+    length: Count = 120
+    temperature: Positive = 1.0
     between: list[float] = field(default_factory=lambda: [0.0, 0.25, 0.5, 0.75, 1.0])
 
     def check(self) -> None:
-        if self.base is None:
-            raise UserError(
-                "nothing to steer: give --config experiments/steering/two_texts.yaml (its texts by --a.folder DIR and"
-                " --b.folder DIR), or --smoke; `base` is a configuration of train_lm"
-            )
         super().check()
-        if self.a == self.b:
-            raise UserError("`a` and `b` must be two texts, but are the same")
         if not {0.0, 1.0} <= set(self.between):
             raise UserError(f"`between` must have 0 (text A) and 1 (text B) among it, got {self.between}")
-        if not 0.0 <= self.without_control < 1.0:
-            raise UserError(f"`without_control` is a share of the records, in [0, 1); got {self.without_control}")
-        self.check_least(record=1, samples=1, length=1)
-        if self.temperature <= 0:
-            raise UserError(f"`temperature` must be above 0, got {self.temperature}: greedy samples are all the same")
 
 
 @dataclass(frozen=True)
@@ -72,8 +57,7 @@ def arms(config: SteeringConfig, texts: list[Text], run_dir: Path) -> list[Arm]:
         UserError: if the configuration cannot be read, its model hears no control of two numbers, its tokens are not
             bytes, or samples do not fit into its sequences.
     """
-    recipe = Recipe.of(config.base, config.overrides)
-    recipe = recipe.on(texts[0], run_dir, config.select_batches, config.evaluations)
+    recipe = config.recipe(config.base, texts[0], run_dir)
     plain = recipe.config
     if plain.control_dim != 2:
         raise UserError(f"`model.control.dim` must be 2, a number for each text, but is {plain.control_dim}")

@@ -16,12 +16,14 @@ from qkvflow.cli import parse
 from qkvflow.errors import UserError
 from qkvflow.runs.config import FinetuneConfig
 
+FULL = ["--config", str(FOLDER / "adaptive_depth" / "two_texts.yaml")]
+
 
 @pytest.fixture(scope="module")
 def planned(tmp_path_factory):
     """All trainings in their order, on texts that Python carries."""
     folder = tmp_path_factory.mktemp("adaptive_depth")
-    config = parse(AdaptiveDepthConfig, STUDY.arguments([]))[0]
+    config = parse(AdaptiveDepthConfig, FULL)[0]
     texts = [Builtin(name).prepare(folder / "texts") for name in ("topics", "library")]
     return reported(arms(config, texts, folder), config.seeds)
 
@@ -53,16 +55,15 @@ def test_flow_and_gpt2_have_the_same_size_once_materialised(planned):
     assert flow == size(lambda key: models["gpt2"].build(vocab, key=key))
 
 
-def test_both_texts_are_needed_and_results_go_beside_the_study(tmp_path):
-    with pytest.raises(UserError, match="give both texts"):
+def test_two_texts_are_needed_and_a_folder_may_be_elsewhere(tmp_path):
+    with pytest.raises(UserError, match="nothing to study"):
         STUDY.carry_out(AdaptiveDepthConfig(run_dir=str(tmp_path), seeds=[0, 1]))
-    with pytest.raises(UserError, match="give both texts"):
-        smoke(STUDY, wikitext2="nowhere").texts(tmp_path)
-    with pytest.raises(UserError, match="cannot be read"):
-        AdaptiveDepthConfig(wikitext2="nowhere", shakespeare="nowhere/input.txt").texts(tmp_path)
-    full, small = parse(AdaptiveDepthConfig, STUDY.arguments([]))[0], smoke(STUDY)
-    assert full.results(full.runs("adaptive_depth")) == FOLDER / "adaptive_depth" / "results"
-    assert str(small.results(small.runs("adaptive_depth"))) == "runs/adaptive_depth_smoke/results"
+    with pytest.raises(UserError, match="are the same"):
+        smoke(STUDY, b={"type": "builtin", "text": "topics"}).check()
+    config = parse(AdaptiveDepthConfig, [*FULL, "--a.folder", "nowhere"])[0]
+    config.check()
+    with pytest.raises(UserError, match=r"nowhere/valid\.txt cannot be read"):
+        config.texts(tmp_path)
 
 
 def test_the_table_comes_from_the_record_alone(tmp_path):

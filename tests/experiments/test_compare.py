@@ -76,7 +76,7 @@ def test_what_cannot_be_compared_is_refused():
     ):
         with pytest.raises(UserError, match=message):
             smoke(STUDY, **changes).check()
-    with pytest.raises(UserError, match="nothing to compare"):
+    with pytest.raises(UserError, match="nothing to study: give --config FILE"):
         STUDY.carry_out(CompareConfig())
 
 

@@ -52,11 +52,11 @@ def test_what_cannot_be_trained_is_refused(tmp_path):
         ({"panels": {"one": ["nothing"]}}, "`panels.one` has nothing"),
         ({"learning_rates": [1e-3]}, "for a grid that can grow"),
         ({"only": ["per_layer"]}, "at least two arms"),
-        ({"depths": [0]}, "`depths` must be at least 1"),
+        ({"depths": [0]}, r"`depths\[0\]` must be at least 1"),
     ):
         with pytest.raises(UserError, match=message):
             smoke(STUDY, **changes).check()
-    with pytest.raises(UserError, match="nothing to train"):
+    with pytest.raises(UserError, match="nothing to study"):
         ContinuityConfig().check()
     config = smoke(STUDY, layers=6)
     with pytest.raises(UserError, match="per_layer is read with 4 steps, but `layers` is 6"):

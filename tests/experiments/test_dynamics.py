@@ -9,7 +9,7 @@ from support.models import build, random_tokens, small_config
 from support.studies import ABOUT, ORIGIN, refuse_work, smoke
 
 from experiments.dynamics.__main__ import STUDY
-from experiments.dynamics.plan import DynamicsConfig, arms
+from experiments.dynamics.plan import arms
 from experiments.dynamics.readings import (
     FAMILIES,
     PROPERTIES,
@@ -118,13 +118,13 @@ def test_arms_and_refusals(tmp_path):
     assert flow.recipe.config.trainer.checkpointer.keep == [{"every": 3}]
     for changes, message in (
         ({"overrides": {"model": {"weights": {"type": "per_layer"}}}}, "functions of time"),
-        ({"overrides": {"model": {"depth": {"solver": "rk4"}}}}, "flow by Euler on a fixed grid"),
+        ({"overrides": {"model": {"depth": {"solver": "rk4"}}}}, "with Euler on a fixed grid"),
         ({"checkpoints": 999}, "`checkpoints` is 999, of 6 steps"),
     ):
         with pytest.raises(UserError, match=message):
             arms(dataclasses.replace(config, **changes), text, tmp_path)
-    with pytest.raises(UserError, match="`base` is missing"):
-        DynamicsConfig().check()
+    with pytest.raises(UserError, match="a configuration to begin from is missing"):
+        arms(dataclasses.replace(config, base=None), text, tmp_path)
     with pytest.raises(UserError, match="`length` must be at least 5"):
         smoke(STUDY, length=4).check()
 

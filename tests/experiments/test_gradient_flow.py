@@ -20,10 +20,9 @@ from support.studies import ABOUT, ORIGIN, smoke
 from experiments import jobs
 from experiments.cost import cost_of
 from experiments.gradient_flow import __main__ as program
-from experiments.gradient_flow.norms import clipped, component_norms, counts, verdict
+from experiments.gradient_flow.norms import Verdict, clipped, component_norms, counts
 from experiments.gradient_flow.plan import arms
 from experiments.gradient_flow.readings import (
-    BySteps,
     Changed,
     Reader,
     Refined,
@@ -88,12 +87,12 @@ def test_steps_are_counted_by_both_rules():
 
 def test_the_seeds_rule_can_say_both():
     baseline, flow = [9.0, 2.0, 2.0], [0.02, 0.02, 0.02]
-    assert verdict([9.0, 2.1, 2.1], baseline, flow, 2).passes
-    assert verdict([9.0, 2.1, 2.1], baseline, flow, 2).ratio == pytest.approx(1.05)
-    assert not verdict([9.0, 2.3, 2.3], baseline, flow, 2).passes
-    assert not verdict([9.0, 2.1, 2.1], baseline, [0.005] * 3, 2).passes
-    assert not verdict([9.0, math.nan, 2.0], baseline, flow, 2).passes
-    assert verdict([9.0, 2.1, 2.1], baseline, None, 2).passes  # no flow: its first half alone
+    assert Verdict.of([9.0, 2.1, 2.1], baseline, flow, 2).passes
+    assert Verdict.of([9.0, 2.1, 2.1], baseline, flow, 2).ratio == pytest.approx(1.05)
+    assert not Verdict.of([9.0, 2.3, 2.3], baseline, flow, 2).passes
+    assert not Verdict.of([9.0, 2.1, 2.1], baseline, [0.005] * 3, 2).passes
+    assert not Verdict.of([9.0, math.nan, 2.0], baseline, flow, 2).passes
+    assert Verdict.of([9.0, 2.1, 2.1], baseline, None, 2).passes  # no flow: its first half alone
 
 
 def test_systems_differ_in_their_middle_alone(tmp_path):
@@ -132,18 +131,18 @@ def test_what_is_around_the_middle_begins_alike(tmp_path):
 
 def test_what_cannot_be_is_refused(tmp_path):
     for changes, message in (
-        ({"hybrid": None}, "`hybrid` is missing"),
         ({"systems": ["hybrid"]}, "must hold hybrid and baseline"),
-        ({"systems": ["hybrid", "baseline", "deep"]}, "must hold"),
-        ({"refinements": [1]}, "`refinements` must be at least 2"),
-        ({"steps": []}, "`steps` must be at least 1"),
+        ({"systems": ["hybrid", "baseline", "deep"]}, "Choices: baseline, hybrid, shallow"),
+        ({"refinements": [1]}, r"`refinements\[0\]` must be at least 2"),
+        ({"steps": []}, "`steps` and `refinements` must each have at least one"),
         ({"solvers": ["magic"]}, "magic"),
     ):
         with pytest.raises(UserError, match=message):
             smoke(STUDY, **changes).check()
     for changes, message in (
-        ({"hybrid": "configs/wikitext2/standard.yaml"}, "with a flow and `control`"),
-        ({"overrides": {"model": {"coda_layers": 0}}, "final_steps": 2}, "0 after it"),
+        ({"hybrid": None}, "a configuration to begin from is missing"),
+        ({"hybrid": "configs/wikitext2/standard.yaml"}, "functions of time"),
+        ({"overrides": {"model": {"coda_layers": 0}}, "final_steps": 2}, "`coda_layers`; it has 2 and 0"),
         ({"overrides": {"model": {"depth": {"solver": "rk4"}}}}, "Euler on a fixed grid"),
         ({"final_steps": 31}, "of 30 steps in all"),
     ):
@@ -154,7 +153,7 @@ def test_what_cannot_be_is_refused(tmp_path):
 def test_the_rule_of_invariance_can_say_both():
     """A middle that does nothing does not pass, however little a reading moves."""
     for gone, shares, passes in ((0.2, [0.05, 0.09], True), (0.2, [0.05, 0.11], False), (0.0, [0.0], False)):
-        refined = [BySteps(1.0, gone * share, factor=2, share=share) for share in shares]
+        refined = [Changed(1.0, gone * share, factor=2, share=share) for share in shares]
         assert Refined(0.5, Changed(1.0, gone), refined).passes == passes
 
 

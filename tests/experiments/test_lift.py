@@ -56,8 +56,9 @@ def test_everything_is_healed_at_every_k(tmp_path):
 def test_what_cannot_be_made_is_refused():
     for changes, message in (
         ({"dims": [4]}, "below the 4 layers"),
-        ({"dims": [0]}, "`dims` must be at least 1"),
-        ({"learning_rates": [1e-3, 2e-3]}, "not searched"),
+        ({"dims": []}, "below the 4 layers"),
+        ({"dims": [0]}, r"`dims\[0\]` must be at least 1"),
+        ({"learning_rates": [1e-3, 2e-3]}, "learning_rates"),
     ):
         with pytest.raises(UserError, match=message):
             smoke(STUDY, **changes).check()

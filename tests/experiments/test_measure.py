@@ -1,7 +1,6 @@
 """Reading trainings: only causal models, once, on any machine; and how long it will take."""
 
 import contextlib
-import dataclasses
 import io
 import math
 from dataclasses import dataclass
@@ -11,12 +10,12 @@ import jax
 import pytest
 
 from experiments import measure
+from experiments.config import RatesConfig, SeedsConfig
 from experiments.cost import Cost
 from experiments.jobs import Arm, Job
 from experiments.leak.__main__ import Vocab, draw
 from experiments.leak.model import Model
 from experiments.measure import Measure, check_causality
-from experiments.protocol import SeedsConfig, StudyConfig
 from experiments.recipes import Recipe
 from experiments.records import Training
 from qkvflow.errors import UserError
@@ -58,10 +57,7 @@ def trained(monkeypatch) -> tuple[list[str], io.StringIO]:
 
 
 def reader(run_dir, **config) -> Measure[Trained]:
-    def more(job: Job, found: Trained, run, evaluator) -> Trained:
-        return dataclasses.replace(found, report_loss=1.0, more=7)
-
-    return Measure(Trained, SeedsConfig(**config), run_dir, more)
+    return Measure(Trained, SeedsConfig(**config), run_dir, lambda *_: {"report_loss": 1.0, "more": 7})
 
 
 def test_time_left_is_reckoned_from_what_was_trained_now(tmp_path, trained):
@@ -104,7 +100,7 @@ def test_a_grid_grows_while_its_best_is_at_an_edge(tmp_path, trained, monkeypatc
         return Training(job.seed, job.rate, [(1, 1.0)], abs(math.log(job.rate / best[job.arm.label])), 0.1)
 
     monkeypatch.setattr(measure, "read_training", loss)
-    config = StudyConfig(learning_rates=[0.1, 0.2, 0.4], selection_seeds=[5, 6])
+    config = RatesConfig(learning_rates=[0.1, 0.2, 0.4], selection_seeds=[5, 6])
     found, chosen = Measure(Trained, config, tmp_path).search([job(name, 1).arm for name in best], beyond_grid=3)
     assert chosen == pytest.approx({"inside": 0.2, "above": 1.6, "below": 0.025, "endless": 3.2})
     tried = {name: sorted({r.learning_rate for r in found if r.name == name}) for name in best}

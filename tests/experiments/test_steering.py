@@ -93,13 +93,13 @@ def test_jobs_are_configurations_and_what_cannot_be_is_refused(texts, tmp_path):
     for changes, message in (
         ({"b": {"type": "builtin", "text": "topics"}}, "are the same"),
         ({"between": [0.0, 0.5]}, "must have 0 .* and 1"),
-        ({"temperature": 0.0}, "greedy"),
+        ({"temperature": 0.0}, "`temperature` must be above 0"),
         ({"samples": 0}, "`samples` must be at least 1"),
         ({"seeds": [3]}, "at least two"),
     ):
         with pytest.raises(UserError, match=message):
             smoke(STUDY, **changes).check()
-    with pytest.raises(UserError, match="nothing to steer"):
+    with pytest.raises(UserError, match="nothing to study"):
         STUDY.carry_out(SteeringConfig())
 
 

@@ -58,5 +58,5 @@ def test_a_data_set_of_the_hub_is_fetched_once(tmp_path, monkeypatch):
         HuggingFace(id=str(source)).prepare(tmp_path / "others")
     with pytest.raises(UserError, match="must differ, but two of split train of"):
         HuggingFace(id=str(source), text_key="page", select="train").prepare(tmp_path / "others")
-    monkeypatch.setattr(HuggingFace, "_read", lambda *_: pytest.fail("fetched again"))
+    monkeypatch.setattr(HuggingFace, "_fetch", lambda *_: pytest.fail("fetched again"))
     assert config.prepare(tmp_path / "texts").sizes() == text.sizes()
