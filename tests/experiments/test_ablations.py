@@ -60,7 +60,7 @@ def test_numbers_come_from_the_record_alone():
     text = STUDY.filled_page(record)
     assert text.count("| two | 1.0k | 6 | 0.001 | 2.350 ± 0.215 | 0.087 | 0.250 ± 0.124 |") == 2
     assert "first 1,024 tokens" in text
-    assert text.count("read by solver") == 1
+    assert text.count("Loss by solver and number of evaluation steps") == 1
     assert len(files(record)["summary.csv"].rows) == 2 * 2 + 2 * 2
     assert len(files(record)["runs.csv"].rows) == 6
 

@@ -9,7 +9,7 @@ from support.models import build, random_tokens, small_config
 from support.studies import ABOUT, ORIGIN, refuse_work, smoke
 
 from experiments.dynamics.__main__ import STUDY
-from experiments.dynamics.plan import arms
+from experiments.dynamics.plan import SYSTEMS, arms
 from experiments.dynamics.readings import (
     FAMILIES,
     PROPERTIES,
@@ -98,7 +98,7 @@ def test_tables_say_what_the_record_says():
     assert ("layers", "official", "nearness", "text") not in marks
     page = STUDY.filled_page(record)
     assert "| flow | QK | 1.000 ± 0.000 | 0.000 ± 0.000 |" in page
-    assert "layers: as many ordinary layers (sequential) in its place, 20 parameters" in page
+    assert f"layers: {SYSTEMS['layers']}, 20 parameters" in page
     tables = STUDY.files(record)
     assert len(tables["marks.csv"].rows) == 2 * 5 * 3 * 3
     assert {"system", "seed", "step", "matrix", "reading", "t", "size", "real", "positive"} == set(
