@@ -1,14 +1,15 @@
-"""Which kernel computes attention: the one that is named, or the best of this platform, if it can take what there is.
+"""Chooses the attention kernel: the one that is configured or the best of the platform, if it can handle the shapes.
 
-| `attn_backend` | is | needs |
+| `attn_backend` | is | requires |
 |---|---|---|
-| not given, or `default` | `splash` on TPUs, `nvte` on GPUs, `jax_flash` elsewhere | |
-| `splash` | JAX's Pallas kernel for TPUs | positions in 128s; no attn_pdrop |
-| `nvte` | NVIDIA's Transformer Engine (cuDNN) | that package; 16-bit numbers; a head size in 8s |
-| `jax_flash` | Levanter's flash attention in JAX, in blocks | positions in whole blocks of 1024; no attn_pdrop |
-| `vanilla` | all scores at once | nothing |
+| unset, or `default` | `splash` on TPUs, `nvte` on GPUs, `jax_flash` elsewhere | |
+| `splash` | JAX's Pallas kernel for TPUs | positions divisible by 128; no dropout of the weights |
+| `nvte` | NVIDIA's Transformer Engine (cuDNN) | that package; a 16-bit dtype; a head size divisible by 8 |
+| `jax_flash` | Levanter's blockwise flash attention in JAX | positions divisible by 1024; no dropout of the weights |
+| `vanilla` | computes all scores at once | nothing |
 
-What one cannot take goes to the next that can: the platform's best, `jax_flash`, `vanilla`; and that is told.
+If a kernel cannot handle the shapes, the next that can is used, with a notice: the platform's best, `jax_flash`,
+`vanilla`.
 """
 
 import functools
@@ -22,19 +23,19 @@ from levanter.models.flash_attention import BLOCK_SIZE
 
 from qkvflow.errors import Notice
 
-_LANES = 128  # of a TPU: what splash divides positions into
-_ALIGNED = 8  # numbers that cuDNN reads at once
+_LANES = 128  # of a TPU; splash needs positions in multiples of it
+_ALIGNED = 8  # cuDNN needs head sizes in multiples of it
 
 
 def choose_kernel(
     named: AttentionBackend | None, block_size: int | None, positions: int, head_size: int, dtype, dropout: float
 ) -> AttentionBackend:
-    """The kernel for so many queries and as many keys, in Levanter's names. A fallback from what is named, or from the
-    best of an accelerator, is told once (`Notice`).
+    """The kernel for as many queries as keys, by Levanter's names. A fallback from the configured kernel, or from the
+    best one of an accelerator, gives a `Notice` once.
 
     Args:
-        named: None or `default` for the best of this platform.
-        block_size: of splash and flash attention; their own if not given.
+        named: None or `default` for the best kernel of this platform.
+        block_size: of splash and flash attention; None for their defaults.
         dropout: of the attention weights, in this pass.
     """
     best = levanter_attention.default_attention_type()
@@ -43,10 +44,10 @@ def choose_kernel(
     for kernel in (wanted, best, AttentionBackend.JAX_FLASH, AttentionBackend.VANILLA):
         obstacle = _obstacle(kernel, best, block_size, positions, head_size, dtype, dropout)
         if not obstacle:
-            # Where nobody named one, a CPU's choice between its two is of no interest.
+            # On CPUs, the choice between flash attention and vanilla is not worth a notice.
             if kernel is not wanted and (named is not None or best is not AttentionBackend.JAX_FLASH):
                 _tell(f"attention cannot be computed by {wanted.value}: {why}. Falling back to {kernel.value}")
-            # Levanter itself falls back from its default, and tells it, for reasons that only the kernel knows.
+            # From its default, Levanter itself falls back (with a warning) for reasons that only the kernel knows.
             return AttentionBackend.DEFAULT if kernel is best else kernel
         why = why or obstacle
     raise AssertionError("vanilla takes everything")
@@ -74,7 +75,7 @@ def _obstacle(
             return f"it takes head sizes in multiples of {_ALIGNED}, not {head_size}"
         case AttentionBackend.JAX_FLASH if positions % block:
             return f"it takes positions in whole blocks of {block} (flash_attention_block_size), not {positions}"
-        # Levanter's flash attention drops scores instead: a dropped one becomes 0, which is no small weight.
+        # Levanter's flash attention sets dropped scores to 0, so their weights are not 0.
         case AttentionBackend.SPLASH | AttentionBackend.JAX_FLASH if dropout > 0:
             return "it has no dropout of the attention weights (attn_pdrop)"
     return ""

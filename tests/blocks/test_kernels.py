@@ -1,9 +1,9 @@
-"""Attention by each kernel that runs here is the attention of all scores at once; what one cannot take is told.
+"""Attention kernels that run on a CPU equal vanilla attention; what a kernel cannot handle falls back with a notice.
 
-Splash, a Pallas kernel for TPUs, runs in Pallas' interpret mode. Tolerances are shares of the largest value. fp32: sums
-of 256 terms in another order, 256 * 2^-24 = 1.5e-5 at most, of which a tenth is seen. bf16: inputs are exact, kernels
-round scores, weights and results to 2^-9; scores reach 4, so weights are wrong by 4 * 2^-9 = 0.008 and gradients, which
-are two products of such, by 0.03.
+Splash, a Pallas kernel for TPUs, runs in Pallas' interpret mode. Tolerances are relative to the largest value. fp32:
+sums of 256 terms in a different order, at most 256 * 2^-24 = 1.5e-5. bf16: inputs are exact; kernels round scores,
+weights and results to 2^-9; scores reach 4, so weights have errors of 4 * 2^-9 = 0.008, and gradients, which are
+products of two such factors, up to 0.03.
 """
 
 import functools

@@ -1,7 +1,7 @@
-"""The loss by blocks of the vocabulary, as it is trained with, is that of all logits at once; so are its gradients.
+"""The blockwise loss over the vocabulary, as used in training, equals the loss of all logits; so do its gradients.
 
-Tolerances are shares of the largest value. fp32: sums in another order. bf16: inputs are exact and logits are fp32 in
-both; gradients alone are rounded, to 2^-9 once for each of four blocks of the vocabulary, 4 * 2^-9 = 0.008.
+Tolerances are relative to the largest value. fp32: sums in a different order. bf16: inputs are exact and logits
+are fp32 in both; only gradients are rounded, to 2^-9 for each of four blocks of the vocabulary, 4 * 2^-9 = 0.008.
 """
 
 import equinox as eqx
