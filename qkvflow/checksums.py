@@ -1,4 +1,4 @@
-"""Checksums of a folder of files that are written once: made when it is complete, compared before it is read."""
+"""Checksums of a folder of files that are written once: created when it is complete, compared before it is loaded."""
 
 import json
 import os

@@ -1,10 +1,10 @@
-"""Checkpoints in the format of Hugging Face: one comes in as a run, a run goes out as one.
+"""Imports Hugging Face checkpoints as runs, and exports runs as Hugging Face checkpoints.
 
     qkvflow convert --from_hf path/to/folder --run runs/gpt2
     qkvflow convert --from_hf openai-community/gpt2 --run runs/gpt2 --data.train 'texts/*.txt'
     qkvflow convert --run runs/quickstart --to_hf exported --steps 12
 
-The guide docs/hub.md says which models come in, and which go out without custom code.
+docs/hub.md lists the models that can be imported, and those that can be exported without custom code.
 """
 
 import dataclasses
@@ -41,11 +41,11 @@ _FILES = (CONFIG, "generation_config.json", "*.safetensors", "*.safetensors.inde
 class ConvertConfig:
     """
     Attributes:
-        run: the run directory; a new one with `from_hf`.
-        from_hf: a folder with config.json, safetensors and a tokenizer, or a name on the hub, to make a run of.
-        to_hf: a new folder for the run's model, which transformers, vLLM and others read.
-        data: with `from_hf`: what the run is evaluated and fine-tuned on; by default the text that every Python
-            carries. The tokenizer is the folder's.
+        run: the run directory; with `from_hf`, a new one.
+        from_hf: a folder with config.json, safetensors and a tokenizer, or a name on the hub, to import as a run.
+        to_hf: a new folder for the exported model, which transformers, vLLM and others can load.
+        data: with `from_hf`: the text for evaluation and fine-tuning; by default the text that ships with Python. The
+            tokenizer comes from the folder.
         steps: with `to_hf`: the depth at which a flow becomes an ordinary model; as trained by default.
         checkpoint_step: with `to_hf`: N of the checkpoint step-N; the newest by default.
     """

@@ -1,4 +1,4 @@
-"""What models cost, side by side: parameters, FLOPs, memory. From configurations (nothing is allocated) or from runs.
+"""Compares the cost of models: parameters, FLOPs, memory. From configurations (without allocating anything) or runs.
 
 For example:
 
@@ -8,8 +8,8 @@ For example:
     qkvflow describe --serve --target v5e [--slots 8] [--dtype bf16] --config_path A.yaml
 
 Runs also show how much each weight varies with layer-time: sqrt(mean_t |W(t) - mean W|^2) / |mean W|.
-`--mesh` also compiles the training step for that many virtual devices (data x model) and says what each of them needs;
-with `--target` it does so by the compiler of that machine (v4, v5e, v5p, v6e; a100, h100, h200, b200; or `v5e:4x4`).
+`--mesh` also compiles the training step for that many virtual devices (data x model) and reports what each of them
+needs; `--target` uses the compiler of that machine (v4, v5e, v5p, v6e; a100, h100, h200, b200; or `v5e:4x4`).
 """
 
 import contextlib
@@ -63,17 +63,17 @@ class DescribeConfig:
     Attributes:
         files: configurations; `--config_path A.yaml B.yaml`.
         run: run directories.
-        checkpoint_step: N of the runs' checkpoints `step-N`; the newest if not given.
-        vocab_size: of the models of configurations; by default that of their tokenizer.
-        overrides: `--key.subkey value` for every configuration, as words.
+        checkpoint_step: N of the runs' checkpoints `step-N`; the newest by default.
+        vocab_size: vocabulary size for configurations; by default that of their tokenizer.
+        overrides: `--key.subkey value` for every configuration.
         mesh: the devices to compile the training step for, see `qkvflow.meshes.shape`.
-        target: the machine to compile for, see `qkvflow.meshes.target`; without `mesh` all its devices divide the batch
-            as `trainer.mesh` says.
-        serve: compiles a decoding step for one device of the target, in place of the training step.
-        slots: texts of full length that a decoding step adds a token to.
-        dtype: of a decoding step, f32 or bf16; that of the weights if not given.
-        suggest: of a configuration that does not fit the target, changes that may make it fit are compiled too.
-        json: a file that everything is also written to.
+        target: the machine to compile for, see `qkvflow.meshes.target`; without `mesh`, its devices are arranged as
+            `trainer.mesh` says.
+        serve: compile a decoding step for one device of the target instead of the training step.
+        slots: number of full-length texts to which a decoding step adds a token.
+        dtype: precision of a decoding step, f32 or bf16; by default that of the weights.
+        suggest: if a configuration does not fit the target, also compile changes that may make it fit.
+        json: a file to which all results are also written.
     """
 
     files: list[str] = field(default_factory=list, metadata={"flag": "config_path"})

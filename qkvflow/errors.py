@@ -1,14 +1,15 @@
-"""Mistakes of the user, and what a person should know: programs print the message alone, without a traceback."""
+"""User errors and notices: programs print only the message, without a traceback."""
 
 _LONGEST = 120  # characters of what a user wrote that are shown back to them
 
 
 class UserError(ValueError):
-    """A wrong key, file, combination or value. The message says what is wrong, why, and how to mend it."""
+    """A wrong key, file, combination or value. The message says what is wrong, why, and how to fix it."""
 
 
 class Notice(UserWarning):
-    """Something that a person should know and that stops nothing: `warnings.warn(Notice("..."), stacklevel=2)`.
+    """Something that the user should know but that does not stop the program:
+    `warnings.warn(Notice("..."), stacklevel=2)`.
 
     Programs show it as a line of its own; in Python it is a warning like others.
     """

@@ -1,4 +1,4 @@
-"""Evaluates a trained run: loss, perplexity and function evaluations, at other depths and with other solvers too.
+"""Evaluates a trained run: loss, perplexity and function evaluations, also at other depths and with other solvers.
 
     qkvflow eval --run runs/quickstart --steps 4,6,12,24 --solver euler,heun,rk4
     qkvflow eval --run runs/quickstart --continuity
@@ -6,11 +6,11 @@
     qkvflow eval --run runs/quickstart --exit '{rule: velocity, threshold: 0.5}'
     qkvflow eval --run runs/quickstart --cache 'latest,every 2'
 
-The first prints a table and writes `depth.json` and `depth.png` into `<run>/evaluation/`. Beside the loss stands the
-relative displacement ||x(1) - x(0)|| / ||x(0)|| of the flow: one that does nothing reads the same at every depth.
-The others ask whether the flow is a solution of its ODE (`continuity.json`), run tasks of lm-evaluation-harness (extra
-`eval`; `tasks.json`), read the text with exits per token (`exits.json`), and with caches of fewer keys and values
-(`cache.json`), each beside the full model.
+The first command prints a table and writes `depth.json` and `depth.png` to `<run>/evaluation/`. Next to the loss is the
+relative displacement ||x(1) - x(0)|| / ||x(0)|| of the flow: a flow that does nothing has the same loss at every depth.
+The others test whether the flow is a solution of its ODE (`continuity.json`), run tasks of lm-evaluation-harness (extra
+`eval`; `tasks.json`), and evaluate exits per token (`exits.json`) and shared caches (`cache.json`), each compared with
+the full model.
 """
 
 import contextlib
@@ -52,23 +52,23 @@ from qkvflow.tasks import TaskOptions, TaskReading, Tasks, name_of, task_table
 class EvalConfig:
     """
     Attributes:
-        run: the run directory, or a folder of Hugging Face.
+        run: the run directory, or a Hugging Face folder.
         checkpoint_step: N of the checkpoint step-N; the newest by default.
         steps: numbers of steps, `6` or `4,6,12`; as trained by default.
         solver: solvers, `euler` or `euler,rk4`; as trained by default.
-        max_eval_batches: of each validation set; all by default.
+        max_eval_batches: number of batches of each validation set; all by default.
         batch_size: sequences at a time; as in training by default.
-        data: keys of the run's `data` in place of its own: `--data.validation FILE` evaluates on another text.
-        continuity: is the flow a solution of its ODE? It is read at L, 2L and 4L steps, by Heun's and the Runge-Kutta
-            method (`qkvflow.models.continuity`); not with `steps` and `solver`.
-        tasks: of lm-evaluation-harness, `piqa` or `lambada_openai,piqa`, in place of the loss; `batch_size` is that of
-            their texts, 8 by default.
-        tasks_folder: with YAML files of further tasks.
-        task_limit: of the documents of each task; all by default.
-        num_fewshot: examples in front of each question; as the task says by default.
-        exit: the rule by which tokens stop; with one of `steps` and `solver` at most.
+        data: keys that replace those of the run's `data`: `--data.validation FILE` evaluates on another text.
+        continuity: is the flow a solution of its ODE? Evaluates it at L, 2L and 4L steps, and with Heun's method and
+            RK4 (`qkvflow.models.continuity`); not with `steps` and `solver`.
+        tasks: tasks of lm-evaluation-harness, `piqa` or `lambada_openai,piqa`, instead of the loss; `batch_size` then
+            counts their texts, 8 by default.
+        tasks_folder: folder with YAML files of additional tasks.
+        task_limit: maximum number of documents of each task; all by default.
+        num_fewshot: examples before each question; by default as the task defines.
+        exit: the rule by which tokens stop; with at most one value of `steps` and of `solver`.
         cache: shared caches, `latest`, `every 2` or several, `latest,every 2`; as with `exit`.
-        calibrate: nats that exits may cost; the threshold is looked for, that of `exit` is not read.
+        calibrate: nats that exits may cost; searches for the threshold and ignores that of `exit`.
     """
 
     run: str

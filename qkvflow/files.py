@@ -1,4 +1,4 @@
-"""Files: paths that a user names, and small files that are whole or absent whatever happens while they are written."""
+"""Files: user-supplied paths, and atomic writes of small files."""
 
 import atexit
 import contextlib

@@ -1,4 +1,4 @@
-"""Fine-tunes a trained run, at another depth if asked: the flow itself, all ordinary weights, or LoRA; merges LoRA.
+"""Fine-tunes a trained run, optionally at another depth: the flow itself, all ordinary weights, or LoRA; merges LoRA.
 
     qkvflow finetune --config_path configs/finetune/quickstart_lora.yaml
     qkvflow finetune --run runs/finetune-quickstart_lora --merge

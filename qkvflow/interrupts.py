@@ -1,4 +1,4 @@
-"""Ctrl-C while a program imports its libraries, which takes seconds, ends it as it does later: one line, no traceback.
+"""Handles Ctrl-C while a program imports its libraries, which takes seconds: one line, no traceback.
 
 An exception will not do: it is raised in the middle of whatever is being imported, and some libraries make another one
 of it.

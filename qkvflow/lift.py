@@ -1,8 +1,8 @@
-"""Makes a flow of a trained model: aligns its layers, fits W(t) to them, and writes a run.
+"""Converts a trained model to a flow: aligns its layers, fits W(t) to them, and writes a run.
 
     qkvflow lift --base path/to/gpt2 --weights '{type: basis, basis: cosine, dim: 6}' --run runs/lifted
 
-`lift.json` in the run says what was found. `qkvflow finetune` heals the flow; docs/hub.md says how, and at which depth.
+`lift.json` in the run has the results. `qkvflow finetune` heals the flow; see docs/hub.md.
 """
 
 import dataclasses
@@ -41,17 +41,17 @@ _ROUNDING = 1e-5  # a relative error that fp32 does not explain
 class LiftConfig:
     """
     Attributes:
-        base: a folder of Hugging Face, or a run: GPT-2, Llama, or ordinary layers (weights: per_layer).
-        weights: what W(t) becomes, `{type: basis, basis, dim}`: K = `dim` functions of time, at most as many as layers.
+        base: a Hugging Face folder or a run: GPT-2, Llama, or ordinary layers (weights: per_layer).
+        weights: the form of W(t), `{type: basis, basis, dim}`: K = `dim` functions of time, at most as many as layers.
         run: the new run directory.
         checkpoint_step: N of the base's checkpoint step-N; the newest by default.
-        align: first permutes hidden units and heads of the layers into one order, which changes nothing that they
-            compute; false leaves them as they are.
-        loss_by_k: values of `dim`, `[1, 2, 6]`, whose loss is reported too, with and without alignment; of flows that
-            are not healed.
-        data: keys of the base's `data` in place of its own, for the losses and the new run: `--data.validation FILE`.
+        align: first permute hidden units and heads so that neighbouring layers are close, which does not change their
+            function; false keeps the original order.
+        loss_by_k: values of `dim`, `[1, 2, 6]`, for which to report the loss before healing, with and without
+            alignment.
+        data: keys that replace those of the base's `data`, for the losses and the new run: `--data.validation FILE`.
         batch_size: sequences at a time for `loss_by_k`; as in training by default.
-        max_eval_batches: of each validation set; all by default.
+        max_eval_batches: number of batches of each validation set; all by default.
     """
 
     base: str

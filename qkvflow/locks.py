@@ -1,4 +1,4 @@
-"""One process at a time: a lock that the kernel releases when its holder ends, however it ends.
+"""One process at a time: a lock that the kernel releases when its holder ends for any reason.
 
 Children that Python forks do not keep it (filelock closes it in them), nor do programs that are started.
 """

@@ -1,4 +1,4 @@
-"""Read and write parameters of the official implementation (SDML-KU/qkvflow, Tong et al., ICLR 2025) by its names.
+"""Reads and writes parameters of the official implementation (SDML-KU/qkvflow, Tong et al., ICLR 2025) by their names.
 
 Official names are tree paths such as `transformer.block.attn.c_attn.f_W.weight`. Per generated module:
 

@@ -1,4 +1,4 @@
-"""What a person sees while a program works: phases, one progress bar, validation lines."""
+"""Progress output of a program: phases, one progress bar, validation lines."""
 
 import contextlib
 import math

@@ -1,4 +1,4 @@
-"""Continues prompts with a trained run. Text streams to standard output, speed goes to standard error.
+"""Continues prompts with a trained run. Text streams to standard output; the speed goes to standard error.
 
 For example:
 
@@ -37,31 +37,31 @@ MOST_TEXTS = 100_000
 class SampleConfig:
     """
     Attributes:
-        run: the run directory, or a folder of Hugging Face.
-        prompt: the text to continue; without it and `prompt_file`, standard input is one prompt.
+        run: the run directory, or a Hugging Face folder.
+        prompt: the text to continue; without it and `prompt_file`, standard input is the prompt.
         prompt_file: `.txt`, a prompt per line, or `.jsonl`, `{"prompt": "...", "control": [...]}` per line. All prompts
             are continued together.
-        max_new_tokens: 256 by default, or what the model's context leaves room for.
+        max_new_tokens: 256 by default, or fewer if the model's context is too short.
         temperature: 0 is greedy.
-        top_k: draw from the K likeliest tokens only.
-        top_p: draw from the likeliest tokens that have this probability together.
-        seed: the same seed gives the same text; sample i draws with seed + i.
+        top_k: sample only from the K most likely tokens.
+        top_p: sample only from the most likely tokens with this total probability.
+        seed: the same seed gives the same text; sample i uses seed + i.
         stop: ends a text before these words (`\\n` is a line break); may be given several times.
-        num_samples: texts for each prompt.
+        num_samples: number of texts per prompt.
         steps: steps of the flow; as trained by default.
         solver: solver of the flow; as trained by default.
-        draft_steps: the flow on a grid of so few steps drafts tokens, which one pass of the full grid checks: the same
-            text if greedy, the same distribution if drawn, in fewer passes.
-        draft_tokens: tokens of a draft; 4 by default.
+        draft_steps: draft tokens with the flow on a grid of this many steps, and verify them in one pass of the full
+            grid: the same text if greedy, the same distribution if sampled, in fewer passes.
+        draft_tokens: tokens per draft; 4 by default.
         exit: `{rule: kl, threshold: 0.01, min_steps: 1}`: a token stops integrating when the rule (kl, velocity,
-            margin) says that the rest would change little.
-        cache: `every 2`, keys and values of every second evaluation only, or `latest`: less memory and another loss,
-            which `qkvflow eval --cache` reports.
-        dtype: bf16 or f32, to compute in; the precision of the weights by default.
-        control: control signal, `[0, 1]`, of all prompts whose file gives them none.
+            margin) predicts that the remaining steps would change little.
+        cache: `every 2`, which keeps keys and values of every second evaluation only, or `latest`: less memory, but a
+            different loss, which `qkvflow eval --cache` reports.
+        dtype: precision of the computation, bf16 or f32; by default that of the weights.
+        control: control signal, `[0, 1]`, for all prompts without their own.
         checkpoint_step: N of the checkpoint step-N; the newest by default.
-        use_cache: false reads the whole text again for each token: the same text, slower.
-        batch_size: texts that are generated together.
+        use_cache: if false, recompute the whole text for each token: the same text, slower.
+        batch_size: number of texts that are generated together.
     """
 
     run: str

@@ -1,4 +1,4 @@
-"""Serves a trained run over HTTP, as OpenAI's clients expect it: completions, chat completions, models.
+"""Serves a trained run over HTTP with OpenAI's API: completions, chat completions, models.
 
 For example:
 
@@ -40,30 +40,32 @@ API_KEY = "QKVFLOW_API_KEY"
 class ServeConfig:
     """
     Attributes:
-        run: the run directory, or a folder of Hugging Face.
-        host: the address to listen on; only this machine reaches the default.
-        port: 0 takes any free one.
-        api_key: that clients must send; or set the environment variable QKVFLOW_API_KEY, which `ps` does not show.
-        allowed_hosts: names that the server may be called by, besides localhost and addresses; several, or * for any.
-        allowed_origins: web sites whose pages may use the server; none by default.
-        max_concurrent: texts that are generated at once; others wait.
-        max_waiting: texts that may wait; others are answered 503.
-        max_connections: open connections.
-        max_length: tokens of a text, prompt included; by default what the model was trained at. It decides the memory.
-        max_body_bytes: of a request.
-        header_timeout: seconds for the headers of a request.
-        stall_timeout: seconds that an answer waits for its client to read it.
-        request_timeout: seconds for a request, waiting included.
+        run: the run directory, or a Hugging Face folder.
+        host: the address to listen on; the default accepts connections from this machine only.
+        port: the port; 0 chooses any free port.
+        api_key: key that clients must send; or set the environment variable QKVFLOW_API_KEY, which `ps` does not show.
+        allowed_hosts: accepted host names, besides localhost and addresses; several, or * for any.
+        allowed_origins: origins of web pages that may use the server; none by default.
+        max_concurrent: number of texts that are generated at once; others wait.
+        max_waiting: number of texts that may wait; others get status 503.
+        max_connections: maximum number of open connections.
+        max_length: maximum tokens of a text, including the prompt; by default the trained context. It determines the
+            memory.
+        max_body_bytes: maximum size of a request body.
+        header_timeout: seconds to receive the headers of a request.
+        stall_timeout: seconds that a response waits for its client to read it.
+        request_timeout: seconds for a request, including waiting.
         shutdown_timeout: seconds that running requests have to finish after SIGTERM or Ctrl-C.
         steps: steps of the flow; as trained by default.
         solver: solver of the flow; as trained by default.
-        draft_steps: the flow on a grid of so few steps drafts tokens, which one pass of the full grid checks.
-        draft_tokens: tokens of a draft, 4 by default; a request may ask for fewer in its field `draft_tokens`.
+        draft_steps: draft tokens with the flow on a grid of this many steps, and verify them in one pass of the full
+            grid.
+        draft_tokens: tokens per draft, 4 by default; a request can ask for fewer with its field `draft_tokens`.
         exit: `{rule: kl, threshold: 0.01, min_steps: 1}`: a token stops integrating when the rule says so, as in
             sample.
-        cache: `every 2`, keys and values of every second evaluation only, or `latest`: less memory and another loss,
-            which `qkvflow eval --cache` reports.
-        dtype: bf16 or f32, to compute in; the precision of the weights by default.
+        cache: `every 2`, which keeps keys and values of every second evaluation only, or `latest`: less memory, but a
+            different loss, which `qkvflow eval --cache` reports.
+        dtype: precision of the computation, bf16 or f32; by default that of the weights.
         checkpoint_step: N of the checkpoint step-N; the newest by default.
     """
 

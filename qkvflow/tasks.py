@@ -1,4 +1,4 @@
-"""Benchmarks: tasks of lm-evaluation-harness run in this process, at any depth of a flow."""
+"""Benchmarks: runs tasks of lm-evaluation-harness in this process, at any depth of a flow."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

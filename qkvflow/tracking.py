@@ -1,4 +1,4 @@
-"""Metrics of a run: one JSON line per step, TensorBoard beside it, and whatever trackers the user adds."""
+"""Metrics of a run: one JSON line per step, TensorBoard, and any trackers that the user adds."""
 
 import contextlib
 import json

@@ -1,4 +1,4 @@
-"""Trains a language model from one YAML file into a run directory, and continues the run if it exists."""
+"""Trains a language model from one YAML file into a run directory, and resumes the run if it exists."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from qkvflow.training.start import FromScratch
 
 
 def main(config: TrainConfig) -> Path | Place:
-    """Trains, and says on standard output where the run lies and what can be done next.
+    """Trains, and prints where the run is stored and what can be done next.
 
     Returns:
         the run directory.

@@ -1,4 +1,4 @@
-"""Command lines of all programs: YAML plus `--key.subkey value`, errors a person can act on, a clean exit."""
+"""Command lines of all programs: YAML plus `--key.subkey value`, actionable errors, a clean exit."""
 
 from qkvflow.cli.arguments import parse
 from qkvflow.cli.program import run_program

@@ -24,8 +24,8 @@ def parse(config_class: type[T], argv: Sequence[str]) -> tuple[T, dict[str, Any]
         the configuration, and the nested dictionary it was made from, as plain data.
 
     Raises:
-        UserError: anything the user can mend: an unknown flag or key, a missing file, bad YAML, a value of the wrong
-            type, a rule of a configuration class that does not hold.
+        UserError: anything the user can fix: an unknown flag or key, a missing file, invalid YAML, a value of the wrong
+            type, a violated rule of a configuration class.
     """
     texts = text_fields(config_class)
     switches = {f.name for f in dataclasses.fields(config_class) if f.type in (bool, "bool")}  # pyright: ignore

@@ -1,4 +1,4 @@
-"""What `--help` says of the keys of a configuration: a line each, from the docstrings of dataclasses, and defaults."""
+"""The `--help` text of a configuration's keys: one line each, from docstrings of dataclasses, with defaults."""
 
 import ast
 import dataclasses

@@ -1,4 +1,4 @@
-"""The outermost frame of every program: parse, run, say in one line what went wrong, end cleanly."""
+"""The outermost frame of every program: parse, run, report errors in one line, exit cleanly."""
 
 import contextlib
 import faulthandler
@@ -31,9 +31,9 @@ UNSEEN = 128 + 13  # what a shell says of a program that SIGPIPE has ended
 def run_program(main: Callable[[T], Any], config_class: type[T], argv: Sequence[str] | None = None) -> NoReturn:
     """Runs `main(config)` as a program and ends the process.
 
-    Exit status: 0; 2 after `error: ...` for a mistake of the user; 130 after Ctrl-C; 143 after SIGTERM; the code
-    of a `SystemExit` that `main` raises; 1 after a traceback for a fault of the program. If the reader of standard
-    output has gone (`| head`), it has what it wanted: 0, without a word; 141 if that of standard error has gone.
+    Exit status: 0; 2 after `error: ...` for a user error; 130 after Ctrl-C; 143 after SIGTERM; the code of a
+    `SystemExit` that `main` raises; 1 after a traceback for a bug. If the reader of standard output is gone (`| head`),
+    it has what it wanted: 0, silently; 141 if the reader of standard error is gone.
 
     Levanter's data-loader threads sometimes abort the interpreter while it shuts down, after all work is
     saved. So the process leaves by `os._exit`, after everything that has an orderly end has reached it.

@@ -1,4 +1,4 @@
-"""Keeps library output off the terminal: log lines, warnings and C++ messages go to a log file instead."""
+"""Keeps library output off the terminal: log lines, warnings and C++ messages go to a log file."""
 
 import contextlib
 import logging

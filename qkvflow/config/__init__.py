@@ -1,4 +1,4 @@
-"""Configuration: from YAML and command lines to typed objects and back, every mistake named with its key."""
+"""Configuration: from YAML and command lines to typed objects and back; every error names its key."""
 
 from qkvflow.config.decode import decode
 from qkvflow.config.encode import differences, encode, listed, read_config, write_config

@@ -1,4 +1,4 @@
-"""From nested dictionaries to typed configuration objects, with an error message for every mistake.
+"""From nested dictionaries to typed configuration objects, with an error message for every invalid input.
 
 Differs from Levanter, which decodes by `draccus.decode`: draccus names no choices, loses the path inside
 some classes, hides the message of a class's own checks, and turns `true` into the text `'True'` where both

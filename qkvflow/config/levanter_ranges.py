@@ -1,4 +1,4 @@
-"""Ranges of the fields of Levanter's classes, which it does not check itself: what is outside cannot train anything."""
+"""Ranges of the fields of Levanter's classes, which Levanter does not check."""
 
 from levanter.callbacks.watch import WatchConfig
 from levanter.checkpoint import CheckpointerConfig

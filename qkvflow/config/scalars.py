@@ -1,4 +1,4 @@
-"""Single values of a configuration: reading them strictly, and naming values and types in words of the user."""
+"""Single values of a configuration: strict parsing, and descriptions of values and types for users."""
 
 import collections.abc
 import dataclasses

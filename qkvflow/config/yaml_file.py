@@ -1,4 +1,4 @@
-"""YAML files with a configuration, and names of files that a user may have meant."""
+"""YAML configuration files, and suggestions for mistyped file names."""
 
 import difflib
 import os
@@ -46,7 +46,7 @@ def read_written(path: Path) -> dict[str, Any]:
 
 
 def shipped() -> dict[str, Path]:
-    """The configurations that travel with qkvflow, by their names: `quickstart`, `wikitext2/neuralode`, ..."""
+    """The configurations included in qkvflow, by name: `quickstart`, `wikitext2/neuralode`, ..."""
     package = Path(__file__).parents[1]
     # An installed wheel has them in the package, a checkout beside it.
     folder = next((p for p in (package / "configs", package.parent / "configs") if p.is_dir()), package)
@@ -54,7 +54,7 @@ def shipped() -> dict[str, Path]:
 
 
 def _found(path: Path) -> Path:
-    """The file on disk; where there is none, the configuration of this name that travels with qkvflow."""
+    """The file on disk; if there is none, the included configuration of this name."""
     if path.exists() or path.is_absolute():
         return path
     return shipped().get(path.as_posix().removeprefix("configs/").removesuffix(".yaml"), path)

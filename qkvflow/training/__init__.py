@@ -1,1 +1,1 @@
-"""What the training programs share: checks before work, the loop over steps, validation, stopping."""
+"""Shared by the training programs: checks before work, the loop over steps, validation, stopping."""

@@ -1,4 +1,4 @@
-"""Levanter's checkpointer with checksums, a clock that only runs forwards, and a way to save before stopping."""
+"""Levanter's checkpointer with checksums, a monotonic clock, and a save before stopping."""
 
 import logging
 import time

@@ -1,4 +1,4 @@
-"""Settings that cannot work, refused before any work: Levanter would fail late or obscurely."""
+"""Refuses settings that cannot work before any work: Levanter would fail late or obscurely."""
 
 import os
 from typing import Any

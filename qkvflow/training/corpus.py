@@ -1,4 +1,4 @@
-"""The text of a run, ready to train on: Levanter's datasets, tokenizer, unigram entropy to beat."""
+"""The text of a run, ready for training: Levanter's datasets, the tokenizer, the unigram entropy to beat."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

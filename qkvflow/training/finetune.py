@@ -1,4 +1,4 @@
-"""Settles the configuration of a fine-tune against its base, before any work: depth, tokenizer, vocabulary, targets."""
+"""Completes the configuration of a fine-tune from its base, before any work: depth, tokenizer, vocabulary, targets."""
 
 import dataclasses
 import tempfile

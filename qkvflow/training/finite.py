@@ -1,4 +1,4 @@
-"""Steps whose loss or update is not finite: noticed in the step itself, then fatal, or skipped and counted."""
+"""Steps whose loss or update is not finite: detected in the step itself, then fatal, or skipped and counted."""
 
 import math
 from typing import Any
@@ -21,10 +21,10 @@ _REMEDIES = (
 
 
 class FiniteTrainer(StepTrainer):
-    """Levanter's trainer, whose steps say NaN for their loss if they leave the parameters or optimizer not finite.
+    """Levanter's trainer, whose steps report a NaN loss if they make parameters or optimizer state non-finite.
 
-    Differs from Levanter, which looks at the loss alone: a gradient that is not finite beside a finite loss
-    spoils the parameters one step, and perhaps one checkpoint, before it is noticed.
+    Differs from Levanter, which only checks the loss: a non-finite gradient with a finite loss damages the parameters
+    one step, and perhaps one checkpoint, before it is detected.
 
     Attributes:
         skips: a step that is not finite changes neither parameters nor the optimizer's state (its count of steps, and

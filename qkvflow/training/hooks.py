@@ -1,4 +1,4 @@
-"""Levanter's hooks inside of the training step (`trainer.watch`), from the first step on."""
+"""Levanter's hooks inside the training step (`trainer.watch`), starting with the first step."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""Levanter's trainer as a run configures it: its own directory, a checked checkpoint, its own eye on the loss."""
+"""Levanter's trainer as configured by a run: its own directory, a verified checkpoint, its own loss check."""
 
 import dataclasses
 import warnings

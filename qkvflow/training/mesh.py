@@ -1,4 +1,4 @@
-"""How a model is divided over the devices: the one mapping that follows from its shapes, and what cannot be divided."""
+"""How a model is sharded over devices: the mapping from its shapes, and errors for axes that do not divide."""
 
 import dataclasses
 from collections.abc import Iterator

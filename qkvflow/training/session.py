@@ -1,4 +1,4 @@
-"""One training from start to end, as all training programs do it: directory, data, model, loop, last words."""
+"""One training run from start to end, for all training programs: directory, data, model, loop, final message."""
 
 import dataclasses
 import os

@@ -1,4 +1,4 @@
-"""Which share of a model is trained, and what its optimizer remembers: counts, fractions, bytes."""
+"""Which share of a model is trained, and the size of its optimizer state: counts, fractions, bytes."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""Where the model of a training comes from: drawn at random, or from a base that is fine-tuned."""
+"""The start of a training run: a randomly initialised model, or a base to fine-tune."""
 
 import abc
 from collections.abc import Callable

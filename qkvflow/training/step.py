@@ -1,4 +1,4 @@
-"""The training step: Levanter's, of our loss. Training runs it; `describe --mesh` compiles it from shapes alone."""
+"""The training step: Levanter's, with our loss. Training runs it; `describe --mesh` compiles it from shapes."""
 
 from collections.abc import Callable
 

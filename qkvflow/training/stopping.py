@@ -1,4 +1,4 @@
-"""Stopping on request: SIGTERM or Ctrl-C lets the current step finish; a second one stops at once."""
+"""Stopping on request: SIGTERM or Ctrl-C lets the current step finish; a second one stops immediately."""
 
 import itertools
 import signal

@@ -1,5 +1,4 @@
-"""`weights: modulated`: one block shared by all depths, multiplied by time-dependent gates (time-indexed parameter
-sharing).
+"""`weights: modulated`: one block for all depths, multiplied by time-dependent gates (time-indexed sharing).
 
 For each smallest module m with parameters (a Linear, a norm, ...), with H = `hidden_dim`:
 

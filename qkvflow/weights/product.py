@@ -1,5 +1,4 @@
-"""The product e.P that generates W(t), with a hand-written backward pass: it moves gigabytes, so its form determines
-the speed.
+"""The product e.P that generates W(t), with a hand-written backward pass for speed: it moves gigabytes.
 
     W[l, ...] = sum_t e[l, t] P[t, ...],   dP[t, ...] = sum_l e[l, t] dW[l, ...],   de[l, t] = <P[t], dW[l]>
 
