@@ -1,6 +1,6 @@
 """Exponents over many texts, with confidence intervals and a baseline of shuffled tokens.
 
-Single examples prove nothing: what is the same for shuffled tokens does not come from the order of the words.
+Single examples prove nothing: anything that is the same for shuffled tokens is not due to word order.
 """
 
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Lyapunov exponents: how small changes of the tokens' states grow on the way through depth.
+"""Lyapunov exponents: how small changes of the tokens' states grow through depth.
 
     qkvflow lyapunov --run runs/quickstart --text "The for statement is used to iterate"
 
@@ -209,15 +209,15 @@ class LyapunovConfig:
     Attributes:
         run: the run directory.
         checkpoint_step: N of the checkpoint step-N; the newest by default.
-        text: the text to look at; by default the beginning of the run's validation text.
-        output_position: which token's state is looked at; the last by default.
-        k: exponents of the whole sequence.
-        sweeps: at most, of the iteration that finds the leading directions.
-        official_times: the official code's times for the token exponents.
-        texts: pieces of the validation text for means and intervals; 0 for none.
-        length: tokens of each of these; at most the context.
-        out: where files go; `<run>/analysis` by default.
-        control: that the model hears, `[0, 1]`; zero by default.
+        text: the text to analyse; by default the beginning of the run's validation text.
+        output_position: the token whose state is analysed; the last by default.
+        k: number of exponents of the whole sequence.
+        sweeps: maximum number of iterations that find the leading directions.
+        official_times: use the official code's times for the token exponents.
+        texts: number of validation texts for means and intervals; 0 for none.
+        length: tokens of each of these texts; at most the context.
+        out: output folder; `<run>/analysis` by default.
+        control: control signal for the model, `[0, 1]`; zero by default.
     """
 
     run: str

@@ -1,4 +1,4 @@
-"""What the analysis programs share: opening a run, encoding texts of the user, writing into its `analysis/` folder."""
+"""Shared by the analysis programs: opening a run, encoding user texts, writing to its `analysis/` folder."""
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence

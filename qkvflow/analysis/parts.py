@@ -1,4 +1,4 @@
-"""What blocks are made of: their attention, its matrices, their feed-forward pair.
+"""The parts of blocks: attention, its matrices, the feed-forward pair.
 
 All matrices act from the left on rows: y = x W, with W {embed, ...} or {..., embed}. Biases and norms are not part of
 them. A stack of blocks gives matrices with the axis `layers` in front.

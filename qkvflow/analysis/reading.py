@@ -1,4 +1,4 @@
-"""Any language model as steps in depth, x_{k+1} = x_k + Psi_k(x_k): the one form that all dynamical analysis reads.
+"""Any language model as steps in depth, x_{k+1} = x_k + Psi_k(x_k): the form that all analyses use.
 
 Psi_k is the increment of the solver (for Euler h B(x; W(t_k))); for an ordinary model, whose step is h = 1, what layer
 k adds to the residual stream. Prelude, coda, norm and head stand around the steps.

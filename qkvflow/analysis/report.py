@@ -1,4 +1,4 @@
-"""One page that shows a model's inner dynamics: a single HTML file that needs no network.
+"""One page on a model's internal dynamics: a single HTML file that needs no network.
 
     python -m qkvflow.analysis.report --run runs/quickstart [--compare runs/other ...] [--text "..." ...]
 
@@ -42,18 +42,18 @@ class ReportConfig:
     """
     Attributes:
         run: the run directory.
-        compare: up to three other run directories, shown over it.
+        compare: up to three other run directories, shown in the same charts.
         checkpoint_step: N of the newest checkpoint step-N of `run` to show; the newest by default, as for the others.
-        checkpoints: of each run, how many to slide over: the newest and others spread over training.
-        times: layer-times of the eigenvalues, `0,0.5,1`, or a number of them, spread over [0, 1]; by default those of
-            training and others between them. Ordinary layers have weights at their own times only.
-        text: texts to look at, several may be given; by default the beginning of the run's validation text.
-        outputs: how many tokens can be chosen as the output whose sensitivity is shown.
-        k: exponents of the whole sequence.
-        shuffles: of each text, to compare with; 0 for none.
-        draws: of fresh models to compare with; 0 for none.
-        out: the file; `<run>/analysis/report.html` by default.
-        control: that models with control hear, `[0, 1]`; zero by default.
+        checkpoints: number of checkpoints of each run: the newest and others spread over training.
+        times: layer-times of the eigenvalues, `0,0.5,1`, or a number of times spread over [0, 1]; by default the
+            training times and others between them. Ordinary layers only have weights at their own times.
+        text: texts to analyse, one or several; by default the beginning of the run's validation text.
+        outputs: number of tokens that can be selected as the output for the sensitivity.
+        k: number of exponents of the whole sequence.
+        shuffles: number of shuffled versions of each text to compare with; 0 for none.
+        draws: number of untrained models to compare with; 0 for none.
+        out: output file; `<run>/analysis/report.html` by default.
+        control: control signal for models with control, `[0, 1]`; zero by default.
     """
 
     run: str

@@ -159,11 +159,11 @@ class SpectralConfig:
     Attributes:
         run: the run directory.
         checkpoint_step: N of the checkpoint step-N; the newest by default.
-        times: layer-times, `0,0.5,1`, or a number of them, spread over [0, 1]; those of training by default.
-        text: a text at whose states the eigenvalues of the field's Jacobian are taken, too; at its last token.
-        draws: of fresh models to compare with; 0 for none.
-        out: where files go; `<run>/analysis` by default.
-        control: that the model hears at the states of `text`, `[0, 1]`; zero by default.
+        times: layer-times, `0,0.5,1`, or a number of times spread over [0, 1]; the training times by default.
+        text: also compute the eigenvalues of the field's Jacobian at the states of this text, at its last token.
+        draws: number of untrained models to compare with; 0 for none.
+        out: output folder; `<run>/analysis` by default.
+        control: control signal for the states of `text`, `[0, 1]`; zero by default.
     """
 
     run: str

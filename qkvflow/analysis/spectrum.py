@@ -1,4 +1,4 @@
-"""Eigenvalues and singular values of thin products, and what is read off them.
+"""Eigenvalues and singular values of thin products, and their summaries.
 
 left @ right {embed, embed} has rank <= inner, and its non-zero eigenvalues are those of right @ left {inner, inner}.
 For a head of 64 in a width of 768 that is a matrix of 1/144 the size.

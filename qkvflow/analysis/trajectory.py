@@ -1,4 +1,4 @@
-"""The path of the states through depth: how fast and whereto they move, what they would say, what they attend to.
+"""The path of the states through depth: how fast and where they move, what they predict, what they attend to.
 
 The measures are those of `qkvflow.lens`, here of one sequence as NumPy arrays, for figures and the report.
 """

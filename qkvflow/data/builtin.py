@@ -1,4 +1,4 @@
-"""Two texts that every Python carries, split into train and validation: its help, and the source of its library."""
+"""Two texts that ship with Python, split into train and validation: its help, and the source of its library."""
 
 import functools
 import hashlib

@@ -1,4 +1,4 @@
-"""Building and loading token caches: complete or absent, one builder at a time, errors in plain words."""
+"""Building and loading token caches: complete or absent, one builder at a time, clear errors."""
 
 import contextlib
 import json

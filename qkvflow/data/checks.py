@@ -1,4 +1,4 @@
-"""Whether there is enough text to train and evaluate on, said before anything is compiled."""
+"""Checks that there is enough text for training and evaluation, before anything is compiled."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

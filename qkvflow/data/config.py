@@ -31,17 +31,17 @@ from qkvflow.ranges import ProperShare, check_ranges
 class DataConfig(LmDataConfig):
     """Levanter's `LmDataConfig` with shortcuts, checked token caches, and defaults that need no file and no network.
 
-    With neither `components` nor `train` the data is the English text that every Python carries.
+    With neither `components` nor `train`, the data is English text that ships with Python.
 
     Attributes:
-        cache_dir: where token caches go.
-        components: Levanter's, by name: each has a `source`, and is tokenized to a cache of its own.
-        stop_strategy: of Levanter's mixtures: `restart` begins a component again that has been read.
-        cache_options: Levanter's, how caches are built.
+        cache_dir: folder for token caches.
+        components: Levanter's data components, by name; each has a `source` and its own token cache.
+        stop_strategy: for Levanter's mixtures: `restart` starts a finished component again.
+        cache_options: Levanter's options for building caches.
         target_budget, experiment_budget: Levanter's, to simulate how often a component of the target is repeated.
         mixture_block_size: sequences in which the weights of a mixture hold.
-        max_train_batches: of each component, by name; all by default.
-        validation_fraction: of `train`, held out where there is no `validation`.
+        max_train_batches: maximum number of batches of each component, by name; all by default.
+        validation_fraction: fraction of `train` to hold out if there is no `validation`.
     """
 
     tokenizer: str = "byte"

@@ -1,4 +1,4 @@
-"""Fingerprints of data and tokenizer: the name of a token cache says exactly what it was made of."""
+"""Fingerprints of data and tokenizer: the name of a token cache identifies its exact source."""
 
 import dataclasses
 import functools

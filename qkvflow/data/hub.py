@@ -1,4 +1,4 @@
-"""The Hugging Face hub: tokenizers and models from it, and a clear answer at once where it cannot be reached."""
+"""The Hugging Face hub: tokenizers and models, and an immediate clear error if it cannot be reached."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Cutting a long text where no usual tokenizer joins tokens, so that the pieces give the whole text's ids."""
+"""Cuts a long text where no usual tokenizer joins tokens, so that the pieces give the same ids as the whole text."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""Whether a token cache is as it was built: a lost file would be read as tokens 0, a changed one as other tokens."""
+"""Checks that a token cache is unchanged: a missing file would be read as zeros, a changed one as other tokens."""
 
 import functools
 import json

@@ -1,4 +1,4 @@
-"""The unigram baseline: how well the validation text is predicted without looking at any context."""
+"""The unigram baseline: how well the validation text can be predicted without context."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass

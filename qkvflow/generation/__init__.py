@@ -1,4 +1,4 @@
-"""Generation: text from a trained model, token by token, with what the blocks remember of earlier positions."""
+"""Generation: text from a trained model, token by token, with a cache of earlier positions."""
 
 from qkvflow.generation.drafting import Drafted as Drafted
 from qkvflow.generation.drafting import Drafting as Drafting

@@ -1,5 +1,4 @@
-"""Teacher forcing with the caches of generation: what exits cost on a text, the threshold that costs so much, and what
-a cache costs that evaluations share."""
+"""Teacher forcing with the caches of generation: the cost of exits and of shared caches, and calibrated thresholds."""
 
 import dataclasses
 from collections.abc import Sequence

@@ -1,6 +1,6 @@
-"""A model as lm-evaluation-harness sees one: scores continuations, and writes texts, in batches.
+"""The interface to lm-evaluation-harness: scores continuations and generates texts, in batches.
 
-It needs the extra `eval`; so only programs that are asked for tasks import this module.
+It needs the extra `eval`, so programs only import this module to run tasks.
 """
 
 from collections.abc import Sequence

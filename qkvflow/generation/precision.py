@@ -1,4 +1,4 @@
-"""The precision that a model computes in when it generates: W(t) is evaluated as it was trained, and rounded once."""
+"""The precision of generation: W(t) is evaluated as in training, and rounded once."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""A model made ready to generate: weights evaluated once, a memory for each evaluation of B, limits checked."""
+"""Prepares a model for generation: weights evaluated once, a memory for each evaluation of B, limits checked."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""Prompts as programs are given them: on the command line, from standard input, from a file."""
+"""Prompts for programs: from the command line, standard input, or a file."""
 
 import json
 import sys

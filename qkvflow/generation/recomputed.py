@@ -1,6 +1,6 @@
-"""The language model without memory: it reads the whole text again for each token. The law that caching must obey.
+"""The language model without a cache: recomputes the whole text for each token. The reference for caching.
 
-It stands in wherever there is no cache: `use_cache=False`, and models of Levanter that qkvflow cannot cache.
+Used if there is no cache: for `use_cache=False`, and for Levanter models that qkvflow cannot cache.
 """
 
 import equinox as eqx

@@ -1,4 +1,4 @@
-"""Drafted tokens against the distribution that they should have: which stay, and what stands behind them.
+"""Rejection sampling of drafted tokens: which are accepted, and which token follows them.
 
     a draft x ~ q stays with probability min(1, p(x) / q(x));  in place of the first that does not stands a draw from
     the rest, max(p - q, 0) / sum max(p - q, 0);  if all stay, a draw from p stands behind them

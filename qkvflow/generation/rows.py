@@ -1,4 +1,4 @@
-"""Which slot's text stands in which row: a batch has as many rows as its texts need, so that few texts cost little.
+"""Maps slots to rows: a batch has as many rows as its texts need, so that few texts cost little.
 
 Sizes are 2, 4, 8, ... and all slots: each is a compiled step. Never 1 beside others: a product with one row is another
 kernel, whose numbers differ in their last bits, and a text must not depend on what else is in the batch. XLA promises

@@ -1,4 +1,4 @@
-"""Between text and tokens while text is made: prompts, characters that are complete, stop strings."""
+"""Between text and tokens during generation: prompts, complete characters, stop strings."""
 
 import codecs
 from collections.abc import Sequence

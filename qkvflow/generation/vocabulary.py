@@ -1,4 +1,4 @@
-"""What single tokens are: their bytes, the text that they add, the name that they have in a list of tokens."""
+"""Single tokens: their bytes, the text that they add, their name in a list of tokens."""
 
 from levanter.tokenizers import MarinTokenizer
 

@@ -1,4 +1,4 @@
-"""A trained run made ready to generate text: model at the wanted depth, tokenizer, the tokens that end a text."""
+"""Prepares a trained run for generation: model at the requested depth, tokenizer, end-of-text tokens."""
 
 import os
 from dataclasses import dataclass

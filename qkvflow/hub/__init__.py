@@ -1,1 +1,1 @@
-"""Folders in the format of Hugging Face: models come in and go out, and transformers needs none of our code."""
+"""Hugging Face folders: import and export of models; transformers does not need qkvflow."""

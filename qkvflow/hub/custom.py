@@ -1,4 +1,4 @@
-"""Models that no class of transformers is: the settings and arrays that `modeling_qkvflow.py` reads beside it."""
+"""Models without a native transformers class: the settings and arrays for `modeling_qkvflow.py`."""
 
 import math
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Which models come in: for each `model_type` of a folder, its configuration of Levanter's.
+"""Which models can be imported: for each `model_type` of a folder, the Levanter configuration.
 
 Checked against transformers' own logits in tests/hub/test_families.py. What Levanter's `from_hf_config` does not read
 is read here, or refused; a sliding window shortens the context to it, within which it changes nothing.

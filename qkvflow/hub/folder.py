@@ -1,4 +1,4 @@
-"""A folder in the format of Hugging Face: what is in it, told without reading an array."""
+"""A Hugging Face folder: its contents, without reading any array."""
 
 import json
 from collections.abc import Mapping

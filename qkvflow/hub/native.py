@@ -1,4 +1,4 @@
-"""Models that leave as a class of transformers itself: GPT-2 and Llama, for steps of length 1.
+"""Models that are exported as native transformers classes: GPT-2 and Llama, for steps of length 1.
 
     a layer:                x' = x + a + mlp(ln(x + a)),       a = attn(ln(x))
     an Euler step of h:     x' = x + h (a + mlp(ln(x + a)))

@@ -1,4 +1,4 @@
-"""Models from folders of Hugging Face, by Levanter's converter: each array has its place, each place its array."""
+"""Loads models from Hugging Face folders with Levanter's converter, and checks that all arrays match."""
 
 import re
 from collections.abc import Collection

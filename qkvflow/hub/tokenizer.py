@@ -1,4 +1,4 @@
-"""The tokenizer of a folder of Hugging Face, in the files that runs have."""
+"""The tokenizer of a Hugging Face folder, in the file format of runs."""
 
 import contextlib
 import json

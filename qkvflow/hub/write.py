@@ -1,4 +1,4 @@
-"""A model as a folder that transformers reads: config.json, safetensors, tokenizer, generation_config.json."""
+"""Writes a model as a folder for transformers: config.json, safetensors, tokenizer, generation_config.json."""
 
 import json
 import shutil

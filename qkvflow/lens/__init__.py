@@ -1,4 +1,4 @@
-"""Hooks: look at the values inside a forward pass by their names, and change them.
+"""Hooks: read and edit the activations of a forward pass by name.
 
 logits, cache = lens.run_with_cache(model, tokens, "*.attn.pattern")
 logits = lens.run_with_edits(model, tokens, {"state.0.5": lambda x: x + direction})

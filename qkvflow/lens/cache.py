@@ -1,4 +1,4 @@
-"""What was seen at places: a mapping from names to named arrays."""
+"""Recorded activations: a mapping from names to named arrays."""
 
 from collections.abc import Iterator, Mapping
 

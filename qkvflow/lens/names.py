@@ -1,4 +1,4 @@
-"""Names of places: `3.attn.pattern` (step, place), `3.1.attn.pattern` (with a stage), `state.0.5` (layer-time)."""
+"""Names of activations: `3.attn.pattern` (step, name), `3.1.attn.pattern` (with a stage), `state.0.5` (layer-time)."""
 
 import difflib
 import re

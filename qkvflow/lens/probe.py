@@ -1,4 +1,4 @@
-"""Probes: what is told of each place while a forward pass is traced; they note values, and put edits in their place.
+"""Probes: record and edit named values while a forward pass is traced.
 
 A flow is one scan over its steps, so a place is traced once for all of them. What is noted leaves the scan with an axis
 of steps; an edit of some steps stands in a branch that the others do not take.

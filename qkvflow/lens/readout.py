@@ -1,4 +1,4 @@
-"""What the model would say if the flow ended early: the head on x_0, ..., x_L, or on what translators make of them."""
+"""What the model would predict if the flow ended early: the head on x_0, ..., x_L, or on translated states."""
 
 from collections.abc import Sequence
 from typing import Any

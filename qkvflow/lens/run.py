@@ -1,4 +1,4 @@
-"""A forward pass whose places are looked at and changed. It is the model's own: the same blocks, scan and solver."""
+"""A forward pass with recording and edits. It is the model's own: the same blocks, scan and solver."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any

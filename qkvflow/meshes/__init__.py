@@ -1,5 +1,7 @@
-"""What a training step costs on a mesh of many devices, found by compiling it for virtual ones, or by the
-compiler of a machine that is not here: `describe --mesh`, `--target`."""
+"""The cost of a training step on many devices, from compiling it for virtual ones or another machine.
+
+For `describe --mesh` and `--target`.
+"""
 
 from qkvflow.meshes.report import MeshReport as MeshReport
 from qkvflow.meshes.shape import MeshShape as MeshShape

@@ -1,5 +1,4 @@
-"""The process that `describe --mesh` starts: reads a configuration, compiles it for virtual CPUs or for a machine that
-is not here, writes JSON."""
+"""The process that `describe --mesh` starts: compiles a configuration for virtual CPUs or another machine."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""Compiles the training step for the devices of this process, from shapes alone, and reads what it will cost."""
+"""Compiles the training step for the devices of this process from shapes, and determines its cost."""
 
 import re
 import resource

@@ -1,4 +1,4 @@
-"""What the chips can do at most: the figures that rooflines are drawn with, each with its source.
+"""Peak rates of chips, for rooflines, each with its source.
 
 All figures are of one device as JAX counts them (a chip; the two cores of a TPU v4 or v5p work as one), without
 sparsity. Bandwidths between chips are of one direction: makers state the sum of both.

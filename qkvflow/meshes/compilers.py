@@ -1,4 +1,4 @@
-"""The compilers of TPUs and GPUs, which run without the hardware: where they are, and how a process sees them.
+"""The compilers for TPUs and GPUs, which run without the hardware: their location, and how a process loads them.
 
 They lie in a folder of their own, where no process that trains or tests finds them: JAX loads every plugin that it can
 import. `make setup EXTRA=dev,targets` puts them there. On a TPU or GPU machine those of the environment serve.

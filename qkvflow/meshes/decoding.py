@@ -1,4 +1,4 @@
-"""Compiles a decoding step, as `serve_lm` makes it on one device, from shapes alone, and reads what it will cost."""
+"""Compiles a decoding step of `serve_lm` on one device from shapes, and determines its cost."""
 
 import resource
 import time

@@ -1,4 +1,4 @@
-"""The devices of a target, as JAX describes machines that are not here. Only for a process that compiles and ends."""
+"""The devices of a target, as JAX describes other machines. Only for a process that compiles and exits."""
 
 from typing import Any
 

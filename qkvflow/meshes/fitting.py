@@ -1,4 +1,4 @@
-"""What would make a step fit that does not: a few changes of the configuration, each compiled, the cheapest first.
+"""Finds changes that make a step fit: a few changes of the configuration, each compiled, the cheapest first.
 
 `per_device_parallelism` adds up gradients over parts of the batch, a mesh divides more of what is large, and the others
 compute again what they do not keep: the same training, but for `adjoint: reversible`, which travels by a scheme of its

@@ -1,4 +1,4 @@
-"""Which devices take part in a collective, and along which axes of the mesh they lie."""
+"""Which devices take part in a collective, and along which mesh axes."""
 
 import re
 from math import prod

@@ -1,4 +1,4 @@
-"""What `describe --mesh` tells: memory, work and traffic of one device in one training step, and what to look at."""
+"""The report of `describe --mesh`: memory, work and traffic of one device in one training step, and warnings."""
 
 import dataclasses
 from dataclasses import dataclass, field

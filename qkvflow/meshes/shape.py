@@ -1,4 +1,4 @@
-"""`--mesh 64`, `--mesh 8x8`, `--mesh 2x4x8`: how many devices there are, and how they are divided."""
+"""`--mesh 64`, `--mesh 8x8`, `--mesh 2x4x8`: the number of devices and their arrangement."""
 
 import dataclasses
 from dataclasses import dataclass

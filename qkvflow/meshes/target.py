@@ -1,4 +1,4 @@
-"""`--target v5e`, `--target v5e:8x8`, `--target h200:16`: a machine to compile for, which need not be here."""
+"""`--target v5e`, `--target v5e:8x8`, `--target h200:16`: a machine to compile for."""
 
 from dataclasses import dataclass
 from math import prod

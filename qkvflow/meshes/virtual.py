@@ -1,5 +1,8 @@
-"""A process of its own that compiles: JAX settles once, when it starts, how many virtual CPUs there are, and a process
-that has seen the compiler of another machine must not train."""
+"""Starts the compiling process, which must be separate from training.
+
+JAX fixes the number of virtual CPUs at startup, and a process that has loaded the compiler of another machine must not
+train.
+"""
 
 import contextlib
 import dataclasses

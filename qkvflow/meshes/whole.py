@@ -1,4 +1,4 @@
-"""Which large arrays every device holds whole: arguments by their sharding, others by their shape in the program.
+"""Which large arrays every device holds in full: arguments by their sharding, others by their shape in the program.
 
 A temporary array is taken to be whole if a device's array has the sizes, in any order, of an array of the program
 before it was divided. That finds weights and gradients; sizes that agree by chance are found too.

@@ -1,4 +1,4 @@
-"""What a compiled step does on one device: multiplications in products of matrices, and traffic with its memory."""
+"""The work of a compiled step on one device: FLOPs of matrix products, and memory traffic."""
 
 import re
 from collections.abc import Iterator

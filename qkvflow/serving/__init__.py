@@ -1,4 +1,4 @@
-"""Serving: completions over HTTP as OpenAI's clients expect them, many requests sharing the slots of one engine."""
+"""Serving: completions over HTTP with OpenAI's API, where requests share the slots of one engine."""
 
 from qkvflow.serving.app import Limits as Limits
 from qkvflow.serving.app import build_app as build_app

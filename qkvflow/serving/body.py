@@ -1,4 +1,4 @@
-"""Bodies of requests are read here, with a limit on their size and on the time that they may take."""
+"""Reads request bodies, with limits on size and time."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""`/v1/chat/completions`: messages written as a prompt by the tokenizer's own template, and forms of answers."""
+"""`/v1/chat/completions`: messages formatted by the tokenizer's chat template, and response formats."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""`/v1/completions` as OpenAI's API defines it, with `top_k` and `control` added: the request, and forms of answers."""
+"""`/v1/completions` as OpenAI's API defines it, plus `top_k` and `control`: the request, and response formats."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""Connections that ask for nothing are closed: half-sent headers, clients that do not read, more than there may be.
+"""Closes idle connections: incomplete headers, clients that do not read, too many connections.
 
 Uvicorn closes only those that are idle after an answer.
 """

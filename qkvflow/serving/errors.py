@@ -1,4 +1,4 @@
-"""What is wrong with a request, in the form of OpenAI's API."""
+"""Request errors in the format of OpenAI's API."""
 
 from typing import Any
 

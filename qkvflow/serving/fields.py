@@ -1,4 +1,4 @@
-"""Fields of a request: each is served, accepted because it asks for nothing, or refused by name; none is ignored.
+"""Fields of a request: each is supported, accepted because it has no effect, or refused by name; none is ignored.
 
 A field that is null counts as left out, whatever its name: clients send all that they know.
 """

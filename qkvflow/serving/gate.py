@@ -1,4 +1,4 @@
-"""Who may ask: no page of another site that a browser on this machine has open, and only who knows the key.
+"""Access control: refuses web pages from other sites, and clients without the key.
 
 A browser sends any page's requests to local servers. It gives the page's own name as `Host` if the page had that name
 resolved to this machine (DNS rebinding), names the page in `Origin` if the page is of another site, and asks first

@@ -1,4 +1,4 @@
-"""One text that a request wants, and the news of it."""
+"""One text of a request, and its progress."""
 
 from collections import deque
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""What a request wants made, be it a prompt or a chat: how many texts of what length, how tokens are chosen."""
+"""What a prompt or chat request asks for: how many texts, their length, how tokens are chosen."""
 
 import secrets
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Who gets the next slot: requests share the slots equally, however many texts each of them wants.
+"""Assigns slots: requests share the slots equally, however many texts each one wants.
 
 A slot that is free goes to the request that holds the fewest, of equals to the one that was served longest ago. If none
 is free, a request that holds at least two fewer than another takes one from it: the text that was started last there is

@@ -1,4 +1,4 @@
-"""The texts of one request while they are made: their jobs, the news of them, and the answers made of the news."""
+"""The texts of one request during generation: their jobs, their progress, and the responses."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""`/tokenize`, `/detokenize` and `/tokenizer_info`, as vLLM has them and lm-evaluation-harness asks for them."""
+"""`/tokenize`, `/detokenize` and `/tokenizer_info`, like vLLM's, for lm-evaluation-harness."""
 
 from typing import Any
 

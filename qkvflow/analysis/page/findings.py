@@ -1,4 +1,4 @@
-"""One sentence on what to conclude from each panel, beside what shuffled text and untrained models give.
+"""One sentence with the conclusion from each panel, compared with shuffled text and untrained models.
 
 Each function reads the page's own data and returns text. Where the null gives the same, the sentence says so.
 """

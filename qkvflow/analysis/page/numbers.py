@@ -1,4 +1,4 @@
-"""Numbers as JSON has them: few digits, None for what is not finite."""
+"""Numbers for JSON: few digits, None for non-finite values."""
 
 import math
 from collections.abc import Callable

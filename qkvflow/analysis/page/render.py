@@ -1,4 +1,4 @@
-"""One HTML file out of the parts in `web`, with the data in it: it needs nothing else, no network either."""
+"""Builds one HTML file from the parts in `web` and the data: it needs no other files and no network."""
 
 import json
 from importlib.resources import files

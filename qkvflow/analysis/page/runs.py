@@ -1,4 +1,4 @@
-"""What the page shows of a run as a whole: what it is, its curves, what `eval_lm` found."""
+"""What the page shows about a whole run: its description, its curves, the results of `eval_lm`."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""Eigenvalues of the page: at many layer-times, in an order in which each can be followed, beside a fresh model's."""
+"""Eigenvalues for the page: at many layer-times, ordered to form trails, with those of untrained models."""
 
 from collections.abc import Sequence
 

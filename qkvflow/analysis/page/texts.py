@@ -1,4 +1,4 @@
-"""What the page shows of one text in one model: sensitivity, readings on the way, motion, attention.
+"""What the page shows about one text in one model: sensitivity, logit lens, motion, attention.
 
 The same of the text with its tokens in random order, or of an untrained model, in a few numbers along t.
 """
@@ -39,7 +39,7 @@ def text_data(reading: Reading, ids: np.ndarray, outputs: Sequence[int], k: int,
 
     Args:
         outputs: positions whose sensitivity to each token is taken.
-        k: exponents of the whole sequence.
+        k: number of exponents of the whole sequence.
         attention: whether the page has room for the maps.
     """
     scores = []
