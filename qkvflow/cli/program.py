@@ -157,8 +157,8 @@ usage: {command} [--config_path FILE.yaml] [--key.subkey VALUE ...]
 Keys, and their defaults in brackets ({{...}} has keys of its own, which `--help KEY` lists):
 {key_table(config_class)}
 
-A flag wins over the same key of the YAML file. Values are text as typed where text belongs, otherwise YAML: 3, 1e-3,
-true, null, [a, b] or a,b, {{a: 1}}; @FILE.yaml stands for what a file holds.
+Flags override the same keys of the YAML file. Text values are taken as typed, all others as YAML: 3, 1e-3, true, null,
+[a, b] or a,b, {{a: 1}}; @FILE.yaml inserts the contents of a file.
 """
 
 

@@ -256,13 +256,13 @@ def test_names_and_globs():
     [
         (
             lambda m: lens.run_with_cache(m, TOKENS, "1.mpl.out"),
-            r"called '1.mpl.out'. Did you mean 1.mlp.out\?.*K.attn.q",
+            r"no activation '1.mpl.out'. Did you mean 1.mlp.out\?.*K.attn.q",
         ),
         (lambda m: lens.run_with_cache(m, TOKENS, "3.mlp.out"), r"for K = 0\.\.2"),
         (lambda m: lens.run_with_cache(m, TOKENS, "state.0.5"), r"state.0.3333"),
         (lambda m: lens.run_with_cache(m, TOKENS, [3]), r"a name must be a text"),
         (lambda m: lens.run_with_edits(m, TOKENS, {"1.mlp.out": lambda x: x["embed", :3]}), r"axes .*embed 16"),
-        (lambda m: lens.run_with_edits(m, TOKENS, {"1.mlp.out": lambda x: 0.0}), r"gave float"),
+        (lambda m: lens.run_with_edits(m, TOKENS, {"1.mlp.out": lambda x: 0.0}), r"returned float"),
         (lambda m: lens.run_with_cache(m, TOKENS, "1.mlp.out")[1].stack("attn.q"), r"no steps of 'attn.q'.*mlp.out"),
         (lambda m: lens.names(m.with_depth(DepthConfig(solver="heun", rtol=1e-2, atol=1e-2))), r"on_grid"),
     ],
