@@ -82,8 +82,8 @@ def _check_arrays(folder: HubFolder, expected: dict[str, tuple[int, ...]], *, is
             )
         if stored.dtype not in _NUMBERS:
             raise UserError(
-                f"{folder.path} has {name} in the format {stored.dtype}, but it must be one of {', '.join(_NUMBERS)}. Save"
-                " the model again without quantisation"
+                f"{folder.path} has {name} in the format {stored.dtype}, but it must be one of {', '.join(_NUMBERS)}."
+                " Save the model again without quantisation"
             )
     if is_tied and _HEAD in found and not _same(folder, found[_HEAD], found):
         raise UserError(

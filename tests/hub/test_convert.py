@@ -101,7 +101,7 @@ def test_a_name_of_several_words(tmp_path):
 
 def test_a_bucket_is_no_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError, match="folders of this machine"):
+    with pytest.raises(UserError, match="must be a local folder"):
         run_convert("--run", OLD / "gpt2", "--to_hf", "gs://bucket/model")
     assert not list(tmp_path.iterdir())
 
