@@ -193,7 +193,7 @@ def test_a_tokenizer_that_does_not_fit(own, tmp_path):
     larger = byte_tokenizer()
     larger.add_special_tokens(["<|more|>"])
     _save(larger, None, own)
-    with pytest.raises(UserError, match="258 tokens, but the model only 257"):
+    with pytest.raises(UserError, match="258 tokens, but the model only has 257"):
         run_convert("--from_hf", own, "--run", tmp_path / "run")
 
 
