@@ -8,6 +8,7 @@ docs/hub.md lists the models that can be imported, and those that can be exporte
 """
 
 import dataclasses
+import shlex
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,7 +24,7 @@ from qkvflow.hub.folder import CONFIG, HubFolder, read_json
 from qkvflow.hub.tokenizer import OLD_FILES
 from qkvflow.hub.write import write_folder
 from qkvflow.models.levanter_twin import enter
-from qkvflow.places import Place
+from qkvflow.places import Place, is_remote
 from qkvflow.progress import Progress
 from qkvflow.ranges import Steps
 from qkvflow.runs import Run, load_run
@@ -93,6 +94,10 @@ def _out(config: ConvertConfig, progress: Progress) -> Path:
     assert config.to_hf is not None
     if config.data != FinetuneDataConfig():
         raise UserError("--data only works with --from_hf. Leave it out")
+    if is_remote(config.to_hf):
+        raise UserError(
+            f"--to_hf must be a local folder, but is {config.to_hf}. Copy the exported folder to the bucket"
+        )
     target = local_path(config.to_hf)
     refuse_existing(target, "--to_hf")
     with progress.phase(f"Loading {config.run}"):
@@ -106,7 +111,7 @@ def _out(config: ConvertConfig, progress: Progress) -> Path:
         card = Card(
             name=target.name,
             origin=f"the run `{run.directory.location.name}` after step {run.step}",
-            made=f"qkvflow convert --run {config.run} --to_hf {config.to_hf}{steps}",
+            made=f"qkvflow convert --run {shlex.quote(config.run)} --to_hf {shlex.quote(config.to_hf)}{steps}",
             trained=trained,
             exported=ordinary.config,
             data=run.config.data,

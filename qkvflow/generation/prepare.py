@@ -133,7 +133,8 @@ class PreparedModel:
                 " `model.control: {dim: N}`, or leave the control out."
             )
         try:
-            array = np.asarray(control, np.float32)
+            with np.errstate(over="ignore"):  # infinite then, and refused
+                array = np.asarray(control, np.float32)
         except (TypeError, ValueError):
             array = None
         if array is None or array.ndim not in (1, 2) or array.shape[-1] != self.control_dim:

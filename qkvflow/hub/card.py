@@ -1,5 +1,6 @@
 """README.md of an exported folder: the model card."""
 
+import json
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,19 +40,20 @@ class Card:
     def text(self) -> str:
         """The page, with its header for the hub."""
         header = {"library_name": "transformers", "pipeline_tag": "text-generation", "tags": ["qkvflow"]}
+        quoted = json.dumps(self.name, ensure_ascii=False)
         remote = "" if self.reason is None else ", trust_remote_code=True"
         return f"""---
 {yaml.safe_dump(header, sort_keys=False)}---
 
-# {self.name}
+# {" ".join(self.name.split())}
 
 A language model of class `{self.class_name}`, {self.origin}.
 
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-tokenizer = AutoTokenizer.from_pretrained("{self.name}")
-model = AutoModelForCausalLM.from_pretrained("{self.name}"{remote})
+tokenizer = AutoTokenizer.from_pretrained({quoted})
+model = AutoModelForCausalLM.from_pretrained({quoted}{remote})
 tokens = tokenizer("The", return_tensors="pt")
 print(tokenizer.decode(model.generate(**tokens, max_new_tokens=50)[0]))
 ```

@@ -17,6 +17,17 @@ from levanter.models.qwen import Qwen3Config, QwenConfig
 
 from qkvflow.errors import UserError
 
+_OPTIONAL = ("num_key_value_heads", "intermediate_size", "n_inner", "head_dim", "sliding_window")
+_SIZES = (
+    "vocab_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "hidden_size",
+    "max_position_embeddings",
+    *_OPTIONAL,
+)
+_RATES = dict.fromkeys(("layer_norm_epsilon", "rms_norm_eps"), (1e-30, 1.0))
+_RATES |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop", "attention_dropout"), (0.0, 1.0))
 # Other names of functions that Levanter has.
 _ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_new", "gelu_fast": "gelu_new"}
 
@@ -41,6 +52,7 @@ def model_config(settings: Any, where: str) -> LmConfig:
         if getattr(settings, name, None) in _ACTIVATIONS:
             setattr(settings, name, _ACTIVATIONS[getattr(settings, name)])
     try:
+        _check_numbers(settings)
         return FAMILIES[kind](settings)
     except UserError as error:
         raise UserError(f"{where} contains a {kind} that is not supported: {error}") from None
@@ -50,6 +62,8 @@ def model_config(settings: Any, where: str) -> LmConfig:
 
 def _gpt2(settings: Any) -> LmConfig:
     _require(settings, scale_attn_weights=True, add_cross_attention=False, tie_word_embeddings=True)
+    if settings.n_embd % settings.n_head:
+        raise UserError(f"n_embd ({settings.n_embd}) is not a multiple of n_head ({settings.n_head})")
     inner = settings.n_inner or 4 * settings.n_embd
     if inner % settings.n_embd:
         raise UserError(f"n_inner ({inner}) is not a multiple of n_embd ({settings.n_embd})")
@@ -102,6 +116,20 @@ def _require(settings: Any, **values: Any) -> None:
         found = getattr(settings, name, value)
         if found != value:
             raise UserError(f"{name} is {found!r}, but only {value!r} is supported")
+
+
+def _check_numbers(settings: Any) -> None:
+    """Refuses sizes and rates that are none. Their names are those of Llama; GPT-2 answers to them."""
+    for name in _SIZES:
+        value = getattr(settings, name, None)
+        if value is None and name in _OPTIONAL:
+            continue
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise UserError(f"{name} is {value!r}, but must be a whole number of at least 1")
+    for name, (low, high) in _RATES.items():
+        value = getattr(settings, name, low)
+        if not isinstance(value, int | float) or isinstance(value, bool) or not low <= value < high:
+            raise UserError(f"{name} is {value!r}, but must be a number from {low:g} to below {high:g}")
 
 
 def _head_dim(settings: Any) -> int | None:

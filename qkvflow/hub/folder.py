@@ -7,11 +7,25 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import jax
 from safetensors import SafetensorError, safe_open
 
 from qkvflow.errors import UserError
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+
+
+@dataclass(frozen=True)
+class Stored:
+    """An array in a file.
+
+    Attributes:
+        dtype: as safetensors call it: F32, BF16, I8, ...
+    """
+
+    file: Path
+    shape: tuple[int, ...]
+    dtype: str
 
 
 @dataclass(frozen=True)
@@ -70,8 +84,8 @@ class HubFolder:
         return files
 
     @cached_property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Name of each array -> its shape.
+    def arrays(self) -> dict[str, Stored]:
+        """The arrays by name.
 
         Raises:
             UserError: a file is damaged.
@@ -80,10 +94,17 @@ class HubFolder:
         for file in self.files:
             try:
                 with safe_open(file, "np") as arrays:
-                    found |= {name: tuple(arrays.get_slice(name).get_shape()) for name in arrays.keys()}  # noqa: SIM118
+                    for name in arrays.keys():  # noqa: SIM118
+                        slice_ = arrays.get_slice(name)
+                        found[name] = Stored(file, tuple(slice_.get_shape()), slice_.get_dtype())
             except (SafetensorError, OSError) as error:
                 raise UserError(f"{file} is damaged or incomplete: {_first_line(error)}") from None
         return found
+
+    def read(self, name: str) -> jax.Array:
+        """One of the arrays."""
+        with safe_open(self.arrays[name].file, "flax") as arrays:
+            return arrays.get_tensor(name)
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -1,7 +1,6 @@
 """Loads models from Hugging Face folders with Levanter's converter, and checks that all arrays match."""
 
 import re
-from collections.abc import Collection
 
 import equinox as eqx
 import jax
@@ -19,6 +18,8 @@ from qkvflow.hub.folder import HubFolder
 
 # What transformers once stored beside the parameters and finds out by itself.
 _BUFFERS = re.compile(r"(.*\.)?(attn\.(masked_)?bias|rotary_emb\.inv_freq)")
+_NUMBERS = ("F32", "BF16", "F16", "F64")
+_HEAD, _EMBEDDINGS = "lm_head.weight", ("wte.weight", "model.embed_tokens.weight")
 _PREFIX = "transformer"  # GPT-2 is stored with it or without
 
 
@@ -28,10 +29,13 @@ def read_model(folder: HubFolder, config: LmConfig, tokenizer: MarinTokenizer) -
     Raises:
         UserError: the arrays are not those of `config`, or cannot be read.
     """
+    layers, stored = folder.settings.num_hidden_layers, len(folder.arrays)
+    if layers > stored:  # before they are laid out one by one
+        raise UserError(
+            f"{folder.path} does not match its config.json, which has {layers} layers, but there are {stored} arrays"
+        )
     shape = eqx.filter_eval_shape(config.build, Axis("vocab", vocabulary(folder)), key=jax.random.PRNGKey(0))
-    _check_arrays(
-        folder, _expected(shape), set() if getattr(shape, "lm_head", None) is not None else {"lm_head.weight"}
-    )
+    _check_arrays(folder, _expected(shape), is_tied=getattr(shape, "lm_head", None) is None)
     converter = HFCheckpointConverter(
         type(config),
         reference_checkpoint=str(folder.path.resolve()),  # absolute, so that it is never taken for a name on the hub
@@ -60,21 +64,39 @@ def _expected(shape: LmHeadModel) -> dict[str, tuple[int, ...]]:
     return {name: tuple(array.shape) for name, array in eqx.filter_eval_shape(exported, shape).items()}
 
 
-def _check_arrays(folder: HubFolder, expected: dict[str, tuple[int, ...]], optional: Collection[str]) -> None:
-    found = dict(folder.shapes)
-    if any(name.startswith(f"{_PREFIX}.") for name in found):
-        found = {name.removeprefix(f"{_PREFIX}."): shape for name, shape in found.items()}
+def _check_arrays(folder: HubFolder, expected: dict[str, tuple[int, ...]], *, is_tied: bool) -> None:
+    is_prefixed = any(name.startswith(f"{_PREFIX}.") for name in folder.arrays)
+    found = {name.removeprefix(f"{_PREFIX}.") if is_prefixed else name: name for name in folder.arrays}
     missing = sorted(expected.keys() - found.keys())
+    optional = {_HEAD} if is_tied else set()
     others = sorted(n for n in found.keys() - expected.keys() if n not in optional and not _BUFFERS.fullmatch(n))
     if missing or others:
         what = [f"{_some(missing)} missing"] * bool(missing) + [f"{_some(others)} unknown to it"] * bool(others)
         raise UserError(f"the arrays in {folder.path} do not match its config.json: {', '.join(what)}")
     for name, shape in expected.items():
-        if found[name] != shape:
+        stored = folder.arrays[found[name]]
+        if stored.shape != shape:
             raise UserError(
-                f"{folder.path} does not match its config.json: {name} has the shape {list(found[name])} but should"
+                f"{folder.path} does not match its config.json: {name} has the shape {list(stored.shape)} but should"
                 f" have {list(shape)}"
             )
+        if stored.dtype not in _NUMBERS:
+            raise UserError(
+                f"{folder.path} has {name} in the format {stored.dtype}, but it must be one of {', '.join(_NUMBERS)}."
+                " Save the model again without quantisation"
+            )
+    if is_tied and _HEAD in found and not _same(folder, found[_HEAD], found):
+        raise UserError(
+            f"{folder.path} does not match its config.json: tie_word_embeddings is true, but {_HEAD} is another array"
+            " than the embedding"
+        )
+
+
+def _same(folder: HubFolder, head: str, found: dict[str, str]) -> bool:
+    """Whether the head is the embedding."""
+    embedding = next(found[name] for name in _EMBEDDINGS if name in found)
+    one, other = (folder.arrays[name] for name in (head, embedding))
+    return one.shape == other.shape and bool((folder.read(head) == folder.read(embedding)).all())
 
 
 def _some(names: list[str]) -> str:

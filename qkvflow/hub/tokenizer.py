@@ -27,6 +27,7 @@ def save_tokenizer(source: Path, name: str) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="qkvflow-") as scratch:
         made = Path(scratch) / "tokenizer"
         if (source / TOKENIZER_FILES[0]).is_file():
+            load_tokenizer(source)  # a message names this folder, not the copy
             copy_tokenizer(source, made)
         else:
             _convert(source, made)

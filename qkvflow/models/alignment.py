@@ -1,13 +1,13 @@
 """Aligns the layers of an ordinary stack by permutations, so that they lie on a smooth path.
 
-What a layer computes does not depend on the order of its hidden units, nor on that of its heads: heads of keys and
-values move with the query heads that read them, and those may change places among themselves. Neighbouring layers
-trained apart have nothing to do with each other's order. Minimised over all of these orders P_l is
+What a layer computes does not depend on the order of its hidden units, nor on that of its heads and of the channels
+within them (`qkvflow.models.head_order`). Neighbouring layers trained apart have nothing to do with each other's order.
+Minimised over all of these orders P_l is
 
     sum_l || P_l W_l - P_{l-1} W_{l-1} ||^2
 
-Each term depends on P_{l-1}^-1 P_l alone, so one linear assignment for each pair of neighbours finds the least sum
-there is. Sources: Ainsworth et al., Git Re-Basin (2022), which aligns two models; Singh & Jaggi, Model Fusion (2020).
+Each term depends on P_{l-1}^-1 P_l alone, so linear assignment for each pair of neighbours finds the least sum there
+is. Sources: Ainsworth et al., Git Re-Basin (2022), which aligns two models; Singh & Jaggi, Model Fusion (2020).
 """
 
 import dataclasses
@@ -22,7 +22,8 @@ import numpy as np
 from haliax import NamedArray
 from scipy.optimize import linear_sum_assignment
 
-from qkvflow.axes import HEADS, KV_HEAD, LAYERS, MLP
+from qkvflow.axes import HEAD_SIZE, HEADS, KV_HEAD, LAYERS, MLP
+from qkvflow.models.head_order import order_heads, parts
 from qkvflow.named import map_named, named_leaves
 from qkvflow.weights import PerLayer
 
@@ -47,12 +48,26 @@ def align(layers: PerLayer, step: Callable[[str], Any] = lambda name: None) -> P
         step: is told what is aligned next.
     """
     stacked = layers.blocks.stacked
-    names = {axis.name for _, array in named_leaves(stacked) for axis in array.axes}
-    groups, members = (KV_HEAD, HEADS) if KV_HEAD in names else (HEADS, None)
-    for units, inside in ((MLP, None), (groups, members)):
-        step(units)
-        for axis, orders in _orders(stacked, units, inside).items():
-            stacked = _reordered(stacked, axis, orders)
+    found = list(named_leaves(stacked))
+    step(MLP)
+    units = {_name(path): _front(array, LAYERS, MLP) for path, array in found if _has(array, MLP)}
+    _order_units([copy for copy, _ in units.values()])
+    step(HEADS)
+    groups = min(array.axis_size(name) for _, array in found for name in (HEADS, KV_HEAD) if _has(array, name))
+    heads = {_name(path): parts(path[-2].name, array, groups) for path, array in found if _has(array, HEAD_SIZE)}
+    order_heads([part for *_, of_array in heads.values() for part in of_array])
+    fronts = units | {name: (copy, axes) for name, (copy, axes, _) in heads.items()}
+
+    names = iter([_name(path) for path, _ in found])
+
+    def reordered(array: NamedArray) -> NamedArray:
+        name = next(names)
+        if name not in fronts:
+            return array
+        copy, axes = fronts[name]
+        return hax.named(jnp.asarray(copy), axes).rearrange(array.axes)
+
+    stacked = map_named(reordered, stacked)
     return dataclasses.replace(layers, blocks=dataclasses.replace(layers.blocks, stacked=stacked))
 
 
@@ -61,7 +76,7 @@ def layer_roughness(layers: PerLayer) -> Roughness:
     moved, size = {}, {}
     for path, array in named_leaves(layers.blocks.stacked):
         rows = [np.asarray(row, np.float64) for row in array.rearrange((LAYERS, ...)).array]
-        name, pairs = ".".join(key.name for key in path), list(itertools.pairwise(rows))
+        name, pairs = _name(path), list(itertools.pairwise(rows))
         moved[name] = sum(float(np.sum((b - a) ** 2)) for a, b in pairs)
         size[name] = sum(float(np.sum(a**2) + np.sum(b**2)) / 2 for a, b in pairs)
     return Roughness(
@@ -69,49 +84,27 @@ def layer_roughness(layers: PerLayer) -> Roughness:
     )
 
 
-def _orders(stacked, units: str, inside: str | None) -> dict[str, np.ndarray]:
-    """For the axis `units`, and for `inside`, whose places belong to those of `units` in equal shares: which of its
-    places each layer has where, [layers, places]."""
-    outer = [_rows(array, units) for array in _having(stacked, units)]
-    inner = [_rows(array, inside) for array in _having(stacked, inside)] if inside else []
-    layers, count = outer[0].shape[:2]
-    share = inner[0].shape[1] // count if inner else 1
-    orders, inside_orders = [np.arange(count)], [np.arange(count * share)]
-    for k in range(1, layers):
-        score = sum(rows[k - 1] @ rows[k].T for rows in outer)
-        within = np.zeros((count, count, share), int)
-        if inner:
-            likeness = sum(rows[k - 1] @ rows[k].T for rows in inner).reshape(count, share, count, share)
-            for i, j in np.ndindex(count, count):
-                within[i, j] = linear_sum_assignment(likeness[i, :, j], maximize=True)[1]
-                score[i, j] += likeness[i, np.arange(share), j, within[i, j]].sum()
-        to = linear_sum_assignment(score, maximize=True)[1]
-        to_inside = (to[:, None] * share + within[np.arange(count), to]).reshape(-1)
-        orders.append(to[orders[-1]])
-        inside_orders.append(to_inside[inside_orders[-1]])
-    found = {units: np.stack(orders)}
-    return found | ({inside: np.stack(inside_orders)} if inside else {})
+def _order_units(arrays: list[np.ndarray]) -> None:
+    """Writes each layer in the order that is nearest to the one before it: [layers, units, ...]."""
+    for k in range(1, len(arrays[0])):
+        pairs = [np.asarray(array[k - 1 : k + 1], np.float32).reshape(2, array.shape[1], -1) for array in arrays]
+        to = linear_sum_assignment(sum(before @ after.T for before, after in pairs), maximize=True)[1]
+        for array in arrays:
+            array[k] = array[k][to]
 
 
-def _having(stacked, axis: str) -> list[NamedArray]:
-    return [array for _, array in named_leaves(stacked) if axis in {a.name for a in array.axes}]
+def _front(array: NamedArray, *axes: str) -> tuple[np.ndarray, tuple[str, ...]]:
+    """A copy that may be written into, with `axes` in front, and the names of its axes."""
+    front = array.rearrange((*axes, ...))
+    return np.array(front.array), tuple(axis.name for axis in front.axes)
 
 
-def _rows(array: NamedArray, axis: str) -> np.ndarray:
-    """[layers, places of the axis, the rest]; a sum of products over the rest says how alike two places are."""
-    named = array.rearrange((LAYERS, axis, ...)).array
-    return np.asarray(named, np.float32).reshape(*named.shape[:2], -1)
+def _has(array: NamedArray, axis: str) -> bool:
+    return axis in {a.name for a in array.axes}
 
 
-def _reordered(stacked, axis: str, orders: np.ndarray):
-    def reorder(array: NamedArray) -> NamedArray:
-        if axis not in {a.name for a in array.axes}:
-            return array
-        front = array.rearrange((LAYERS, axis, ...))
-        moved = np.take_along_axis(np.asarray(front.array), orders.reshape(*orders.shape, *[1] * (front.ndim - 2)), 1)
-        return hax.named(jnp.asarray(moved), front.axes).rearrange(array.axes)
-
-    return map_named(reorder, stacked)
+def _name(path) -> str:
+    return ".".join(key.name for key in path)
 
 
 def _ratio(moved: float, size: float) -> float:

@@ -91,6 +91,21 @@ def test_the_card_says_what_it_is(tmp_path):
     assert f"--to_hf {out} --steps 5" in card
 
 
+def test_a_name_of_several_words(tmp_path):
+    """The card's Python is Python, its command one of a shell."""
+    out = run_convert("--run", OLD / "gpt2", "--to_hf", tmp_path / 'my "model" é')
+    card = (out / "README.md").read_text()
+    assert 'AutoTokenizer.from_pretrained("my \\"model\\" é")' in card
+    assert f"--to_hf '{out}'" in card
+
+
+def test_a_bucket_is_no_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="must be a local folder"):
+        run_convert("--run", OLD / "gpt2", "--to_hf", "gs://bucket/model")
+    assert not list(tmp_path.iterdir())
+
+
 def test_nothing_is_overwritten(folder, tmp_path):
     before = _content(folder)
     with pytest.raises(UserError, match="already exists"):
@@ -115,11 +130,21 @@ def change(own, **arrays):
     save_file({name: a for name, a in found.items() if a is not None}, own / "model.safetensors", {"format": "pt"})
 
 
+def set_config(own, **values):
+    raw = json.loads((own / "config.json").read_text())
+    (own / "config.json").write_text(json.dumps(raw | values))
+
+
+def head(own, factor=1, rows=None):
+    """An array for a head that is to be the embedding."""
+    change(own, lm_head__weight=factor * load_file(own / "model.safetensors")["transformer.wte.weight"][:rows])
+
+
 DAMAGES = {
     "cut arrays": (lambda own: cut(own / "model.safetensors", 1000), "damaged or incomplete"),
     "empty arrays": (lambda own: cut(own / "model.safetensors", 0), "damaged or incomplete"),
     "cut config": (lambda own: cut(own / "config.json", 40), "config.json cannot be read"),
-    "cut tokenizer": (lambda own: cut(own / "tokenizer.json", 300), "tokenizer"),
+    "cut tokenizer": (lambda own: cut(own / "tokenizer.json", 300), "the tokenizer in .*/own cannot be read"),
     "no arrays": (lambda own: (own / "model.safetensors").unlink(), "has no model.safetensors"),
     "no tokenizer": (lambda own: (own / "tokenizer.json").unlink(), "tokenizer"),
     "array missing": (lambda own: change(own, transformer__wte__weight=None), "wte.weight is missing"),
@@ -127,6 +152,16 @@ DAMAGES = {
     "other shape": (lambda own: change(own, transformer__ln_f__bias=np.zeros(2)), "ln_f.bias has the shape"),
     "other kind": (lambda own: (own / "config.json").write_text('{"model_type": "bert"}'), "bert"),
     "no object": (lambda own: (own / "config.json").write_text("[]"), "not contain a JSON object"),
+    "no size": (lambda own: set_config(own, vocab_size=None), "vocab_size is None"),
+    "a size in words": (lambda own: set_config(own, n_layer="two"), "num_hidden_layers is 'two'"),
+    "a size below nothing": (lambda own: set_config(own, n_layer=-1), "num_hidden_layers is -1"),
+    "a billion layers": (lambda own: set_config(own, n_layer=10**9), "1000000000 layers, but there are 28 arrays"),
+    "heads that do not divide": (lambda own: set_config(own, n_head=3), "not a multiple of n_head"),
+    "no epsilon": (lambda own: set_config(own, layer_norm_epsilon=None), "layer_norm_epsilon is None"),
+    "dropout of all": (lambda own: set_config(own, resid_pdrop=1.0), "resid_pdrop is 1.0"),
+    "quantised": (lambda own: change(own, transformer__wte__weight=np.zeros((257, 8), np.int8)), "in the format I8"),
+    "a head of its own": (lambda own: head(own, factor=2), "lm_head.weight is another array"),
+    "a head too short": (lambda own: head(own, rows=5), "lm_head.weight is another array"),
     "index of files elsewhere": (
         lambda own: (own / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../x.safetensors"}}'),
         "incomplete",
@@ -144,6 +179,13 @@ def test_damage_is_told_and_nothing_is_made(own, tmp_path, damage):
     assert [path.name for path in tmp_path.iterdir()] == ["own"]
 
 
+def test_a_head_that_is_the_embedding(own):
+    """As some programs save it."""
+    before = load_run(own).model
+    head(own)
+    assert_same_arrays(before, load_run(own).model)
+
+
 def test_a_tokenizer_that_does_not_fit(own, tmp_path):
     from qkvflow.data.byte_level import byte_tokenizer
     from qkvflow.data.tokenizers import _save
@@ -151,7 +193,7 @@ def test_a_tokenizer_that_does_not_fit(own, tmp_path):
     larger = byte_tokenizer()
     larger.add_special_tokens(["<|more|>"])
     _save(larger, None, own)
-    with pytest.raises(UserError, match="258 tokens, but the model only 257"):
+    with pytest.raises(UserError, match="258 tokens, but the model only has 257"):
         run_convert("--from_hf", own, "--run", tmp_path / "run")
 
 

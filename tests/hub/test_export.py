@@ -1,7 +1,5 @@
 """Models go out: transformers computes the same logits and writes the same greedy texts, for every kind there is."""
 
-import json
-
 import equinox as eqx
 import numpy as np
 import pytest
@@ -131,13 +129,15 @@ def test_the_code_needs_nothing_of_ours(tmp_path, tokenizer):
     }
 
 
-def test_another_depth(tmp_path, tokenizer):
-    """A flow of 3 steps leaves as one of 5."""
-    model = build(CUSTOM["parallel"])
-    write_folder(discretise(model, 5), tokenizer, tmp_path)
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, trust_remote_code=True).eval()
+@pytest.mark.parametrize("kind", ["parallel", "gpt2 without biases, layers around"])
+def test_another_depth(tmp_path, tokenizer, kind):
+    """A flow of 3 steps leaves as one of 5: with code, and as 5 layers where its steps have length 1."""
+    model = build((NATIVE | CUSTOM)[kind])
+    reason = write_folder(discretise(model, 5), tokenizer, tmp_path)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, trust_remote_code=reason is not None).eval()
+    assert (reason is None) == (kind in NATIVE)
     assert_same_logits(model.with_depth(model.config.depth.on_grid(5)), theirs)
-    assert json.loads((tmp_path / "config.json").read_text())["num_hidden_layers"] == 5
+    assert theirs.config.num_hidden_layers == 5 + model.config.prelude_layers + model.config.coda_layers
 
 
 def test_beams_and_several_texts_of_a_prompt(tmp_path, tokenizer):

@@ -134,33 +134,42 @@ def test_alignment_changes_no_logits():
     assert second.by_array["attn_ln.weight"] == first.by_array["attn_ln.weight"]
 
 
-def shuffled_gpt2(block, draw):
-    """Each array in the order of its layer, told by its place: the first layer stays."""
-    units, heads = (np.stack([np.arange(n), *(draw.permutation(n) for _ in range(5))]) for n in (32, 2))
+def orders_of(draw, *shape):
+    """[6, *shape]: of the last axis, at random; the first layer stays."""
+    first = np.broadcast_to(np.arange(shape[-1]), (1, *shape))
+    return np.concatenate([first, draw.permuted(np.repeat(first, 5, 0), axis=-1)])
+
+
+def shuffled_gpt2(draw):
+    """What each array goes through, told by axis and order: [layers, ..., the axis, ...]."""
+    units, heads = orders_of(draw, 32), orders_of(draw, 2)
+    keys, values = orders_of(draw, 2, 8), orders_of(draw, 2, 8)
+    channels = np.stack([keys, keys, values], 1)
     return {
-        "mlp.c_fc.weight": (units, 2),  # layers, embed, mlp
-        "mlp.c_fc.bias": (units, 1),
-        "mlp.c_proj.weight": (units, 1),
-        "attn.c_attn.weight": (heads, 3),  # layers, embed, qkv, heads, head_size
-        "attn.c_attn.bias": (heads, 2),
-        "attn.c_proj.weight": (heads, 1),
+        "mlp.c_fc.weight": [(2, units[:, None])],  # layers, embed, mlp
+        "mlp.c_fc.bias": [(1, units)],
+        "mlp.c_proj.weight": [(1, units[..., None])],
+        # layers, embed, qkv, heads, head_size
+        "attn.c_attn.weight": [(4, channels[:, None]), (3, heads[:, None, None, :, None])],
+        "attn.c_attn.bias": [(3, channels), (2, heads[:, None, :, None])],
+        "attn.c_proj.weight": [(2, values[..., None]), (1, heads[..., None, None])],
     }
 
 
-def shuffled_llama(block, draw):
-    """Heads of keys and values with their queries, and queries within their group."""
-    units, groups = (np.stack([np.arange(n), *(draw.permutation(n) for _ in range(5))]) for n in (24, 2))
-    inside = [[draw.permutation(2) for _ in range(2)] for _ in range(5)]
-    heads = np.stack([np.arange(4), *(np.concatenate([2 * g + p for g, p in zip(gs, ps, strict=True)])
-                                      for gs, ps in zip(groups[1:], inside, strict=True))])  # fmt: skip
+def shuffled_llama(draw):
+    """Groups, queries within their group, and channels of values: rotary positions hold those of queries and keys."""
+    units, groups, inside = orders_of(draw, 24), orders_of(draw, 2), orders_of(draw, 2, 2)
+    heads = (2 * np.arange(2)[:, None] + inside).reshape(6, 4)
+    heads = np.take_along_axis(heads.reshape(6, 2, 2), groups[..., None], 1).reshape(6, 4)
+    values = orders_of(draw, 2, 4)
     return {
-        "mlp.gate_proj.weight": (units, 2),
-        "mlp.up_proj.weight": (units, 2),
-        "mlp.down_proj.weight": (units, 1),
-        "self_attn.q_proj.weight": (heads, 2),
-        "self_attn.k_proj.weight": (groups, 2),
-        "self_attn.v_proj.weight": (groups, 2),
-        "self_attn.o_proj.weight": (heads, 1),
+        "mlp.gate_proj.weight": [(2, units[:, None])],
+        "mlp.up_proj.weight": [(2, units[:, None])],
+        "mlp.down_proj.weight": [(1, units[..., None])],
+        "self_attn.q_proj.weight": [(2, heads[:, None, :, None])],
+        "self_attn.k_proj.weight": [(2, groups[:, None, :, None])],
+        "self_attn.v_proj.weight": [(3, values[:, None]), (2, groups[:, None, :, None])],
+        "self_attn.o_proj.weight": [(2, values.repeat(2, 1)[..., None]), (1, heads[..., None, None])],
     }
 
 
@@ -169,15 +178,13 @@ def test_a_smooth_path_is_found_again(block, orders):
     """A flow as layers, each then brought out of order at random: aligned, it is what it was, bit for bit."""
     config = dataclasses.replace(layered(block), weights=BasisConfig("chebyshev", 2))
     smooth = config.build(VOCAB, key=jax.random.PRNGKey(3)).discretise()
-    draw = np.random.default_rng(5)
-    moved = orders(config.block, draw)
+    moved = orders(np.random.default_rng(5))
 
     def reorder(name, array):
-        order, axis = moved.get(name, (None, 0))
-        if order is None:
-            return array
-        rows = [jnp.take(row, order[k], axis=axis - 1) for k, row in enumerate(array.array)]
-        return hax.named(jnp.stack(rows), array.axes)
+        moving = np.asarray(array.array)
+        for axis, order in moved.get(name, ()):
+            moving = np.take_along_axis(moving, order, axis)
+        return hax.named(jnp.asarray(moving), array.axes)
 
     layers = stack_of(smooth)
     names = iter(arrays(layers.blocks.stacked))

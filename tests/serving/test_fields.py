@@ -39,6 +39,7 @@ WRONG = [
     ("logit_bias", {"100000": 1}),
     ("logit_bias", {str(i): 1 for i in range(301)}),
     ("control", [1]),
+    ("control", [1e300] * 3),
     ("control", "x"),
     ("frequency_penalty", 0.5),
     ("min_p", 0.1),
