@@ -1,9 +1,10 @@
-"""Draws docs/assets/flow.png, the figure of the README: what a flow is, and what it means for depth; and depths.png.
+"""Draws what lies in docs/assets: flow.png, the figure of the README (what a flow is), depths.png and anytime.png.
 
     python docs/figure.py
 
 Left: a toy field, solved with few and with many steps. Right: losses from the committed results of an ablation.
-The other: readings of two configurations at many depths (docs/assets/depths.json).
+The others: readings of two configurations at many depths (docs/assets/depths.json); loss and speed of one of them at
+fewer steps, with exits and with drafts (docs/assets/anytime.json, written by experiments.bench.anytime).
 """
 
 import json
@@ -111,7 +112,31 @@ def draw_depths() -> Figure:
     return figure
 
 
-FIGURES = {"flow.png": draw, "depths.png": draw_depths}
+KINDS = {"steps": "fewer steps", "exit": "exits", "draft": "drafts"}
+
+
+def draw_anytime() -> Figure:
+    """Loss and speed of one flow against the evaluations that a token makes."""
+    rows = json.loads((TARGET.parent / "anytime.json").read_text())["readings"]
+    figure, panels = plt.subplots(1, 2, figsize=(9.5, 3.2), dpi=150, layout="constrained")
+    for k, (kind, name) in enumerate(KINDS.items()):
+        own = sorted((row for row in rows if row["kind"] == kind), key=lambda row: row["evaluations"])
+        look = {"color": COLOURS[k], "linestyle": LINES[k], "marker": MARKS[k], "label": name}
+        x = [row["evaluations"] for row in own]
+        panels[0].plot(x, [row["loss"] for row in own], **look)
+        below, above = ([abs(row["speed"] - row[key]) for row in own] for key in ("speed_low", "speed_high"))
+        panels[1].errorbar(x, [row["speed"] for row in own], yerr=[below, above], capsize=3, **look)
+    panels[0].set(ylabel="loss (nats per byte), n = 1")
+    panels[1].set(ylabel="tokens/s over those of the full depth")
+    panels[1].axhline(1.0, color="grey", linewidth=0.8, linestyle=":")
+    for panel in panels:
+        panel.set(xlabel="evaluations of the field for each token")
+        panel.spines[["top", "right"]].set_visible(False)
+    panels[0].legend(frameon=False, fontsize=8)
+    return figure
+
+
+FIGURES = {"flow.png": draw, "depths.png": draw_depths, "anytime.png": draw_anytime}
 
 
 def save(folder: Path | str) -> None:

@@ -2,11 +2,18 @@
 
 import sys
 
-from experiments.bench import analysis, generation, gradients, hooks
+from experiments.bench import analysis, exits, generation, gradients, hooks
 from experiments.bench.frame import run
 
 TABLE = {
-    each.name: each for each in (*gradients.BENCHMARKS, *generation.BENCHMARKS, *analysis.BENCHMARKS, *hooks.BENCHMARKS)
+    each.name: each
+    for each in (
+        *gradients.BENCHMARKS,
+        *generation.BENCHMARKS,
+        *analysis.BENCHMARKS,
+        *hooks.BENCHMARKS,
+        *exits.BENCHMARKS,
+    )
 }
 unknown = sorted(set(sys.argv[1:]) - set(TABLE))
 if unknown:

@@ -96,7 +96,7 @@ def main(config: AnytimeConfig) -> dict[str, Any]:
         "date": date.today().isoformat(),
         "device": device_name(),
         "devices": jax.device_count(),
-        "shared": "other programs ran on this machine: compare ratios, which are medians over rounds in turn",
+        "note": "compare ratios: medians over rounds in turn",
         "settings": {k: v for k, v in asdict(config).items() if k != "run"},
         "readings": rows,
     }

@@ -71,13 +71,16 @@ class PartedLinear(eqx.Module):
         return tuple(part(x) for part in self.parts)
 
 
-def with_matrices(tree):
-    """The pytree with matrices in place of all linear maps between more than two axes."""
+def with_matrices(tree, parted: bool = False):
+    """The pytree with matrices in place of all linear maps between more than two axes.
+
+    parted: one for each part of those that are fused, which is slower where all parts are read.
+    """
 
     def changed(node):
         if not _is_linear(node) or node.weight.ndim <= 2:
             return node
-        return PartedLinear.of(node) if _axes(node.Out)[0].name == QKV else MatrixLinear.of(node)
+        return PartedLinear.of(node) if parted and _axes(node.Out)[0].name == QKV else MatrixLinear.of(node)
 
     return jax.tree.map(changed, tree, is_leaf=_is_linear)
 

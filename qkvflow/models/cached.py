@@ -43,8 +43,8 @@ class CachedFlow(eqx.Module):
     sharing: CacheSharing = eqx.field(static=True, default=EXACT)
 
     @staticmethod
-    def of(flow: Flow, sharing: CacheSharing = EXACT) -> "CachedFlow":
-        """Evaluates all weights of a flow.
+    def of(flow: Flow, sharing: CacheSharing = EXACT, with_exits: bool = False) -> "CachedFlow":
+        """Evaluates all weights of a flow. with_exits: some tokens leave keys and values alone.
 
         Raises:
             UserError: there are too many.
@@ -58,7 +58,8 @@ class CachedFlow(eqx.Module):
             )
         times = flow.plan.times
         stacked = evaluate(flow.weights, grid(times))
-        blocks = tuple(with_matrices(_row(stacked, k)) for k in range(len(times)))
+        parted = with_exits or sharing != EXACT
+        blocks = tuple(with_matrices(_row(stacked, k), parted=parted) for k in range(len(times)))
         return CachedFlow(blocks, flow.plan, sharing)
 
     def memory(self, Batch: Axis, length: int, dtype) -> tuple | SharedMemory:
@@ -111,7 +112,7 @@ class CachedModel(eqx.Module):
         model = on_fixed_grid(model)
         parts = model.transformer
         prelude, coda = (None if f is None else CachedFlow.of(f) for f in (parts.prelude, parts.coda))
-        flow = CachedFlow.of(parts.flow, sharing)
+        flow = CachedFlow.of(parts.flow, sharing, exits is not None and exits.threshold > 0)
         # A tied head lies the other way round: turned once, it is not turned for each token.
         head = _in_whole_panels(model.get_lm_head().rearrange((EMBED, ...)))
         leaving = None

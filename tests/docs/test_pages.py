@@ -187,5 +187,5 @@ def test_the_figures_are_drawn_from_the_committed_results(tmp_path):
     """Pixel for pixel, with the pinned matplotlib."""
     code = f"import runpy; run = runpy.run_path('docs/figure.py'); run['save']({str(tmp_path)!r})"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
-    for name in ("flow.png", "depths.png"):
+    for name in ("flow.png", "depths.png", "anytime.png"):
         assert (tmp_path / name).read_bytes() == (DOCS / "assets" / name).read_bytes()

@@ -72,7 +72,8 @@ def by_hand(model, tokens, source, own):
         one = hax.named(tokens.array[:1, p : p + 1], (hax.Axis(BATCH, 1), hax.Axis(POSITION, 1)))
         x = model.embeddings(one, pos_ids=hax.named(jnp.asarray([[p]]), one.axes))
         for e, block in enumerate(flow.blocks):
-            qkv = block.attn.c_attn(block.attn_ln(x)).rearrange(("qkv", "heads", ..., "head_size")).array
+            parts = block.attn.c_attn(block.attn_ln(x))  # queries, keys, values
+            qkv = jnp.stack([part.rearrange(("heads", ..., "head_size")).array for part in parts])
             q, k, v = np.asarray(qkv, np.float64)[:, :, 0, 0]  # [heads, head_size]
             keys[e, p] = k, v
             seen = [keys[source(e), j] for j in range(p)] + [keys[own(e), p]]
