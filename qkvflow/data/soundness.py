@@ -26,8 +26,8 @@ def damage(cache: Path, *, whole: bool = False) -> str | None:
     """A readable description of what is wrong with the files of a finished cache; None if they are intact.
 
     Compares the sizes of all files with `checksums.json`, and the content of a cache of up to 256 MB. Of a larger
-    cache, unless `whole`, it only compares the content of small files, which hold the token boundaries. Within one process, a
-    cache is only read again if its files changed in size or time.
+    cache, unless `whole`, it only compares the content of small files, which hold the token boundaries. Within one
+    process, a cache is only read again if its files changed in size or time.
     """
     return _damage(cache, _stamp(cache), whole)
 
