@@ -15,7 +15,8 @@ from qkvflow.ranges import Count
 class OutputConfig:
     """
     Attributes:
-        run_dir: folder of the runs. output: folder of the results, by default `<run_dir>/results`.
+        run_dir: folder of the runs.
+        output: folder of the results, by default `<run_dir>/results`.
         config_path: the YAML file of this configuration; its name gives the run directory, `runs/<study>_<name>`.
         redraw: only write tables and figures, from `results.json` in `output`.
     """
@@ -50,7 +51,8 @@ class SeedsConfig(OutputConfig):
     Attributes:
         overrides: merged into the configuration of every model.
         seeds: of the reported trainings; a seed determines data order and initial weights.
-        evaluations: number of evaluations of the loss on `select` per training; select_batches: batches of each.
+        evaluations: number of evaluations of the loss on `select` per training.
+        select_batches: number of batches in each of these evaluations.
         report_batches: number of batches of the part `report` for the reported loss; all if null.
         readings: folder of the measurements of each finished training, a small file for each; by default
             `<run_dir>/readings`. With these files another machine can continue without the runs.

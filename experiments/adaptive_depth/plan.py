@@ -19,8 +19,10 @@ class AdaptiveDepthConfig(TwoTextsConfig):
 
     Attributes:
         flow, gpt2: `model` of train_lm.
-        pretrain: other keys of train_lm, for both models. scratch: for the GPT-2 trained only on the other text.
-        full, lora: of finetune_lm. depths: M, the numbers of steps at which the flow is tuned.
+        pretrain: other keys of train_lm, for both models.
+        scratch: the same for the GPT-2 trained only on the other text.
+        full, lora: keys of finetune_lm for each mode.
+        depths: M, the numbers of steps at which the flow is tuned.
         both_ways: from the first text to the second and vice versa.
     """
 

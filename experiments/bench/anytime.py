@@ -45,11 +45,13 @@ class AnytimeConfig:
     Attributes:
         run: the run directory; a flow.
         steps: other numbers of steps for the evaluation.
-        rule: of exits (kl, velocity, margin). thresholds: of that rule.
+        rule: the exit rule (kl, velocity, margin).
+        thresholds: values for that rule.
         drafts: `3x4`: drafts of 4 tokens with 3 steps.
         temperature: of the timed texts.
         max_eval_batches: of the validation text.
-        prompts: number of timed texts; prompt_tokens: of their prompts; the texts fill the model's context.
+        prompts: number of timed texts.
+        prompt_tokens: number of tokens in each prompt; the texts fill the model's context.
         rounds: each round times every way once.
     """
 

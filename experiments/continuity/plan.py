@@ -24,10 +24,11 @@ class ContinuityConfig(RatesConfig):
         reference: the arm with whose loss and FLOPs the others are compared.
         only: names of arms; others are left out. Finished results stay in `readings`.
         panels: title -> arms that are drawn together.
-        search_width: `hidden_dim` of the search. beyond_grid: maximum number of rates added to a grid with its best at
-            an edge.
+        search_width: `hidden_dim` of the search.
+        beyond_grid: maximum number of rates added to a grid with its best at an edge.
         transfer: a rate of the search is multiplied by (search_width / hidden_dim) ** transfer.
-        layers: L, the steps at which all arms are evaluated. depths: other numbers of steps; null: all from 2 to 4 L.
+        layers: L, the steps at which all arms are evaluated.
+        depths: other numbers of steps; null: all from 2 to 4 L.
         read_batches: number of batches of the part `report` for these evaluations; null: `report_batches`.
     """
 

@@ -33,7 +33,9 @@ class LiftStudyConfig(StudyConfig):
 
     Attributes:
         train: keys of train_lm, for a model with ordinary layers (`weights: {type: per_layer}`, steps of length 1).
-        heal: keys of finetune_lm, except its mode. basis: of functions of time. dims: values of K.
+        heal: keys of finetune_lm, except its mode.
+        basis: the functions of time.
+        dims: values of K.
     """
 
     train: dict[str, Any] = field(default_factory=dict)

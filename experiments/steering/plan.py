@@ -23,8 +23,10 @@ class SteeringConfig(TwoTextsConfig):
 
     Attributes:
         base: configuration of train_lm, for a model with control; its data is replaced.
-        record: characters of a record. without_control: fraction of the records without one.
-        samples: number of texts generated per control and seed; length: of each, in bytes.
+        record: characters of a record.
+        without_control: fraction of the records without control.
+        samples: number of texts generated per control and seed.
+        length: bytes of each generated text.
         temperature: of sampling; greedy samples would all be the same.
         between: controls (1 - u, u) from text A at u = 0 to text B at u = 1.
     """

@@ -107,7 +107,7 @@ def _content(file: FileIdentity) -> str:
 
 @functools.cache
 def _content_hash(path: Path, size: int, changed: int) -> str:
-    """Reads each content only once. The file system sets `changed`, and no program can set it."""
+    """Reads each content only once; `changed` is a time that only the file system can set."""
     with path.open("rb") as file:
         if size <= _WHOLE_CONTENT_BYTES:
             return hashlib.file_digest(file, "sha256").hexdigest()

@@ -119,7 +119,7 @@ def _require(settings: Any, **values: Any) -> None:
 
 
 def _check_numbers(settings: Any) -> None:
-    """Refuses sizes and rates that are none. Their names are those of Llama; GPT-2 answers to them."""
+    """Rejects invalid sizes and rates. Uses Llama's names, which GPT-2's settings also accept."""
     for name in _SIZES:
         value = getattr(settings, name, None)
         if value is None and name in _OPTIONAL:

@@ -20,7 +20,7 @@ class Stored:
     """An array in a file.
 
     Attributes:
-        dtype: as safetensors call it: F32, BF16, I8, ...
+        dtype: safetensors' name: F32, BF16, I8, ...
     """
 
     file: Path

@@ -30,7 +30,7 @@ def read_model(folder: HubFolder, config: LmConfig, tokenizer: MarinTokenizer) -
         UserError: the arrays do not match `config`, or cannot be read.
     """
     layers, stored = folder.settings.num_hidden_layers, len(folder.arrays)
-    if layers > stored:  # before they are laid out one by one
+    if layers > stored:  # checked before Levanter builds them one by one
         raise UserError(
             f"{folder.path} does not match its config.json, which has {layers} layers, but there are {stored} arrays"
         )

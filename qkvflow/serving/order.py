@@ -58,10 +58,7 @@ class Order:
 
     Attributes:
         new_tokens: per prompt.
-
-    options: for a text number; best_of: texts generated per prompt, of which n are returned.
-
-    Attributes:
+        best_of: texts generated per prompt, of which n are returned.
         top: number of most likely tokens reported per token; None without log-probabilities.
     """
 
