@@ -1,4 +1,4 @@
-"""The keys of a study's YAML: where its results go, its seeds, its text or its two, its learning rates."""
+"""The keys of a study's YAML: where its results go, its seeds, its text or two texts, its learning rates."""
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -15,9 +15,10 @@ from qkvflow.ranges import Count
 class OutputConfig:
     """
     Attributes:
-        run_dir: where the runs go. output: folder of the results, by default `<run_dir>/results`.
-        config_path: the YAML file that this came from; its name is that of the run directory, `runs/<study>_<name>`.
-        redraw: only tables and figures, from `results.json` in `output`.
+        run_dir: folder of the runs.
+        output: folder of the results, by default `<run_dir>/results`.
+        config_path: the YAML file of this configuration; its name gives the run directory, `runs/<study>_<name>`.
+        redraw: only write tables and figures, from `results.json` in `output`.
     """
 
     run_dir: str | None = None
@@ -26,10 +27,10 @@ class OutputConfig:
     config_path: str | None = None
 
     def check(self) -> None:
-        """Raises: UserError: for what cannot be studied, before any work."""
+        """Raises: UserError: for settings that cannot work, before any work."""
 
     def rules(self) -> dict[str, Any]:
-        """All keys but those of places, which are of one machine."""
+        """All keys except paths, which depend on the machine."""
         places = ("run_dir", "output", "readings", "redraw", "config_path")
         return {key: value for key, value in vars(self).items() if key not in places}
 
@@ -45,16 +46,17 @@ class OutputConfig:
 
 @dataclass
 class SeedsConfig(OutputConfig):
-    """Besides what `OutputConfig` says:
+    """In addition to `OutputConfig`:
 
     Attributes:
         overrides: merged into the configuration of every model.
-        seeds: of the trainings that are reported; a seed settles data order and initial weights.
-        evaluations: how often the loss on `select` is read during a training; select_batches: of how many batches.
-        report_batches: of how many batches of the part `report` the reported loss is; all if null.
-        readings: folder of what was read off each finished training, a small file for each; by default
-            `<run_dir>/readings`. With these files another machine goes on without the runs.
-        note: what of the reported losses was known when this was planned; it stands on the page.
+        seeds: of the reported trainings; a seed determines data order and initial weights.
+        evaluations: number of evaluations of the loss on `select` per training.
+        select_batches: number of batches in each of these evaluations.
+        report_batches: number of batches of the part `report` for the reported loss; all if null.
+        readings: folder of the measurements of each finished training, a small file for each; by default
+            `<run_dir>/readings`. With these files another machine can continue without the runs.
+        note: what was known about the reported losses when this was planned; shown on the page.
     """
 
     overrides: dict[str, Any] = field(default_factory=dict)
@@ -67,17 +69,17 @@ class SeedsConfig(OutputConfig):
 
     @property
     def n(self) -> int:
-        """How many trainings of each kind are reported."""
+        """Number of reported trainings of each kind."""
         return len(self.seeds)
 
     @property
     def noted(self) -> str:
-        """What of the reported losses was known when the study was planned."""
+        """What was known about the reported losses when the study was planned."""
         return f" {self.note}" if self.note else ""
 
     @property
     def batches(self) -> dict[str, int | None]:
-        """Of how many batches the parts are read whose losses are told; None: of all."""
+        """Number of batches for each part whose loss is reported; None: all."""
         return {"select": self.select_batches, "report": self.report_batches}
 
     def check(self) -> None:
@@ -87,10 +89,10 @@ class SeedsConfig(OutputConfig):
             raise UserError(f"`seeds` must be at least two different ones, for intervals and tests; got {self.seeds}")
 
     def recipe(self, base: str | Changes | None, text: Text, run_dir: Path, *changes: Changes) -> Recipe:
-        """A configuration, or that in a file, with `overrides` and then `changes` in it, on a text.
+        """A configuration, or that in a file, with `overrides` and then `changes` merged into it, on a text.
 
         Raises:
-            UserError: if there is none, or it cannot be read.
+            UserError: it does not exist, or cannot be read.
         """
         if base is None:
             raise UserError("a configuration to begin from is missing: name its file, as the study's smoke.yaml does")
@@ -100,7 +102,7 @@ class SeedsConfig(OutputConfig):
 
 @dataclass
 class TwoTextsConfig(SeedsConfig):
-    """Besides what `SeedsConfig` says: a, b: the texts, each as `text` of `StudyConfig`."""
+    """In addition to `SeedsConfig`: a, b: the texts, each like `text` of `StudyConfig`."""
 
     a: TextConfig = field(default_factory=lambda: Builtin("topics"))
     b: TextConfig = field(default_factory=lambda: Builtin("library"))
@@ -116,7 +118,7 @@ class TwoTextsConfig(SeedsConfig):
 
 @dataclass
 class StudyConfig(SeedsConfig):
-    """Besides what `SeedsConfig` says:
+    """In addition to `SeedsConfig`:
 
     Attributes:
         text: `{type: wikitext2, folder: DIR}`, `{type: files, name, train, select, report}` or `{type: builtin}`.
@@ -127,12 +129,12 @@ class StudyConfig(SeedsConfig):
 
 @dataclass
 class RatesConfig(StudyConfig):
-    """Besides what `StudyConfig` says:
+    """In addition to `StudyConfig`:
 
     Attributes:
-        learning_rates: for each model the one with the lowest mean loss on the part `select` at the end of trainings
-            with `selection_seeds` is taken; one alone is taken as it is. If empty, that of each configuration.
-        selection_seeds: others than `seeds`.
+        learning_rates: for each model, the rate with the lowest mean loss on the part `select` at the end of trainings
+            with `selection_seeds` is used; a single rate is used as it is. If empty, that of each configuration.
+        selection_seeds: distinct from `seeds`.
     """
 
     learning_rates: list[float] = field(default_factory=list)
@@ -149,14 +151,14 @@ class RatesConfig(StudyConfig):
 
 
 def check_among(key: str, names: Sequence[str], choices: Iterable[str]) -> None:
-    """Raises: UserError: if some of `names` are none of `choices`, or there are no names."""
+    """Raises: UserError: if some of `names` are not among `choices`, or there are no names."""
     unknown = [name for name in names if name not in choices]
     if unknown or not names:
         raise UserError(f"`{key}` has {', '.join(unknown) or 'nothing in it'}. Choices: {', '.join(choices)}")
 
 
 def check_reference(key: str, reference: str, arms: Collection[str], what: str, least: int = 2) -> None:
-    """Raises: UserError: if the reference is none of the arms, or there are less than `least`."""
+    """Raises: UserError: if the reference is not one of the arms, or there are fewer than `least`."""
     names = ", ".join(arms) or "none"
     if reference not in arms:
         raise UserError(f"{key} is {reference!r}, which is not among {what} ({names})")

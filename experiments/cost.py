@@ -1,4 +1,4 @@
-"""What models cost, before anything is trained: parameters, FLOPs, memory of a step; and which width costs as much."""
+"""The costs of models before training: parameters, FLOPs, memory of a step; and the width of equal cost."""
 
 import bisect
 import contextlib
@@ -30,12 +30,12 @@ _NEAR, _UNITS = 0.05, 2**14
 class Cost:
     """
     Attributes:
-        parameters: what is trained. materialised: of the ordinary model that it becomes at its depth.
-        evaluations: of blocks, or layers, that a token passes; the mean where their number is drawn, or grows.
-        flops: of a training step: forward, backward and generation of weights, without what is recomputed
-            (`qkvflow.models.cost`); the mean where the number of evaluations is drawn, or grows.
-        tokens: of a training step. memory: bytes of its peak, if it was asked for (`with_memory`).
-        stages: from which fraction of training on a step takes how many FLOPs; one, unless depth grows.
+        parameters: trained ones. materialised: those of the equivalent ordinary model at its depth.
+        evaluations: of blocks, or layers, per token; the mean if their number is random or grows.
+        flops: of a training step: forward, backward and generation of weights, without recomputation
+            (`qkvflow.models.cost`); the mean if the number of evaluations is random or grows.
+        tokens: of a training step. memory: peak bytes, if requested (`with_memory`).
+        stages: (fraction of training at which it starts, FLOPs of a step); one, unless depth grows.
     """
 
     parameters: int
@@ -57,7 +57,7 @@ def cost_of(recipe: Recipe) -> Cost:
     """The costs of a configuration of train_lm.
 
     Raises:
-        UserError: if its number of FLOPs is not known, as with adaptive steps.
+        UserError: its number of FLOPs is unknown, as with adaptive steps.
     """
     config = recipe.config
     vocab = vocabulary_size(config)
@@ -76,7 +76,7 @@ def cost_of(recipe: Recipe) -> Cost:
 def _step(
     stage: NeuralOdeConfig, entered: NeuralOdeLMHeadModel, vocab: int, recipe: Recipe
 ) -> tuple[int | float, float]:
-    """Evaluations and FLOPs of a training step of a stage; means where its number of evaluations is drawn."""
+    """Evaluations and FLOPs of a training step of a stage; means if its number of evaluations is random."""
     length, plans = recipe.config.Pos.size, stage.training_plans or (stage.plan,)
     flops, evaluations = cost.flops(stage, entered, vocab, length), cost.evaluations(stage)
     if flops is None or evaluations is None:
@@ -91,21 +91,21 @@ def _step(
 
 
 def width_with(recipe: Recipe, parameters: int) -> int:
-    """The `hidden_dim` at which the model has most nearly so many parameters.
+    """The `hidden_dim` at which the number of parameters is closest to `parameters`.
 
-    It is a multiple of twice the heads; or of the heads, where the former misses by more than 5 % and odd heads can be.
+    It is a multiple of twice the heads; or of the heads, where the former misses by more than 5 % (odd head sizes).
     """
     model = recipe.raw["model"]
     heads = model.get("block", model).get("num_heads", 1)
     width, found = _nearest(recipe, parameters, 2 * heads)
     if abs(found / parameters - 1) > _NEAR:
-        with contextlib.suppress(UserError):  # rotary positions want even heads
+        with contextlib.suppress(UserError):  # rotary positions need even head sizes
             width, _ = _nearest(recipe, parameters, heads)
     return width
 
 
 def _nearest(recipe: Recipe, parameters: int, unit: int) -> tuple[int, int]:
-    """The multiple of `unit` with most nearly so many parameters, and how many it has."""
+    """The multiple of `unit` with the closest number of parameters, and that number."""
 
     def size(units: int) -> int:
         config = recipe.but({"model": {"hidden_dim": units * unit}}).config
@@ -117,9 +117,9 @@ def _nearest(recipe: Recipe, parameters: int, unit: int) -> tuple[int, int]:
 
 
 def with_memory(own: Cost, recipe: Recipe, path: Path) -> Cost:
-    """With the bytes that a training step needs at its peak, by XLA's count: arguments, results and temporary arrays.
+    """Adds the peak memory of a training step, by XLA's count: arguments, results and temporary arrays.
 
-    They are found by compiling, and kept at `path`.
+    It is determined by compiling, and cached at `path`.
     """
     asked = {"model": recipe.raw["model"], "jax": jax.__version__, "tokens": own.tokens}
     make = lambda: compile_ahead(recipe.config, vocabulary_size(recipe.config)).memory  # noqa: E731

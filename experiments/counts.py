@@ -1,4 +1,4 @@
-"""What counting reaches: losses of n-grams, beside which the loss of a model tells what it has learned so far."""
+"""Losses of n-grams, to compare with the loss of a model."""
 
 from collections.abc import Mapping, Sequence
 
@@ -14,11 +14,11 @@ Counts = dict[str, float]  # n -> loss
 def reached(
     batches: Mapping[str, int | None], recipe: Recipe, text: Text, trained: Sequence[Text] = ()
 ) -> dict[str, Counts]:
-    """What n-grams reach on what is read of a text, that are counted in as many tokens as `recipe` is trained on.
+    """Losses of n-grams on the evaluated parts of a text, counted in as many tokens as `recipe` trains on.
 
     Args:
-        batches: part -> of how many batches it is read; of all if None.
-        trained: the texts in whose first tokens they are counted, in equal shares; `text` itself if there are none.
+        batches: part -> number of batches evaluated; None: all.
+        trained: the texts in whose first tokens they are counted, in equal shares; by default `text` itself.
 
     Returns:
         part -> n = 1 to MOST, as a string -> loss in nats per token.
@@ -42,19 +42,19 @@ def ngram_losses(train: Sequence[int], report: Sequence[int], vocab: int, most: 
 
         p_n(c | h) = (N(h c) + T(h) p_{n-1}(c | h')) / (N(h) + T(h)),   p_0 = 1 / vocab,
 
-    h the n - 1 tokens before c, h' those but the first, N how often something occurs, T(h) how many different tokens
-    follow h; p_{n-1} where h never occurs. (Witten and Bell 1991, method C, interpolated.) The first tokens of `report`
-    are predicted by what is before them.
+    h the n - 1 tokens before c, h' the same without the first, N the number of occurrences, T(h) the number of distinct
+    tokens that follow h; p_{n-1} if h never occurs. (Witten and Bell 1991, method C, interpolated.) The first tokens of
+    `report` are predicted from fewer tokens.
 
     Args:
-        train, report: token ids, [position], below `vocab`; `train` has `most` tokens at least.
+        train, report: token ids, [position], below `vocab`; `train` has at least `most` tokens.
 
     Returns:
         n, as a string -> mean loss over all of `report`.
     """
     p = np.full(len(report), 1.0 / vocab)
     known, asked = (np.asarray(tokens, dtype=np.int64) for tokens in (train, report))
-    # The number of h before each token; -1 where it does not occur in `train`.
+    # The index of h before each token; -1 if it does not occur in `train`.
     h, h_asked = np.zeros_like(known), np.zeros_like(asked)
     found = {}
     for n in range(1, most + 1):

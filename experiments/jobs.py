@@ -1,4 +1,4 @@
-"""Trainings of a study: each is a run, so that a study that is started again goes on where it stopped."""
+"""Trainings of a study: each is a run, so that a restarted study continues where it stopped."""
 
 import contextlib
 import dataclasses
@@ -22,8 +22,8 @@ from qkvflow.runs import data_record
 from qkvflow.runs.config import FREE_KEYS, FinetuneConfig
 from qkvflow.training.finetune import settle
 
-# What a run that is there may differ in. Where its data lies does not matter (its content is compared); how often it
-# was evaluated, and on how much, does: its losses are read off it.
+# Settings in which an existing run may differ. The location of its data does not matter (its content is compared); the
+# number and size of its evaluations do, since its losses come from them.
 _FREE_KEYS = {*FREE_KEYS, "data.train", "data.validation"} - {"trainer.steps_per_eval", "trainer.max_eval_batches"}
 
 
@@ -32,7 +32,7 @@ Place = tuple[str, int]  # solver, steps
 
 @dataclass(frozen=True)
 class Places:
-    """Where a flow is read. read_batches: of how many batches of the part `report`; of as many as all if None."""
+    """Where a flow is evaluated. read_batches: number of batches of the part `report`; None: as for all losses."""
 
     places: list[Place]
     read_batches: int | None = None
@@ -40,16 +40,16 @@ class Places:
 
 @dataclass(frozen=True, kw_only=True)
 class Arm:
-    """What is trained with several seeds.
+    """What is trained, with several seeds.
 
     Attributes:
-        label: names it among the runs. recipe: without a name, a seed and a chosen learning rate.
-        cost: of a training step. what: what it is, a dataclass, with whose fields the records of its trainings begin.
-        text: that it is trained, selected and reported on; None if its study does that in its own way.
-        flow: where its trained flow is read without training; None for nowhere.
-        asks: what else is read of its trainings, as data: who asks for something else reads again.
-        shares_rate: arms that agree in it share their learning rate; None shares with none.
-        base: the arm whose training with the same seed it begins from.
+        label: identifies it among the runs. recipe: without name, seed and selected learning rate.
+        cost: of a training step. what: a dataclass that describes it; its fields come first in the trainings' records.
+        text: for training, selection and report; None if the study handles these in its own way.
+        flow: where its trained flow is evaluated without training; None for nowhere.
+        asks: other measurements of its trainings, as data: if it changes, they are measured again.
+        shares_rate: arms with equal values share their learning rate; None shares with none.
+        base: the arm whose training with the same seed is the starting point.
     """
 
     label: str
@@ -68,13 +68,13 @@ class Arm:
 
     @property
     def flops(self) -> float:
-        """Of a training."""
+        """FLOPs of a training."""
         return self.cost.flops * self.recipe.steps
 
 
 @dataclass(frozen=True)
 class Job:
-    """One training. `is_reported`: otherwise it only helps to choose a learning rate."""
+    """One training. `is_reported`: false if it only serves to select a learning rate."""
 
     arm: Arm
     seed: int
@@ -84,7 +84,7 @@ class Job:
 
     @staticmethod
     def of(arm: Arm, seed: int, rate: float | None = None, is_reported: bool = True) -> "Job":
-        """rate: that of the recipe if None."""
+        """rate: by default that of the recipe."""
         rate = arm.recipe.rate if rate is None else rate
         trainer = {"id": f"{arm.label}-lr{rate:g}-seed{seed}", "seed": seed}
         base = {} if arm.base is None else {"run": str(Job.of(arm.base, seed).recipe.run.path)}
@@ -97,9 +97,9 @@ class Job:
 
 
 def selection(arms: Sequence[Arm], rates: Sequence[float], seeds: Sequence[int]) -> list[Job]:
-    """Trainings by which learning rates are chosen; none where there is no choice.
+    """Trainings for the selection of learning rates; none if there is no choice.
 
-    Of arms of the same group, which differ in their number of steps alone, the first one settles the rate.
+    Of arms in the same group, which differ only in their number of steps, the first one determines the rate.
     """
     first = {arm.group: arm for arm in reversed(arms)}
     searched = [arm for arm in arms if first[arm.group] is arm and len(rates) > 1]
@@ -107,7 +107,7 @@ def selection(arms: Sequence[Arm], rates: Sequence[float], seeds: Sequence[int])
 
 
 def chosen_rates(searched: Sequence[Job], losses: Sequence[float]) -> dict[Hashable, float]:
-    """For each group the learning rate with the lowest mean loss over the seeds; the lower of equals."""
+    """For each group the learning rate with the lowest mean loss over the seeds; the lower rate on ties."""
     seen: dict[Hashable, dict[float, list[float]]] = {}
     for one, loss in zip(searched, losses, strict=True):
         seen.setdefault(one.arm.group, {}).setdefault(one.rate, []).append(loss)
@@ -115,8 +115,8 @@ def chosen_rates(searched: Sequence[Job], losses: Sequence[float]) -> dict[Hasha
 
 
 def beyond(searched: Sequence[Job], chosen: Mapping[Hashable, float], most: int) -> list[Job]:
-    """Trainings of the next rate of each grid whose best is at an edge, in the ratio of that edge, if it has less than
-    `most` rates."""
+    """Trainings at the next rate of each grid whose best is at an edge, with the ratio of that edge, while it has fewer
+    than `most` rates."""
     found = []
     for group, arm in {job.arm.group: job.arm for job in searched}.items():
         own = [job for job in searched if job.arm.group == group]
@@ -128,15 +128,15 @@ def beyond(searched: Sequence[Job], chosen: Mapping[Hashable, float], most: int)
 
 
 def reported(arms: Sequence[Arm], seeds: Sequence[int], rates: Mapping[Hashable, float] = {}) -> list[Job]:
-    """The trainings that are reported, a whole seed before the next. rates: group -> learning rate."""
+    """The reported trainings, seed by seed. rates: group -> learning rate."""
     return [Job.of(arm, seed, rates.get(arm.group)) for seed in seeds for arm in arms]
 
 
 def train(recipe: Recipe) -> None:
-    """Trains, or continues, a run; nothing is printed. A finished run is left as it is.
+    """Trains or resumes a run, without output. A finished run stays unchanged.
 
     Raises:
-        UserError: if the run in this place, finished or not, was made with other settings or on another text.
+        UserError: the existing run, finished or not, has other settings or another text.
     """
     _check_is_same(recipe)
     if not recipe.is_finished:
@@ -150,7 +150,7 @@ def _check_is_same(recipe: Recipe) -> None:
     if not run.config.is_file():
         return
     if isinstance(given, FinetuneConfig):
-        given, *_ = settle(given)  # with what it takes over from its base
+        given, *_ = settle(given)  # including what it inherits from its base
     stored = read_config(run.config, type(given))
     given = dataclasses.replace(given, vocab_size=given.vocab_size or stored.vocab_size)
     changes = differences(stored, given, _FREE_KEYS)
@@ -165,9 +165,9 @@ def _check_is_same(recipe: Recipe) -> None:
 
 @contextlib.contextmanager
 def at_work(run_dir: Path) -> Iterator[TextIO]:
-    """What libraries and programs say goes to `experiment.log` in `run_dir`; yields the terminal.
+    """Redirects the output of libraries and programs to `experiment.log` in `run_dir`; yields the terminal.
 
-    The runs share what is compiled. A cached program is the same program, so that no number depends on it.
+    The runs share a compilation cache. A cached program is the same program, so no number depends on it.
     """
     run_dir.mkdir(parents=True, exist_ok=True)
     with quiet_libraries() as quiet:

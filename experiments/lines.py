@@ -1,4 +1,4 @@
-"""Lines of tables of losses: what was trained under one name, its loss beside that of a reference, and its cost."""
+"""Rows of tables of losses: the trainings under one name, their loss compared with a reference, and their cost."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from experiments.tables import Cell, Table
 
 
 class Sized(Protocol):
-    """What every study knows of a model; some know all of `cost.Cost`."""
+    """What every study knows about a model; some know all of `cost.Cost`."""
 
     parameters: int
     evaluations: int | float
@@ -21,7 +21,7 @@ class Sized(Protocol):
 class Line:
     """
     Attributes:
-        trained: a training for each seed. loss: reported, against the reference; all lines are one family of tests.
+        trained: one training per seed. loss: reported, against the reference; all lines are one family of tests.
         cost: of a training step. steps: of a training.
     """
 
@@ -32,16 +32,16 @@ class Line:
 
     @property
     def what(self) -> Training:
-        """Any training, for what all share."""
+        """Any of the trainings, for what they have in common."""
         return self.trained[0]
 
     @property
     def flops(self) -> float:
-        """Of a training."""
+        """FLOPs of a training."""
         return self.cost.flops * self.steps
 
     def reaches(self, loss: float) -> list[tuple[int, Training]]:
-        """The trainings whose loss on the part `select` comes down to `loss`, each with the step where it is there."""
+        """The trainings whose loss on the part `select` falls to `loss`, each with the step at which it does."""
         found = [(r.reaches(loss), r) for r in self.trained]
         return [(step, r) for step, r in found if step is not None]
 
@@ -68,7 +68,7 @@ def lines(
 
 
 def table(first: str, found: Mapping[str, Line], *columns: Mapping[str, Callable[[Line], Cell]]) -> Table:
-    """A row for each line, which begins with its name below `first`."""
+    """One row per line, with its name in the column `first`."""
     shown = {title: cell for some in columns for title, cell in some.items()}
     rows = [[name, *(cell(line) for cell in shown.values())] for name, line in found.items()]
     return Table([first, *shown], rows)
@@ -80,7 +80,7 @@ def known(*titles: str) -> dict[str, Callable[[Line], Cell]]:
 
 
 def against(reference: str) -> dict[str, Callable[[Line], Cell]]:
-    """Columns of the loss, and of its difference to that of the reference."""
+    """Columns for the loss, and for its difference to that of the reference."""
     shown: dict[str, Callable[[Line], Cell]] = {"loss": lambda line: line.loss.mean}
     shown |= {"SD": lambda line: f"{line.loss.mean.sd:.3f}"}
     titles = (f"minus {reference}", "p (Holm)", "d_z")

@@ -1,4 +1,4 @@
-"""One training and what is read off it: losses, times, and the test of causality before any of it is accepted."""
+"""One training and its measurements: losses, times, and the causality test that comes first."""
 
 import functools
 import statistics
@@ -28,21 +28,21 @@ from qkvflow.runs.evaluate import RunEvaluator, on_other_text
 from qkvflow.runs.load import Run
 from qkvflow.tracking import read_metrics
 
-_SEQUENCES = 2  # of the test of causality
+_SEQUENCES = 2  # for the causality test
 
 T = TypeVar("T", bound=Training)
 
 
 @dataclass(frozen=True)
 class Measure(Generic[T]):
-    """How the trainings of a study are read.
+    """How the trainings of a study are measured.
 
     Attributes:
-        kind: of the records: fields of an arm's `what`, those of `Training`, and others that `more` sets.
-        config: of the study. run_dir: of its runs. The records go to `config.readings`, a small file for each training:
-            where it is there, neither the training nor its run is asked for.
-        more: other fields of the record of a reported training, from its run and what evaluates models on the part
-            `report`, which an arm without a text does not have.
+        kind: class of the records: fields of an arm's `what`, those of `Training`, and others that `more` sets.
+        config: of the study. run_dir: of its runs. The records go to `config.readings`, a small file per training: if
+            it exists, neither the training nor its run is needed.
+        more: other fields of the record of a reported training, from its run and the evaluator on the part `report`,
+            which is None for an arm without a text.
     """
 
     kind: type[T]
@@ -51,13 +51,13 @@ class Measure(Generic[T]):
     more: Callable[[Job, Run, RunEvaluator | None], Mapping[str, object]] = lambda job, run, evaluator: {}
 
     def search_and_report(self, arms: Sequence[Arm]) -> tuple[list[T], list[T]]:
-        """What is read of the reported trainings, and of those before them by which learning rates are chosen."""
+        """The records of the reported trainings, and of the earlier ones that select learning rates."""
         searched, chosen = self.search(arms)
         return self.all(reported(arms, self.config.seeds, chosen)), searched
 
     def search(self, arms: Sequence[Arm], beyond_grid: int = 0) -> tuple[list[T], dict[Hashable, float]]:
-        """Trainings of all rates, and the chosen rate of each group; a rate that is alone is chosen as it is. A grid
-        whose best is at an edge grows there, by `beyond_grid` rates at most."""
+        """Trainings with all rates, and the selected rate of each group; a single rate is used as it is. A grid whose
+        best is at an edge grows there, by at most `beyond_grid` rates."""
         rates = self.config.learning_rates
         chosen = {arm.group: rate for arm in arms for rate in rates[:1]}
         fresh = selection(arms, rates, self.config.selection_seeds)
@@ -70,10 +70,10 @@ class Measure(Generic[T]):
         return found, chosen
 
     def all(self, jobs: Sequence[Job], why: str = "to report") -> list[T]:
-        """What is read of all trainings, one line of progress for each. What is not trained yet is trained first.
+        """The records of all trainings, with one line of progress for each. Trains missing runs first.
 
         Raises:
-            UserError: if a model sees the future, or a run in its place was made with other settings.
+            UserError: a model sees the future, or an existing run has other settings.
         """
         found, spent, worked = [], 0.0, 0.0
         left = {job.name: job.arm.flops for job in jobs if stored(*self._place(job)) is None}
@@ -83,7 +83,7 @@ class Measure(Generic[T]):
                 start = time.monotonic()
                 found.append(kept(*self._place(job), functools.partial(self._read, job)))
                 took = time.monotonic() - start
-                if job.name in left:  # what was known takes no time that tells anything
+                if job.name in left:  # known records would distort the estimate
                     worked, spent = worked + left.pop(job.name), spent + took
                 rest = f", about {sum(left.values()) * spent / worked / 60:.0f} min left" if worked else ""
                 loss = found[-1].report_loss if job.is_reported else found[-1].select_loss
@@ -92,7 +92,7 @@ class Measure(Generic[T]):
         return found
 
     def _place(self, job: Job) -> tuple[Path, type[T], dict[str, object]]:
-        """Where the record is kept, its class, and all that it depends on."""
+        """The path of the record, its class, and everything that it depends on."""
         arm = job.arm
         hashes = {} if arm.text is None else {part: arm.text.hash(part) for part in PARTS}
         base = None if arm.base is None else Job.of(arm.base, job.seed).recipe.digest()
@@ -118,7 +118,7 @@ class Measure(Generic[T]):
 
 @dataclass(frozen=True)
 class ReadTraining(Training):
-    """readings: of the trained flow in the `Places` of its arm."""
+    """readings: evaluations of the trained flow at the `Places` of its arm."""
 
     readings: list[Reading] = field(default_factory=list)
 
@@ -127,7 +127,7 @@ class ReadTraining(Training):
 
 
 def readings(run: Run, text: Text, where: Places, evaluator: RunEvaluator) -> list[Reading]:
-    """Of a trained flow by other solvers and in other numbers of steps, without any training."""
+    """Evaluations of a trained flow with other solvers and numbers of steps, without any training."""
     if where.read_batches is not None:
         evaluator = evaluator_on(run, text.file("report"), where.read_batches)
     depth, example = run.config.model.depth, evaluator.example()
@@ -136,7 +136,7 @@ def readings(run: Run, text: Text, where: Places, evaluator: RunEvaluator) -> li
 
 
 def read_training(job: Job) -> Training:
-    """What a finished run wrote while it was trained."""
+    """The data that a finished run wrote during training."""
     metrics = read_metrics(job.recipe.run.metrics)
     curve = [(r["step"] + 1, r["eval/loss"]) for r in metrics if "eval/loss" in r]
     seconds = statistics.median(r["throughput/duration"] for r in metrics[1:] or metrics)
@@ -144,7 +144,7 @@ def read_training(job: Job) -> Training:
 
 
 def evaluator_on(run: Run, path: str, max_batches: int | None) -> RunEvaluator:
-    """Evaluates models of a run on another text than those it was trained and validated with."""
+    """Evaluates models of a run on a text other than those of its training and validation."""
     return RunEvaluator(on_other_text(run, {"validation": path}), max_batches=max_batches)
 
 
@@ -155,12 +155,12 @@ def some_tokens(evaluator: RunEvaluator, sequences: int) -> NamedArray:
 
 
 def untrained(model: LmHeadModel, *, key: jax.Array) -> LmHeadModel:
-    """A model of the same configuration with parameters drawn anew."""
+    """A model of the same configuration with newly initialised parameters."""
     return eqx.filter_jit(lambda key: model.config.build(model.Vocab, key=key))(key)
 
 
 def causal_at(run: Run, name: str) -> list[int]:
-    """The positions at which the model of a run passed the test of causality, on the text that it was watched on."""
+    """The positions at which a run's model passed the causality test, on its validation text."""
     some = some_tokens(RunEvaluator(run, batch_size=_SEQUENCES, max_batches=1), _SEQUENCES)
     # With the mask of training; Levanter's own models have none otherwise.
     model = Partial(lambda model, tokens: model(tokens, attn_mask=AttentionMask.causal()), run.model)
@@ -168,24 +168,24 @@ def causal_at(run: Run, name: str) -> list[int]:
 
 
 def check_causality(model: Callable[[NamedArray], NamedArray], tokens: NamedArray, name: str) -> list[int]:
-    """No number without causality: changing a token must leave all logits before it as they are, bit for bit.
+    """No result without causality: changing a token must leave all logits before it unchanged, bit for bit.
 
     Args:
         model: tokens {batch, position} -> logits {batch, position, vocab}.
-        tokens: real text; one in the middle, the second and the last of each sequence are changed, one at a time.
+        tokens: real text; the middle, second and last token of each sequence are changed, one at a time.
         name: of the model, for the message.
 
     Returns:
-        the positions that were tried.
+        the tested positions.
 
     Raises:
-        UserError: if a logit before the changed token moves at all, or none from it on.
+        UserError: a logit before the changed token changes at all, or none from it on does.
     """
     length = tokens.resolve_axis("position").size
     tried = sorted({1, length // 2, length - 1})
     for j in tried:
         before, after = moved(model, tokens, j)
-        if not before == 0.0:  # nor nan
+        if not before == 0.0:  # also catches nan
             raise UserError(
                 f"{name} sees the future: token {j} was changed, and logits before it moved by up to {before:.3g}. Its"
                 " loss says nothing, and is not accepted"
@@ -198,8 +198,8 @@ def check_causality(model: Callable[[NamedArray], NamedArray], tokens: NamedArra
 
 
 def moved(model: Callable[[NamedArray], NamedArray], tokens: NamedArray, j: int) -> tuple[float, float]:
-    """The most that a logit before the token `j` moves when that is changed, which is 0 in a causal model; and the most
-    from it on."""
+    """The largest change of a logit before token `j` if that token is changed, which is 0 in a causal model; and the
+    largest change from it on."""
     logits_of = eqx.filter_jit(lambda model, tokens: model(tokens).rearrange(("batch", "position", "vocab")).array)
     plain = logits_of(model, tokens)
     other = hax.named(tokens.array.at[:, j].set((tokens.array[:, j] + 1) % plain.shape[-1]), tokens.axes)

@@ -1,4 +1,4 @@
-"""The protocol of a study, as data and in words: the keys of its configuration, with what was found by them."""
+"""The protocol of a study, as data and in words: the keys of its configuration, and what they led to."""
 
 from dataclasses import dataclass
 from typing import Any, Self
@@ -11,12 +11,11 @@ from experiments.texts import Text
 
 @dataclass(kw_only=True)
 class Protocol:
-    """What a protocol adds to the keys of a configuration: it is mixed into the class of that.
+    """The fields that a protocol adds to a configuration: a mixin for its class.
 
     Attributes:
-        parts: what each part of the text is, in words; bytes: of each. counts: `select` or `report` -> what n-grams
-            reach there that are counted in the first `counted` tokens of the part `train`, as many as a model is
-            trained on.
+        parts: description of each part of the text; bytes: of each. counts: `select` or `report` -> losses of n-grams
+            counted in the first `counted` tokens of the part `train`, as many as a model trains on.
     """
 
     text: str
@@ -31,7 +30,7 @@ class Protocol:
     def of(cls, config: StudyConfig, text: Text, recipe: Recipe, **more: Any) -> Self:
         """
         Args:
-            recipe: one of the study's, for tokenizer and tokens; of the most steps if they differ.
+            recipe: one of the study's, for tokenizer and tokens; the one with the most steps if they differ.
             more: other fields of `cls`.
         """
         known = {"text": text.name, "parts": config.text.parts, "bytes": text.sizes(), "tokens_per_step": recipe.tokens}
@@ -45,16 +44,16 @@ class Protocol:
 
     @property
     def unit(self) -> str:
-        """What a loss is of."""
+        """The unit of a loss."""
         return "byte" if self.tokenizer == "byte" else f"{self.tokenizer.rpartition(':')[2]} token"
 
     def tokens_of(self, batches: int | None) -> str:
-        """How much of a text is read, in words."""
+        """How much of a text is evaluated, in words."""
         return f"first {batches * self.tokens_per_step:,} tokens, or fewer if it is shorter" if batches else ""
 
     @property
     def about_report(self) -> str:
-        """How much of the part `report` is read."""
+        """How much of the part `report` is evaluated."""
         first = self.tokens_of(self.report_batches)
         return f"its {first}" if first else "all of it"
 
@@ -68,7 +67,7 @@ class Protocol:
         return f"n-grams, {words}, reach {about(self.counts['report'])} on the part `report`"
 
     def about_rates(self, each: str) -> str:
-        """How the learning rates were found, for `each` what."""
+        """How the learning rates were selected, for `each` what."""
         rates, seeds = ", ".join(f"{r:g}" for r in self.learning_rates), ", ".join(map(str, self.selection_seeds))
         if len(self.learning_rates) < 2:
             return rates or "that of each configuration, without a search"

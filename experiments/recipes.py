@@ -1,4 +1,4 @@
-"""Recipes: configurations of train_lm or finetune_lm as YAML has them, changed, and put on the text of a study."""
+"""Recipes: YAML configurations of train_lm or finetune_lm, with changes, applied to the text of a study."""
 
 import functools
 import hashlib
@@ -26,29 +26,29 @@ Changes = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Recipe:
-    """raw: what YAML says; it is a fine-tune if it has a `mode`."""
+    """raw: the contents of the YAML; a fine-tune if it has a `mode`."""
 
     raw: Changes
 
     @staticmethod
     def of(path: str, *changes: Changes) -> "Recipe":
-        """The configuration in a file, changed."""
+        """The configuration in a file, with changes."""
         return Recipe(read_yaml(Path(path))).but(*changes)
 
     def but(self, *changes: Changes) -> "Recipe":
-        """With the leaves of each of `changes` in place of its own; the last counts."""
+        """With its leaves replaced by those of each of `changes`; the last one wins."""
         return Recipe(functools.reduce(merged, changes, self.raw))
 
     def on(self, text: Text, run_dir: Path, select_batches: int | None, evaluations: int) -> "Recipe":
         """Trained on `text`, in `run_dir`.
 
         Args:
-            text: its part `select` is what the loss is read on during the training.
-            select_batches: of how many batches that loss is; all if None.
-            evaluations: how often it is read, at equal distances.
+            text: its part `select` is used for the loss during training.
+            select_batches: number of batches for that loss; all if None.
+            evaluations: number of its evaluations, evenly spaced.
 
         Raises:
-            UserError: if the configuration cannot be.
+            UserError: the configuration is invalid.
         """
         plain = self.config
         ours = {
@@ -80,15 +80,15 @@ class Recipe:
 
     @property
     def is_flow(self) -> bool:
-        """Whether its weights are functions of time, so that it can be read in other steps."""
+        """Whether its weights are functions of time, so that it can be evaluated with other steps."""
         model = self.config.model
         return isinstance(model, NeuralOdeConfig) and not isinstance(model.weights, PerLayerConfig)
 
     def euler_flow(self) -> Changes:
-        """Its `model` as YAML has it, with its number of steps.
+        """Its `model` as in YAML, with its number of steps.
 
         Raises:
-            UserError: if that is no flow by Euler on a fixed grid.
+            UserError: it is not an Euler flow on a fixed grid.
         """
         model = self.config.model
         if not self.is_flow or model.depth.is_general or model.training_plans or model.depth.solver != "euler":
@@ -108,7 +108,7 @@ class Recipe:
 
     @property
     def tokens(self) -> int:
-        """Of a training step."""
+        """Tokens of a training step."""
         return self.config.Pos.size * self.config.trainer.batch_schedule.batch_size_at_step(0)
 
     @property
@@ -125,14 +125,14 @@ class Recipe:
             return load_tokenizer(resolve_tokenizer(self.config.data.tokenizer, Path(folder)))
 
     def digest(self, **more: str) -> str:
-        """Of everything that settles a training, and `more`; not of where data and runs lie."""
+        """A hash of everything that determines a training, and `more`; independent of the paths of data and runs."""
         matter = {key: value for key, value in self.raw.items() if key not in ("data", "run_dir", "run")}
         matter |= {"tokenizer": self.raw["data"]["tokenizer"], **more}
         return hashlib.sha256(json.dumps(matter, sort_keys=True).encode()).hexdigest()[:8]
 
 
 def merged(base: Changes, over: Changes) -> dict[str, Any]:
-    """`base` with the leaves of `over` in place of its own; what `over` gives another `type` stands for itself."""
+    """`base` with its leaves replaced by those of `over`; a section of another `type` replaces the whole section."""
     result = dict(base)
     for key, value in over.items():
         old = result.get(key)
@@ -144,7 +144,7 @@ def merged(base: Changes, over: Changes) -> dict[str, Any]:
 def ordinary(model: Changes, layers: int) -> Changes:
     """The same model with ordinary layers in place of its flow.
 
-    A flow of per-layer weights in Euler steps of length 1 is a stack of ordinary layers; so embeddings, prelude and
+    A flow with per-layer weights and Euler steps of length 1 is a stack of ordinary layers; so embeddings, prelude and
     coda have the same names, and with the same seed the same initial weights, in all systems.
     """
     depth = {"solver": "euler", "steps": layers, "step_size": "residual"}
@@ -153,7 +153,7 @@ def ordinary(model: Changes, layers: int) -> Changes:
 
 
 def without_base(changes: Changes) -> dict[str, Any]:
-    """What an arm of a YAML changes, without the file that it begins from."""
+    """The changes of an arm in a YAML, without the file that it starts from."""
     return {key: value for key, value in changes.items() if key != "base"}
 
 

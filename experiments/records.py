@@ -1,4 +1,4 @@
-"""Records: what a study has found, as dataclasses. They are written to JSON, and read from there once, typed."""
+"""Records: the results of a study, as dataclasses. They are written to JSON, and read from it once, typed."""
 
 import contextlib
 import dataclasses
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Machine:
-    """cores: those that it may use."""
+    """cores: those available to the process."""
 
     device: str
     cores: int
@@ -32,7 +32,7 @@ class Machine:
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """What `results.json` holds of every study: where the results come from. Older ones do not say it."""
+    """The part of `results.json` common to all studies: the origin of the results. Older files lack it."""
 
     machine: Machine | None = None
     date: str = ""
@@ -40,26 +40,26 @@ class Record:
 
     @property
     def origin(self) -> str:
-        """Machine, date and command, in words; empty if they are not known."""
+        """Machine, date and command, in words; empty if unknown."""
         if self.machine is None:
             return ""
         cores = f"{self.machine.cores} core{'' if self.machine.cores == 1 else 's'}"
         return f"{self.machine.device}, {cores}, JAX {self.machine.jax}, {self.date}. Command: `{self.command}`"
 
     def of(self, **keys: object) -> list[Any]:
-        """Of its `results`, the trainings with these values."""
+        """The trainings among its `results` with these values."""
         return [r for r in self.results if all(getattr(r, key) == value for key, value in keys.items())]
 
 
 @dataclass(frozen=True)
 class Training:
-    """What is read off any training. Studies add what their trainings are, and what else they read.
+    """Measurements of any training. Studies add a description of their trainings, and other measurements.
 
     Attributes:
-        curve: [steps done, loss on the part `select`]; select_loss: its end.
-        seconds_per_step: the median, without the first step of the run if it has more.
-        causal_at: the positions at which it passed the test of causality. report_loss: on the part `report`. Both are
-            read of trainings that are reported.
+        curve: [steps done, loss on the part `select`]; select_loss: its last value.
+        seconds_per_step: the median, without the run's first step if it has more.
+        causal_at: the positions at which it passed the causality test. report_loss: on the part `report`. Both are
+            measured for reported trainings.
     """
 
     seed: int
@@ -71,7 +71,7 @@ class Training:
     report_loss: float | None = None
 
     def reaches(self, loss: float) -> int | None:
-        """After how many steps the loss on the part `select` is first read at or below `loss`; None if never."""
+        """The number of steps after which the loss on the part `select` first reaches `loss`; None if never."""
         return next((step for step, own in self.curve if own <= loss), None)
 
 
@@ -81,7 +81,7 @@ def by_seed(trainings: Iterable[Training], value: Callable[[Any], float] = lambd
 
 
 def six_digits(x: float) -> float:
-    """For series, which are most of a JSON."""
+    """For series, which make up most of a JSON file."""
     return float(f"{x:.6g}")
 
 
@@ -91,7 +91,7 @@ def device_name() -> str:
 
 
 def made_here(record: T, module: str) -> T:
-    """The record, with this machine, today, and the command that runs."""
+    """The record, with this machine, today's date, and the running command."""
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     command = shlex.join(["python", "-m", module, *sys.argv[1:]])
     where = {
@@ -103,7 +103,7 @@ def made_here(record: T, module: str) -> T:
 
 
 def written(record: object) -> str:
-    """JSON with a line for each training."""
+    """JSON with one line per training."""
     parts = []
     for key, value in TypeAdapter(type(record)).dump_python(record).items():
         is_lines = isinstance(value, list) and value and isinstance(value[0], dict)
@@ -113,12 +113,12 @@ def written(record: object) -> str:
 
 
 def read(cls: type[T], raw: object) -> T:
-    """What `json.loads` gave, as `cls`. Keys that `cls` does not have are passed over: a file may be older."""
+    """The result of `json.loads` as `cls`. Keys that `cls` does not have are ignored: a file may be older."""
     return TypeAdapter(cls).validate_python(raw)
 
 
 def kept(path: Path, cls: type[T], asked: object, make: Callable[[], T]) -> T:
-    """What `make` returned when it was last asked for `asked`, from the JSON at `path`; made anew if that differs."""
+    """The result of `make` when it last ran for `asked`, from the JSON at `path`; computed again if `asked` differs."""
     found = stored(path, cls, asked)
     if found is None:
         text = json.dumps({"asked": asked, "found": TypeAdapter(cls).dump_python(make())})
@@ -129,7 +129,7 @@ def kept(path: Path, cls: type[T], asked: object, make: Callable[[], T]) -> T:
 
 
 def stored(path: Path, cls: type[T], asked: object) -> T | None:
-    """What `kept` has; None if it has nothing, or was asked for something else."""
+    """The stored value of `kept`; None if there is none, or it is for another `asked`."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # nothing, or something else
         content = json.loads(path.read_text())
         if content["asked"] == json.loads(json.dumps(asked)):

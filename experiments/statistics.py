@@ -1,4 +1,4 @@
-"""Statistics over seeds, by scipy: Student's intervals, tests paired by seed, Holm's correction."""
+"""Statistics over seeds, with scipy: Student's intervals, tests paired by seed, Holm's correction."""
 
 import math
 import statistics
@@ -33,8 +33,8 @@ class Interval:
 
 @dataclass(frozen=True)
 class Difference(Interval):
-    """Of two means, paired, with Student's test: t with df degrees of freedom, p two-sided, and Cohen's d_z = mean
-    difference / its SD. They are nan where differences do not vary, or are too few."""
+    """The difference of two paired means, with Student's test: t with df degrees of freedom, p two-sided, and Cohen's
+    d_z = mean difference / its SD. These are nan if the differences are constant, or too few."""
 
     t: float = math.nan
     df: float = math.nan
@@ -44,7 +44,7 @@ class Difference(Interval):
 
 @dataclass(frozen=True)
 class Contrast:
-    """A mean and its difference to a reference; that and p_holm are None for the reference itself."""
+    """A mean and its difference to a reference; the latter and p_holm are None for the reference itself."""
 
     mean: Interval
     difference: Difference | None = None
@@ -52,18 +52,18 @@ class Contrast:
 
 
 def interval(values: Sequence[float]) -> Interval:
-    """The interval of the mean, mean ± t_{n-1} SD / sqrt(n); nan wide for a single value."""
+    """The interval of the mean, mean ± t_{n-1} SD / sqrt(n); half-width nan for a single value."""
     n = len(values)
     if n < 2:
         return Interval(values[0], math.nan, n)
     sd = statistics.stdev(values)
-    # Not `stats.t.interval`: it rounds in another order, and committed CSV files have all digits.
+    # Not `stats.t.interval`: it rounds in a different order, and committed CSV files have all digits.
     t = float(stats.t.ppf(0.5 + LEVEL / 2, n - 1))
     return Interval(statistics.fmean(values), t * sd / math.sqrt(n), n, sd)
 
 
 def paired(first: Mapping[int, float], second: Mapping[int, float]) -> Difference:
-    """`first - second` over the seeds that both have; the right test where seeds share data or noise."""
+    """`first - second` over the seeds that both have; the right test if seeds share data or noise."""
     seeds = sorted(first.keys() & second.keys())
     own, other = [first[seed] for seed in seeds], [second[seed] for seed in seeds]
     found = vars(interval([a - b for a, b in zip(own, other, strict=True)]))
@@ -75,9 +75,9 @@ def paired(first: Mapping[int, float], second: Mapping[int, float]) -> Differenc
 
 
 def contrasts(values: Mapping[K, Mapping[int, float]], reference: Callable[[K], K]) -> dict[K, Contrast]:
-    """What each of `values` (seed -> value) is against another of them, `reference` of its key.
+    """Compares each of `values` (seed -> value) with another of them, `reference` of its key.
 
-    All tests together are the family that Holm corrects for.
+    All tests together are the family for Holm's correction.
     """
     against = {key: paired(own, values[reference(key)]) for key, own in values.items() if reference(key) != key}
     corrected = dict(zip(against, holm([difference.p for difference in against.values()]), strict=True))
@@ -88,9 +88,9 @@ def contrasts(values: Mapping[K, Mapping[int, float]], reference: Callable[[K], 
 def holm(p_values: Sequence[float]) -> list[float]:
     """p-values adjusted for a family of m tests by Holm: p_(i) -> max_{j <= i} min(1, (m - j + 1) p_(j)).
 
-    Those that are nan stay nan, and count as tests of the family. (scipy has `false_discovery_control` alone.)
+    nan values stay nan, and count as tests of the family. (scipy only has `false_discovery_control`.)
     """
     p, n = np.asarray(p_values, float), len(p_values)
-    order, adjusted = np.argsort(p, kind="stable"), np.empty(n)  # nan comes last
+    order, adjusted = np.argsort(p, kind="stable"), np.empty(n)  # nan is last
     adjusted[order] = np.maximum.accumulate(np.minimum(1.0, (n - np.arange(n)) * p[order]))
     return adjusted.tolist()

@@ -1,4 +1,4 @@
-"""The frame of all studies: plan, trainings, one record, tables and figures. README.md says how to add one."""
+"""The framework of all studies: plan, trainings, one record, tables and figures. README.md says how to add one."""
 
 import functools
 import json
@@ -32,13 +32,13 @@ Every training is a run below `run_dir`. Given again, the command continues wher
 
 @dataclass(frozen=True)
 class Study(Generic[C, R]):
-    """What makes a study one.
+    """The definition of a study.
 
     Attributes:
-        name: that of its folder. config: class of its YAML. record: class of its `results.json`.
-        make: carries it out in a folder for its runs. It is called again after any interruption, and goes on.
-        page: what stands in the holes of `page.md` besides `record`, its protocol `p` and the `level` of intervals; the
-            page is written to `page_name`, and shown.
+        name: of its folder. config: class of its YAML. record: class of its `results.json`.
+        make: carries it out in a folder for its runs. After an interruption it is called again, and continues.
+        page: values for the placeholders of `page.md` besides `record`, its protocol `p` and the `level` of intervals;
+            the page is written to `page_name`, and printed.
         files: CSV and LaTeX, by name. figures: by name.
     """
 
@@ -52,11 +52,11 @@ class Study(Generic[C, R]):
     page_name: str = "results.md"
 
     def carry_out(self, config: C) -> R:
-        """Makes the record, or goes on making it, and keeps it as `results.json`; then draws everything from that.
+        """Makes the record, or continues to, and saves it as `results.json`; then draws everything from it.
 
         Raises:
-            UserError: if the configuration cannot be, a text is missing, runs in `run_dir` were made with other
-                settings, a model fails the test of causality, or there is nothing to redraw.
+            UserError: the configuration is invalid, a text is missing, runs in `run_dir` have other settings, a model
+                fails the causality test, or there is nothing to redraw.
         """
         runs = config.runs(self.name)
         output = config.results(runs)
@@ -80,13 +80,13 @@ class Study(Generic[C, R]):
         return record
 
     def filled_page(self, record: R) -> str:
-        """`page.md`, its holes filled as `str.format` does it."""
+        """`page.md` with its placeholders filled by `str.format`."""
         template = (FOLDER / self.name / "page.md").read_text(encoding="utf-8")
         known = {"record": record, "p": getattr(record, "protocol", None), "level": LEVEL}
         return template.format(**known, **self.page(record))
 
     def program(self) -> NoReturn:
-        """Runs the study as a program; its usage begins with the docstring of the module that has `make`."""
+        """Runs the study as a program; its usage starts with the docstring of the module that has `make`."""
         if issubclass(self.config, SeedsConfig):
             module = sys.modules[self.make.__module__]
             module.__doc__ = f"{module.__doc__}{_USAGE.format(name=self.name)}"
@@ -98,6 +98,6 @@ class Study(Generic[C, R]):
         run_program(main, self.config, self.arguments(sys.argv[1:]))
 
     def arguments(self, argv: Sequence[str]) -> list[str]:
-        """The command line as it is parsed: `--smoke` stands for `--config` with the study's `smoke.yaml`."""
+        """The command line to parse: `--smoke` stands for `--config` with the study's `smoke.yaml`."""
         first = ["--config", str(FOLDER / self.name / "smoke.yaml")] if "--smoke" in argv else []
         return [*first, *(word for word in argv if word != "--smoke")]

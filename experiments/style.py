@@ -1,4 +1,4 @@
-"""How figures look: series that colour-blind readers and grey print tell apart, axes of losses, heat maps, files."""
+"""The style of figures: series distinct for colour-blind readers and in grey, axes of losses, heat maps, files."""
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,7 +19,7 @@ from experiments.statistics import Interval, interval
 Named = tuple[str, Figure]
 Span = tuple[float, float]
 Curves = Mapping[str, tuple[Sequence[float], Sequence[Interval]]]  # name -> x, y
-Looks = Mapping[str, Mapping[str, Any]]  # name -> how it is drawn
+Looks = Mapping[str, Mapping[str, Any]]  # name -> its style
 
 # Okabe and Ito (2008), without yellow, which is faint on white.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
@@ -30,12 +30,12 @@ _WORDS = {"select": "selection text", "report": "held-out text"}
 
 
 def series(k: int) -> dict[str, Any]:
-    """Colour, line and mark of the k-th series."""
+    """Colour, line and marker of the k-th series."""
     return {"color": COLOURS[k % 6], "linestyle": LINES[k % 6], "marker": MARKS[k % 6]}
 
 
 def series_of(names: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """A series for each name."""
+    """A style for each name."""
     return {name: series(k) for k, name in enumerate(names)}
 
 
@@ -49,43 +49,43 @@ def curve(panel: Axes, x: Sequence[float], own: Sequence[Interval], **look: Any)
     means, halves = np.array([i.mean for i in own]), np.array([i.half for i in own])
     panel.plot(x, means, **{"markersize": 3.5, **look})
     low = means - halves
-    if panel.get_yscale() == "log":  # which has no room below zero
+    if panel.get_yscale() == "log":  # it has no room below zero
         low = np.maximum(low, means / 10)
     panel.fill_between(x, low, means + halves, color=look["color"], alpha=0.13, linewidth=0)
 
 
 def curves(panel: Axes, found: Curves, looks: Looks) -> None:
-    """A curve for each name, which stands at its end. To be called last, when the axes are settled."""
+    """A curve for each name, labelled at its end. Call it last, when the axes are final."""
     for name, (x, own) in found.items():
         curve(panel, x, own, **looks[name])
     direct(panel, {name: (x[-1], own[-1].mean) for name, (x, own) in found.items()}, looks)
 
 
 def mean_curve(curves: Sequence[Sequence[tuple[int, float]]]) -> tuple[list[int], list[Interval]]:
-    """Steps, and at each the mean of the curves: [step, value] of each seed."""
+    """Steps, and at each the mean over the curves, one per seed: [step, value]."""
     own = [dict(one) for one in curves]
     steps = sorted(own[0])
     return steps, [interval([one[step] for one in own]) for step in steps]
 
 
 def zero(panel: Axes) -> None:
-    """Where a difference is none."""
+    """A line at zero difference."""
     panel.axhline(0.0, color=REFERENCE, linewidth=0.8)
 
 
 def points(panel: Axes, x: Sequence[float], own: Sequence[Interval], **look: Any) -> None:
-    """Means with bars for their intervals."""
+    """Means with error bars for their intervals."""
     panel.errorbar(x, [i.mean for i in own], yerr=[i.half for i in own], capsize=3, **look)
 
 
 def seeds(panel: Axes, x: float, values: Sequence[float], colour: Any) -> None:
-    """A dot for each seed."""
+    """A dot per seed."""
     panel.plot([x] * len(values), values, ".", color=colour, alpha=0.6, markersize=5)
 
 
 def span(own: Iterable[Interval], more: Iterable[float] = (), counts: Iterable[Mapping[str, float]] = ()) -> Span:
-    """Where all intervals, `more`, and what n-grams of 2 and more tokens reach have room: the axis of all panels of a
-    page that show the same quantity."""
+    """Limits with room for all intervals, `more`, and losses of n-grams with n >= 2: the axis of all panels of a page
+    that show the same quantity."""
     ends = [end for i in own for end in i.bounds if not np.isnan(end)] + list(more)
     ends += [loss for each in counts for n, loss in each.items() if n != "1"]
     room = 0.04 * (max(ends) - min(ends))
@@ -93,7 +93,7 @@ def span(own: Iterable[Interval], more: Iterable[float] = (), counts: Iterable[M
 
 
 def level(panel: Axes, y: float, words: str, colour: str = MUTED) -> None:
-    """A line across, with words at its left end, above it."""
+    """A horizontal line with a label above its left end."""
     panel.axhline(y, color=colour, linewidth=0.8, linestyle=(0, (4, 3)), zorder=0)
     box = {"facecolor": "white", "alpha": 0.7, "linewidth": 0, "pad": 0.3}
     look = {"transform": panel.get_yaxis_transform(), "fontsize": 6.5, "color": colour, "bbox": box}
@@ -101,14 +101,14 @@ def level(panel: Axes, y: float, words: str, colour: str = MUTED) -> None:
 
 
 def loss_axis(panel: Axes, what: str, unit: str, n: int, counts: Mapping[str, float], limits: Span) -> None:
-    """An axis of losses: of `what` text, per `unit`, over n seeds, beside what n-grams of 2 and more tokens reach.
+    """An axis of losses: of `what` text, per `unit`, over n seeds, with those of n-grams, n >= 2, for comparison.
 
-    counts: n -> their loss, counted in as much text as the models are trained on.
+    counts: n -> their loss, counted in as much text as the models train on.
     """
     levels, words = sorted((loss, size) for size, loss in counts.items() if size != "1"), ""
     for (loss, size), (above, _) in itertools.pairwise([*levels, (np.inf, "")]):
         words = ", ".join(filter(None, (f"{size}-grams {loss:.2f}", words)))
-        is_near = above - loss < 0.025 * (limits[1] - limits[0])  # words would hide each other
+        is_near = above - loss < 0.025 * (limits[1] - limits[0])  # labels would overlap
         level(panel, loss, "" if is_near else words)
         words = words if is_near else ""
     panel.set_ylabel(f"loss on {what} (nats per {unit}), n = {n}", fontsize=9)
@@ -122,8 +122,8 @@ def losses(panel: Axes, p: Protocol, part: str, limits: Span) -> None:
 
 
 def direct(panel: Axes, ends: Mapping[str, tuple[float, float]], looks: Looks) -> None:
-    """The name of each series right of the panel, at the height of its end (x, y) or as near as others let it be."""
-    panel.figure.draw_without_rendering()  # settles where the panel is
+    """The name of each series to the right of the panel, at the height of its end (x, y) or as near as possible."""
+    panel.figure.draw_without_rendering()  # determines the position of the panel
     transform, (left, right) = panel.transData, panel.get_xlim()
     heights = {name: transform.transform(end)[1] for name, end in ends.items()}
     gap, last = 0.12 * panel.figure.dpi, -np.inf
@@ -144,7 +144,7 @@ def direct(panel: Axes, ends: Mapping[str, tuple[float, float]], looks: Looks) -
 
 
 def heat(panel: Axes, rows: Sequence[str], columns: Sequence[str], cells: Sequence[Sequence[Interval]]) -> None:
-    """A map of means, darker for larger ones, with mean and half the interval in each cell."""
+    """A map of means, darker for larger ones, with the mean and the interval's half-width in each cell."""
     means = np.array([[cell.mean for cell in row] for row in cells])
     panel.imshow(means, cmap="cividis_r", aspect="auto")
     dark = (means.min() + means.max()) / 2

@@ -1,4 +1,4 @@
-"""Tables of results: one record of a table, printed as Markdown, LaTeX or CSV; and how numbers stand in them."""
+"""Tables of results: one record of a table, printed as Markdown, LaTeX or CSV; and the format of its numbers."""
 
 import csv
 import io
@@ -15,7 +15,7 @@ _LATEX |= {mark: rf"\{mark}" for mark in "_%&#${}"}
 
 @dataclass(frozen=True)
 class Table:
-    """head: names of the columns. rows: their cells; None where nothing can stand. rule: below a name, in Markdown."""
+    """head: names of the columns. rows: their cells; None for an empty cell. rule: below a name, in Markdown."""
 
     head: Sequence[str]
     rows: Sequence[Sequence[Cell]]
@@ -23,7 +23,7 @@ class Table:
 
     @staticmethod
     def of(lines: Iterable[Mapping[str, object]]) -> "Table":
-        """A row for each mapping, a column for each key whose value is a number or a text, as they first appear."""
+        """One row per mapping, one column per key whose value is a number or a text, in order of first appearance."""
         lines = [{key: value for key, value in line.items() if isinstance(value, str | float | int)} for line in lines]
         head = list(dict.fromkeys(key for line in lines for key in line))
         return Table(head, [[line.get(key) for key in head] for line in lines])
@@ -34,14 +34,14 @@ class Table:
         return "\n".join(f"|{line}|" for line in [lines[0], "|".join(self.rule for _ in self.head), *lines[1:]])
 
     def csv(self) -> str:
-        """Numbers with all digits, nothing for None."""
+        """Numbers with all digits, empty for None."""
         text = io.StringIO()
         csv.writer(text, lineterminator="\n").writerows([self.head, *self.rows])
         return text.getvalue()
 
 
 def latex(tables: Mapping[str, Table]) -> str:
-    """Tables with the same columns as one `tabular` with rules of booktabs; the keys, LaTeX themselves, stand above."""
+    """Tables with the same columns as one `tabular` with booktabs rules; the keys, in LaTeX, are titles."""
     head = next(iter(tables.values())).head
     lines = [rf"\begin{{tabular}}{{l{'r' * (len(head) - 1)}}}", r"\toprule", _latex_row(head)]
     for title, table in tables.items():
@@ -62,7 +62,7 @@ def bullets(lines: Iterable[str]) -> str:
 
 
 def number(x: float | None) -> str:
-    """Two digits; `-` for nan, nothing for None."""
+    """Two digits; `-` for nan, empty for None."""
     return "" if x is None else "-" if math.isnan(x) else f"{x:.2g}"
 
 
@@ -72,19 +72,19 @@ def count(n: float) -> str:
 
 
 def milliseconds(seconds: Iterable[float]) -> str:
-    """The least over seeds, and the largest: what other work on a machine adds is no interval of anything."""
+    """Minimum and maximum over seeds: no interval, since other work on a machine is not a random sample."""
     own = sorted(1000 * each for each in seconds)
     return f"{own[0]:.0f} to {own[-1]:.0f}"
 
 
 def difference_cells(contrast: Contrast) -> list[Cell]:
-    """Of all but the reference: the difference to it, its p and its effect."""
+    """For all but the reference: the difference to it, its p and its effect."""
     against = contrast.difference
     return ["", "", ""] if against is None else [against, number(contrast.p_holm), number(against.effect)]
 
 
 def contrast_numbers(contrast: Contrast) -> dict[str, float | None]:
-    """A mean, and of all but the reference the difference to it and its test, as columns of CSV."""
+    """A mean, and for all but the reference the difference to it and its test, as columns of CSV."""
     mean, against = contrast.mean, contrast.difference
     cells = {"n": mean.n, "loss": mean.mean, "sd": mean.sd, "low": mean.bounds[0], "high": mean.bounds[1]}
     if against is not None:

@@ -1,6 +1,6 @@
-"""YAML `text:` the text of a study, in three files: to train on, to watch and choose by, and to report on once.
+"""YAML `text:`, the text of a study, in three files: for training, for selection, and for the report, used once.
 
-It is WikiText-2, TinyShakespeare, a data set of the hub, files, or a text that every Python carries.
+It is WikiText-2, TinyShakespeare, a dataset from the hub, files, or a text that ships with Python.
 """
 
 import dataclasses
@@ -48,13 +48,13 @@ class Text:
 
 
 class TextConfig(draccus.ChoiceRegistry):
-    """Where the text comes from. title: of the text, and of its folder. origins: what each of PARTS is, in words."""
+    """The source of the text. title: of the text, and of its folder. origins: description of each of PARTS."""
 
     title: str
     origins: tuple[str, ...]
 
     def contents(self) -> tuple[str, ...]:
-        """Of each of PARTS."""
+        """The content of each of PARTS."""
         raise NotImplementedError
 
     @property
@@ -62,10 +62,10 @@ class TextConfig(draccus.ChoiceRegistry):
         return dict(zip(PARTS, self.origins, strict=True))
 
     def prepare(self, folder: Path) -> Text:
-        """The text below `folder`.
+        """The text in files below `folder`.
 
         Raises:
-            UserError: if it is not there, or two of its parts are the same.
+            UserError: it does not exist, or two of its parts are the same.
         """
         text, contents = Text(self.title, folder / self.title), self.contents()
         if len(set(contents)) < len(contents):
@@ -80,7 +80,7 @@ class TextConfig(draccus.ChoiceRegistry):
 
 
 def write_new(path: Path, content: str) -> str:
-    """Writes only what differs: token caches go by the time of change. Returns the path."""
+    """Only writes if the content differs: token caches depend on the modification time. Returns the path."""
     if not path.is_file() or path.read_text(encoding="utf-8") != content:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_text(path, content)
@@ -90,7 +90,7 @@ def write_new(path: Path, content: str) -> str:
 @TextConfig.register_subclass("wikitext2")
 @dataclass(frozen=True)
 class WikiText2(TextConfig):
-    """folder: with WikiText-2's `valid.txt` and `test.txt`. The training split is not needed."""
+    """folder: containing WikiText-2's `valid.txt` and `test.txt`. The training split is not needed."""
 
     folder: str
     title = "wikitext2"
@@ -104,7 +104,7 @@ class WikiText2(TextConfig):
 @TextConfig.register_subclass("shakespeare")
 @dataclass(frozen=True)
 class Shakespeare(TextConfig):
-    """folder: with TinyShakespeare's `file`."""
+    """folder: containing TinyShakespeare's `file`."""
 
     folder: str
     file: str = "input.txt"
@@ -119,10 +119,10 @@ class Shakespeare(TextConfig):
 @TextConfig.register_subclass("hf")
 @dataclass(frozen=True)
 class HuggingFace(TextConfig):
-    """id, name: of a data set on the Hugging Face hub. text_key: of a record, names its text.
+    """id, name: of a dataset on the Hugging Face hub. text_key: the key of a record that holds its text.
 
     Attributes:
-        train, select, report: its splits. They are fetched once.
+        train, select, report: its splits. They are downloaded once.
     """
 
     id: str
@@ -180,7 +180,7 @@ class Files(TextConfig):
 @TextConfig.register_subclass("builtin")
 @dataclass(frozen=True)
 class Builtin(TextConfig):
-    """text: one of those that every Python carries. Its validation split is halved."""
+    """text: one that ships with Python. Its validation split is halved."""
 
     text: Literal["topics", "library"] = "topics"
     title = property(lambda self: self.text)
@@ -202,7 +202,7 @@ def _hash(path: Path, changed_at: int) -> str:
 
 
 def _cut(text: str, *places: int) -> tuple[str, ...]:
-    """Pieces of a text, cut where a line ends behind these places."""
+    """Pieces of a text, cut at the first line end after each of these places."""
     ends = [text.find("\n", place) for place in places]
     cuts = [0, *(len(text) if end < 0 else end + 1 for end in ends), len(text)]
     return tuple(text[start:end] for start, end in itertools.pairwise(cuts))

@@ -1,6 +1,6 @@
-"""Changes one part of a model at a time, and tells what it does: the same text in the same order, paired over seeds.
+"""Changes one part of a model at a time and measures the effect: the same text in the same order, paired by seed.
 
-Another ablation is another group in the YAML; `--only GROUP,...` makes some of them.
+To add an ablation, add a group to the YAML; `--only GROUP,...` runs some of the groups.
 """
 
 from pathlib import Path

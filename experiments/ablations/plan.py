@@ -1,4 +1,4 @@
-"""What is ablated: the YAML of the ablations, and the arms of all groups, each model once."""
+"""The plan of the ablations: their YAML, and the arms of all groups, each model once."""
 
 import dataclasses
 from dataclasses import dataclass, field
@@ -16,7 +16,7 @@ from qkvflow.errors import UserError
 
 @dataclass(frozen=True)
 class Read:
-    """A trained flow read in another way, without training. solver: of the step. steps: one number, or several."""
+    """Evaluates a trained flow with other settings, without training. solver: of the step. steps: one or several."""
 
     solver: str
     steps: int | list[int]
@@ -34,14 +34,14 @@ class Read:
 
 @dataclass(frozen=True)
 class Group:
-    """Models that differ in one thing.
+    """Models that differ in one respect.
 
     Attributes:
-        question: what the group is to answer, in words.
-        arms: name -> what is merged into the configuration last; `base` among it is another file to begin from.
-        reference: the arm that the others are compared with.
-        base: file to begin from instead of that of all groups. overrides: merged before the arms.
-        read: other solvers and numbers of steps at which each trained model is read.
+        question: the question that the group answers, in words.
+        arms: name -> changes merged into the configuration last; the key `base` selects another file to start from.
+        reference: the arm with which the others are compared.
+        base: file to start from instead of the common one. overrides: merged before the arms.
+        read: other solvers and numbers of steps at which each trained model is evaluated.
     """
 
     question: str
@@ -53,19 +53,19 @@ class Group:
 
     @property
     def places(self) -> list[Place]:
-        """Of all readings, each once."""
+        """The places of all evaluations, each once."""
         return list(dict.fromkeys(place for read in self.read for place in read.places))
 
 
 @dataclass
 class AblationsConfig(RatesConfig):
-    """Besides what `RatesConfig` says; a learning rate is chosen for each arm:
+    """In addition to `RatesConfig`; a learning rate is selected for each arm:
 
     Attributes:
-        base: configuration of train_lm that arms begin from; its data is replaced by `text`.
-        groups: name -> `Group`. Arms that are the same model are trained once, in whichever groups they stand.
-        only: names of groups; others are left out, and results go to a folder of their own, `results_<GROUP>_...`.
-        read_batches: of how many batches of the part `report` readings in other ways are; as `report_batches` if null.
+        base: configuration of train_lm that arms start from; its data is replaced by `text`.
+        groups: name -> `Group`. Arms with the same model are trained once, whichever groups they are in.
+        only: names of groups; others are left out, and results go to their own folder, `results_<GROUP>_...`.
+        read_batches: number of batches of the part `report` for evaluations at other places; null: `report_batches`.
     """
 
     base: str | None = None
@@ -75,7 +75,7 @@ class AblationsConfig(RatesConfig):
 
     @property
     def chosen(self) -> list[str]:
-        """The names of the groups to be made."""
+        """The names of the selected groups."""
         return list(self.groups) if self.only is None else self.only
 
     def results(self, runs: Path) -> Path:
@@ -91,16 +91,16 @@ class AblationsConfig(RatesConfig):
 
 @dataclass(frozen=True)
 class Model:
-    """model: the label of what is trained: the name of its first arm, and a hash of all that it depends on."""
+    """model: label of the trained model: the name of its first arm, and a hash of all its settings."""
 
     model: str
 
 
 def plan(config: AblationsConfig, text: Text, run_dir: Path) -> dict[tuple[str, str], Arm]:
-    """(group, arm) -> what is trained for it, in the groups that are chosen. Its label does not depend on these.
+    """(group, arm) -> its trained model, for the selected groups. The selection does not affect its label.
 
     Raises:
-        UserError: if a configuration cannot be read, or a model cannot be read where it shall be.
+        UserError: a configuration cannot be read, or a model cannot be evaluated at one of the places.
     """
     known: dict[str, Arm] = {}
     of: dict[tuple[str, str], str] = {}
@@ -122,7 +122,7 @@ def plan(config: AblationsConfig, text: Text, run_dir: Path) -> dict[tuple[str, 
 
 
 def _read_at(arm: Arm, places: list[Place], read_batches: int | None) -> Arm:
-    """The arm read at these places too."""
+    """The arm, evaluated at these places too."""
     before = arm.flow.places if arm.flow else []
     if places and not arm.recipe.is_flow:
         raise UserError("it is no flow but a model of one depth, and cannot be read at another: leave out `read`")
@@ -136,7 +136,7 @@ def _read_at(arm: Arm, places: list[Place], read_batches: int | None) -> Arm:
 
 
 def settings(changes: Changes, prefix: str = "") -> str:
-    """What an arm changes, in one line: `model.depth.steps=12`."""
+    """The changes of an arm in one line: `model.depth.steps=12`."""
     flat = []
     for key, value in changes.items():
         nested = isinstance(value, dict) and value

@@ -1,4 +1,4 @@
-"""What the ablations have found: their record, and from that alone tables and a figure for each group."""
+"""The results of the ablations: their record, and from that alone tables and a figure for each group."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -24,7 +24,7 @@ class Trained(ReadTraining, Model):
 
 @dataclass(frozen=True)
 class About:
-    """model: that is trained for an arm. settings: what the arm changes, in words."""
+    """model: the trained model of an arm. settings: the arm's changes, in words."""
 
     model: str
     settings: str
@@ -32,7 +32,7 @@ class About:
 
 @dataclass(frozen=True)
 class Asked:
-    """A group: begins: what its arms begin from, in words. places: of its readings."""
+    """A group. begins: what its arms start from, in words. places: of its evaluations."""
 
     question: str
     reference: str
@@ -43,7 +43,7 @@ class Asked:
 
 @dataclass(kw_only=True)
 class AblationsProtocol(Protocol, AblationsConfig):
-    """steps: of trainings, all numbers that there are. groups: those that were chosen."""
+    """steps: of training, all distinct numbers. groups: the selected ones."""
 
     steps: list[int]
     groups: dict[str, Asked]
@@ -51,7 +51,7 @@ class AblationsProtocol(Protocol, AblationsConfig):
 
 @dataclass(frozen=True)
 class Described:
-    """parameters: what is trained. evaluations: of blocks in a training step. config: of the model, as YAML has it."""
+    """parameters: trained ones. evaluations: of blocks in a training step. config: of the model, as in YAML."""
 
     parameters: int
     evaluations: int | float
@@ -60,7 +60,7 @@ class Described:
 
 @dataclass(frozen=True, kw_only=True)
 class Ablations(Record):
-    """models: label -> what it is. selection: trainings that chose learning rates."""
+    """models: label -> its description. selection: trainings for the selection of learning rates."""
 
     protocol: AblationsProtocol
     models: dict[str, Described]
@@ -75,7 +75,7 @@ class Ablations(Record):
 
 
 def readings(record: Ablations, group: str, key: str = "loss") -> dict[tuple[Place, str], Contrast]:
-    """(place, arm) -> `loss` or `displacement` there, against the reference of the group read there too.
+    """(place, arm) -> `loss` or `displacement` there, compared with the group's reference at the same place.
 
     All tests of the group are one family.
     """
@@ -100,7 +100,7 @@ def page(record: Ablations) -> Mapping[str, object]:
 
 
 def files(record: Ablations) -> dict[str, Table]:
-    """CSV of each arm of each group, as trained and at each place of reading; and of each training."""
+    """CSV of each arm of each group, as trained and at each place of evaluation; and of each training."""
     rows: list[dict[str, Cell]] = []
     for name in record.protocol.groups:
         for arm, line in record.group(name).items():
@@ -113,7 +113,7 @@ def files(record: Ablations) -> dict[str, Table]:
 
 
 def _group(record: Ablations, name: str) -> str:
-    """The section of a group: its question, its arms, and its tables."""
+    """The section of a group: its question, its arms and its tables."""
     asked, found = record.protocol.groups[name], record.group(name)
     columns = known("trained", "evaluations", "rate"), against(asked.reference), known("ms per step")
     blocks = [
@@ -149,7 +149,7 @@ def draw(record: Ablations) -> Iterator[style.Named]:
 
 
 def _figure(record: Ablations, name: str, found: Mapping[str, Line], *spans: style.Span) -> Figure:
-    """Left: losses of all arms, with a dot for each seed. Next: differences to the reference. Right: readings."""
+    """Left: losses of all arms, one dot per seed. Middle: differences to the reference. Right: other evaluations."""
     asked = record.protocol.groups[name]
     count = 3 if asked.places else 2
     wide = 1 + 0.16 * len(asked.places)

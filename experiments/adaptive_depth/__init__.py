@@ -1,1 +1,1 @@
-"""Adaptive fine-tuning: a flow trained on one text, tuned on another at several depths, beside a GPT-2 of its size."""
+"""Adaptive fine-tuning: a flow trained on one text and tuned on another at several depths, against an equal GPT-2."""

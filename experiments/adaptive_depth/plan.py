@@ -1,4 +1,4 @@
-"""What is trained: the YAML of the experiment; a flow and a GPT-2, and both tuned on another text."""
+"""The plan of the experiment: its YAML; a flow and a GPT-2, and both tuned on another text."""
 
 import functools
 from dataclasses import dataclass, field
@@ -15,14 +15,15 @@ from qkvflow.ranges import Count
 
 @dataclass
 class AdaptiveDepthConfig(TwoTextsConfig):
-    """Besides what `TwoTextsConfig` says:
+    """In addition to `TwoTextsConfig`:
 
     Attributes:
         flow, gpt2: `model` of train_lm.
-        pretrain: other keys of train_lm, for both models. scratch: for the GPT-2 that is trained on the other text
-            alone.
-        full, lora: of finetune_lm. depths: M, the numbers of steps at which the flow is tuned.
-        both_ways: from the first text to the second and back.
+        pretrain: other keys of train_lm, for both models.
+        scratch: the same for the GPT-2 trained only on the other text.
+        full, lora: keys of finetune_lm for each mode.
+        depths: M, the numbers of steps at which the flow is tuned.
+        both_ways: from the first text to the second and vice versa.
     """
 
     flow: dict[str, Any] = field(default_factory=dict)
@@ -36,7 +37,7 @@ class AdaptiveDepthConfig(TwoTextsConfig):
 
     @property
     def layers(self) -> int:
-        """Of GPT-2; steps that the flow is trained with."""
+        """Layers of GPT-2, and steps of the flow in training."""
         return self.flow["depth"]["steps"]
 
 
@@ -45,7 +46,7 @@ class Stage:
     """
     Attributes:
         system: `flow` or `gpt2`. kind: `pretrain`, `full`, `lora` or `scratch`. target: name of the text.
-        depth: M; None for a model of one depth. source: text of the base; None without a base.
+        depth: M; None for a model of fixed depth. source: text of the base; None without a base.
     """
 
     system: str
@@ -56,7 +57,7 @@ class Stage:
 
 
 def arms(config: AdaptiveDepthConfig, texts: list[Text], run_dir: Path) -> list[Arm]:
-    """All trainings, bases before what is made from them."""
+    """All trainings, bases before the models tuned from them."""
     models = {name: {"model": getattr(config, name)} for name in ("flow", "gpt2")}
 
     @functools.cache

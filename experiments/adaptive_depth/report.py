@@ -1,4 +1,4 @@
-"""What the experiment has found: its record, and from that alone the table and the figure."""
+"""The results of the experiment: its record, and from that alone the table and the figure."""
 
 import itertools
 from collections.abc import Iterator, Mapping
@@ -20,7 +20,7 @@ Key = tuple[str | None, str, str, int | None]  # source, target, kind, depth
 
 @dataclass(frozen=True)
 class Settings:
-    """layers: of GPT-2, and steps of the flow. pretrain, tune: numbers of training steps. seeds: or how many."""
+    """layers: of GPT-2, and steps of the flow. pretrain, tune: numbers of training steps. seeds: or their number."""
 
     layers: int
     pretrain: int
@@ -34,7 +34,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Trained(Training, Stage):
-    """before: loss on the text that is watched, before tuning."""
+    """before: loss on the part `select` before tuning."""
 
     parameters: int = 0
     trained_parameters: int = 0
@@ -46,7 +46,7 @@ class AdaptiveDepth(Record):
     """texts: name -> bytes of each part.
 
     Attributes:
-        counts: text -> part -> what n-grams reach there that are counted in as much of the text as a model is tuned on.
+        counts: text -> part -> losses of n-grams counted in as much of the text as a model is tuned on.
     """
 
     settings: Settings
@@ -56,11 +56,11 @@ class AdaptiveDepth(Record):
 
     @property
     def ways(self) -> list[tuple[str, str]]:
-        """The pairs (source, target) in their order."""
+        """The pairs (source, target) in order."""
         return list(dict.fromkeys((r.source, r.target) for r in self.results if r.source is not None))
 
     def tuned(self, key: Key) -> list[Trained]:
-        """The trainings of one kind, with all seeds."""
+        """The trainings of one kind, for all seeds."""
         return self.of(**dict(zip(("source", "target", "kind", "depth"), key, strict=True)))
 
 
@@ -83,8 +83,8 @@ def page(record: AdaptiveDepth) -> Mapping[str, object]:
 
 
 def differences(record: AdaptiveDepth, reference: str) -> dict[Key, Contrast]:
-    """Reported losses of what was tuned, each against `tuned`, the GPT-2 that was tuned alike, or `scratch`, the one of
-    the same text alone; all those tests are one family."""
+    """Reported losses of the tuned models, each compared with `tuned`, the GPT-2 tuned in the same way, or `scratch`,
+    the GPT-2 trained only on the same text; all tests are one family."""
     keys = [(r.source, r.target, r.kind, r.depth) for r in record.results if r.source is not None]
     if reference == "tuned":
         return contrasts({key: by_seed(record.tuned(key)) for key in keys}, lambda key: (*key[:3], None))
@@ -118,7 +118,7 @@ def _difference(found: Contrast) -> Cell:
 
 
 def draw(record: AdaptiveDepth) -> Iterator[style.Named]:
-    """For each way: loss on the watched text against steps of tuning; and against tuned GPT-2."""
+    """For each way: loss on the part `select` against tuning steps; and differences to the tuned GPT-2."""
     ways, s, minus = record.ways, record.settings, differences(record, "tuned")
     figure, axes = style.panels(len(ways), 3, (15.0, 0.6 + 4.2 * len(ways)))
     depths = sorted({r.depth for r in record.results if r.depth}, reverse=True)
@@ -155,7 +155,7 @@ def draw(record: AdaptiveDepth) -> Iterator[style.Named]:
 
 
 def _differences(panel: Axes, minus: Mapping[tuple[str, int | None], Contrast], depths: list[int]) -> None:
-    """Reported loss of the flow minus that of tuned GPT-2, paired by seed, with its interval; below 0 it is better."""
+    """Reported loss of the flow minus that of the tuned GPT-2, paired by seed, with interval; below 0 it is better."""
     looks, ends = style.series_of(KINDS.values()), {}
     for kind, words, aside in zip(KINDS, looks, (-0.1, 0.1), strict=True):
         own = [minus[kind, depth].difference for depth in depths]

@@ -1,1 +1,1 @@
-"""Benchmarks: each module measures one thing, prints a table and writes JSON below experiments/bench/results/."""
+"""Benchmarks: each module measures one thing, prints a table and writes JSON to experiments/bench/results/."""

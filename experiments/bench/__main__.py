@@ -1,4 +1,4 @@
-"""All benchmarks, or those that are named, one after the other: `make bench`, `python -m experiments.bench ssm_128`."""
+"""Runs all benchmarks, or the named ones, in turn: `make bench`, `python -m experiments.bench ssm_128`."""
 
 import sys
 

@@ -1,8 +1,8 @@
-"""Spectra by thin products against dense matrices, and the memory of a Lyapunov spectrum, at the size of GPT-2 small.
+"""Spectra by thin products compared with dense matrices, and the memory of a Lyapunov spectrum, for GPT-2 small.
 
-Both methods get the same weights, evaluated from the flow within the measured time. The first call also compiles that.
-Beside the straightforward dense method stands one with a BLAS thread for each matrix; both are measured on one layer of
-the twelve and counted twelvefold, in turn with the thin one, whose time is that of all layers.
+Both methods get the same weights, evaluated from the flow within the measured time. The first call also includes its
+compilation. In addition to the plain dense method there is one with one BLAS thread per matrix; both are measured on
+one of the twelve layers and multiplied by twelve, in turn with the thin method, whose time covers all layers.
 """
 
 import functools
@@ -32,13 +32,13 @@ def model():
 
 
 def dense(family: str) -> np.ndarray:
-    """The straightforward method for the first layer: eigenvalues of each full {embed, embed} product."""
+    """The plain method for the first layer: eigenvalues of each full {embed, embed} product."""
     left, right = (np.asarray(m[:1], np.float64) for m in products(model(), family))
     return np.linalg.eigvals(left @ right)
 
 
 def dense_spread(family: str) -> np.ndarray:
-    """The same with one BLAS thread for each matrix: faster, above all where cores are busy."""
+    """The same with one BLAS thread per matrix: faster, above all on busy cores."""
     left, right = (np.asarray(m[:1], np.float64) for m in products(model(), family))
     return each(lambda a, b: np.linalg.eigvals(a @ b), left, right)
 
@@ -62,10 +62,10 @@ def spectra() -> Rows:
 
 
 def memory() -> Rows:
-    """The most memory beyond that of the model while the spectrum is computed, compilation included."""
+    """Peak memory, minus that of the model, during the computation of the spectrum, including compilation."""
     reading, tokens, state = read(model()), np.arange(SEQUENCE), SEQUENCE * WIDTH
     before = _bytes("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # Linux: the peak is counted from now on
+    Path("/proc/self/clear_refs").write_text("5")  # Linux: resets the peak
     taken = seconds(lambda: lyapunov.spectrum(reading, tokens, EXPONENTS))
     return {
         "spectrum, measured": {"MiB": (_bytes("VmHWM") - before) / 2**20, "seconds": taken},
@@ -75,7 +75,7 @@ def memory() -> Rows:
 
 
 def _bytes(what: str) -> int:
-    """Of this process in memory: now (VmRSS), or at most (VmHWM)."""
+    """Memory of this process in bytes: now (VmRSS), or at its peak (VmHWM)."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(what))
 

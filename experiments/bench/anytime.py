@@ -1,11 +1,11 @@
-"""What depth buys, token by token: loss and speed of one run at fewer steps, with exits, and with drafts.
+"""The effect of depth per token: loss and speed of one run with fewer steps, with exits, and with drafts.
 
     python -m experiments.bench.anytime --run runs/continuous --steps 3,4,6,8 --drafts 3x4,4x4
 
 Writes `evaluation/anytime.json` into the run, which the report shows. Loss: nats per token of validation text, by
-teacher forcing with the caches of generation; drafts have that of the full model, whose distribution they keep.
-Evaluations: of the field for each token that is made, one after another: a pass over several drafted positions counts
-once. Speed: decoding of one text at a time, all ways in turn, with texts that begin as validation texts do.
+teacher forcing with the caches of generation; drafts have the loss of the full model, whose distribution they keep.
+Evaluations: sequential evaluations of the field per generated token: a pass over several drafted positions counts
+once. Speed: decoding of one text at a time, all ways in turn, with prompts from validation texts.
 """
 
 import json
@@ -44,13 +44,15 @@ class AnytimeConfig:
     """
     Attributes:
         run: the run directory; a flow.
-        steps: at which it is read, besides its own.
-        rule: of exits (kl, velocity, margin). thresholds: of that rule.
-        drafts: `3x4`: drafts of 4 tokens at 3 steps.
-        temperature: of the texts that are timed.
+        steps: other numbers of steps for the evaluation.
+        rule: the exit rule (kl, velocity, margin).
+        thresholds: values for that rule.
+        drafts: `3x4`: drafts of 4 tokens with 3 steps.
+        temperature: of the timed texts.
         max_eval_batches: of the validation text.
-        prompts: texts that are timed; prompt_tokens: with which they begin; they fill the model's context.
-        rounds: in which each way is timed once.
+        prompts: number of timed texts.
+        prompt_tokens: number of tokens in each prompt; the texts fill the model's context.
+        rounds: each round times every way once.
     """
 
     run: str
@@ -67,11 +69,11 @@ class AnytimeConfig:
 
 @dataclass(frozen=True)
 class Way:
-    """One way of reading the flow.
+    """One way to evaluate the flow.
 
     Attributes:
         kind: `steps`, `exit` or `draft`.
-        steps, evaluations: of its full grid.
+        steps, evaluations: of the full grid.
     """
 
     kind: str
@@ -84,7 +86,7 @@ class Way:
 
 
 def main(config: AnytimeConfig) -> dict[str, Any]:
-    """Measures, prints, writes; returns what was written."""
+    """Measures, prints and writes; returns what was written."""
     run = load_run(config.run)
     if not isinstance(run.model, NeuralOdeLMHeadModel):
         raise UserError(f"{config.run} is no flow but a Levanter model of one depth: there is nothing to choose")
@@ -151,7 +153,7 @@ def prompts(run: Run, config: AnytimeConfig) -> list[list[int]]:
 
 
 def timed(found: Sequence[Way], texts: list[list[int]], config: AnytimeConfig) -> list[dict[str, Any]]:
-    """A row for each way. speed: tokens per second over those of the first way in the same round; median, quartiles."""
+    """A row per way. speed: tokens per second relative to the first way in the same round; median, quartiles."""
     for way in found:
         _decode(way, texts[:1], config)
     rounds = [[_decode(way, texts, config) for way in found] for _ in range(config.rounds)]

@@ -1,7 +1,7 @@
 """One device in minutes: `python -m experiments.bench.device`, on a TPU or GPU (or, small, on a CPU).
 
-Training steps (Adam, buffers donated, bf16 and fp32) of Levanter's GPT-2, of the same transformer in our code and of
-the flow by each adjoint: time, memory that the compiler counts, and MFU by the chip's peak. Decoding and drafting:
+Training steps (Adam, donated buffers, bf16 and fp32) of Levanter's GPT-2, of the same transformer in qkvflow and of
+the flow with each adjoint: time, memory by the compiler's count, and MFU by the chip's peak. Decoding and drafting:
 tokens per second. The result is results/device_<its name>.json.
 """
 
@@ -34,7 +34,7 @@ ROUNDS = 7
 
 @dataclass(frozen=True)
 class Size:
-    """What is measured; tokens: new ones in a timed decode."""
+    """Sizes of the benchmark; tokens: new ones in a timed decode."""
 
     width: int
     heads: int
@@ -51,7 +51,7 @@ SMALL = Size(64, 4, 4, 64, 2, 257, tokens=8)
 
 
 def peak_flops() -> float | None:
-    """Of this device, in bf16; None if it is not in the table of chips."""
+    """Peak bf16 FLOPs of this device; None if it is not in the table of chips."""
     kind = jax.devices()[0].device_kind.lower()
     names = {"v4": "v4", "v5 lite": "v5e", "v5e": "v5e", "v5p": "v5p", "v5": "v5p", "v6": "v6e"} | {k: k for k in CHIPS}
     found = next((CHIPS[chip] for mark, chip in names.items() if mark in kind), None)
@@ -79,13 +79,13 @@ def models(size: Size) -> dict[str, LmConfig]:
 
 
 def training_step(config: LmConfig, size: Size, policy: str) -> tuple[Call, int]:
-    """(a call that takes one Adam step, bytes that the device needs for it)."""
+    """(a call that runs one Adam step, bytes that the device needs for it)."""
     return gradients.step(config, size.batch, policy, hax.Axis("vocab", size.vocab))
 
 
 def training(size: Size) -> Rows:
-    """Rows by model and precision. Each model takes turns with Levanter's GPT-2, and is freed before the next; one that
-    the device has no memory for is left out, which is printed."""
+    """Rows by model and precision. Each model is measured in turn with Levanter's GPT-2, and freed before the next. A
+    model that does not fit into memory is left out, with a message."""
     rows, baseline = {}, next(iter(models(size)))
     for name, policy in (("bf16", "p=f32,c=bf16"), ("fp32", "p=f32,c=f32")):
         first = training_step(models(size)[baseline], size, policy)
@@ -100,7 +100,7 @@ def training(size: Size) -> Rows:
 
 
 def _against(first: tuple[Call, int], model: str | None, size: Size, policy: str) -> dict[str, float]:
-    """The row of a model; that of the baseline, whose step and memory are `first`, if None."""
+    """The row of a model; if None, that of the baseline, whose step and memory are `first`."""
     config = next(iter(models(size).values())) if model is None else models(size)[model]
     step, needed = first if model is None else training_step(config, size, policy)
     row = interleaved({"baseline": first[0]} | ({} if model is None else {model: step}), ROUNDS)[model or "baseline"]
@@ -111,7 +111,7 @@ def _against(first: tuple[Call, int], model: str | None, size: Size, policy: str
 
 
 def decoding(size: Size) -> Rows:
-    """Tokens per second of one text: Levanter's GPT-2 and the flow in our engine, and the flow with drafts."""
+    """Tokens per second for one text: Levanter's GPT-2 and the flow in qkvflow's engine, and the flow with drafts."""
     vocab = hax.Axis("vocab", size.vocab)
     trained = {
         name: inference_mode(build(models(size)[name], vocab), True) for name in ("levanter gpt2", "flow, checkpoint")
@@ -141,7 +141,7 @@ def decoding(size: Size) -> Rows:
 
 
 def benchmark(size: Size | None = None) -> Benchmark:
-    """Of this device; by default as large as it deserves."""
+    """The benchmark of this device; by default at a size that suits it."""
     size = size or (SMALL if jax.default_backend() == "cpu" else LARGE)
     name = f"device_{re.sub('[^a-z0-9]+', '_', device_name().lower()).strip('_')}"
 

@@ -1,4 +1,4 @@
-"""What a benchmark is, and how times are compared: interleaved runs, medians of ratios, because machines are noisy."""
+"""Benchmarks and the comparison of times: interleaved runs and medians of ratios, because machines are noisy."""
 
 import json
 import statistics
@@ -20,7 +20,7 @@ RESULTS = Path(__file__).parent / "results"
 
 @dataclass(frozen=True)
 class Benchmark:
-    """name: of its JSON. settings: that are shown. measure: name of a row -> its numbers."""
+    """name: of its JSON. settings: shown with it. measure: name of a row -> its numbers."""
 
     name: str
     settings: Mapping[str, object]
@@ -44,7 +44,7 @@ def run(benchmarks: Iterable[Benchmark]) -> None:
 
 
 def seconds(call: Call) -> float:
-    """Of one run, until the arrays that it returns are there."""
+    """Time of one run, until the arrays that it returns are ready."""
     start = time.perf_counter()
     jax.block_until_ready(call())
     return time.perf_counter() - start

@@ -1,10 +1,10 @@
-"""Generation with the cache: against reading the text anew, along the context, and against Levanter's GPT-2.
+"""Generation with the cache: against recomputing the text, along the context, and against Levanter's GPT-2.
 
 - decoding a token at context 128 and at context 1024;
-- 512 tokens with the cache, and by reading the text anew for each token (at its own length, rounded up to 64, which is
+- 512 tokens with the cache, and with the text recomputed for each token (at its own length, rounded up to 64, which is
   less work than `use_cache=False`);
-- decoding a token of a discretised flow, and of Levanter's GPT-2 of the same size with a cache added in the way its
-  layers are written: one scan over stacked blocks, keys and values stacked along the layers.
+- decoding a token with a discretised flow, and with Levanter's GPT-2 of the same size plus a cache in the style of its
+  layers: one scan over stacked blocks, keys and values stacked along the layers.
 """
 
 import functools
@@ -26,8 +26,8 @@ from qkvflow.generation.prepare import PreparedModel
 from qkvflow.models import NeuralOdeLMHeadModel
 
 WIDTH, LAYERS, MAX_SEQ_LEN = 256, 6, 2048
-NEW, ROUNDS = 8, 15  # tokens in one timed run, which goes on where the one before ended
-TEXT = 512  # tokens made in the comparison with reading anew
+NEW, ROUNDS = 8, 15  # tokens in one timed run, which continues where the previous one ended
+TEXT = 512  # tokens generated in the comparison with recomputation
 Batch = hax.Axis("batch", 1)
 
 
@@ -36,7 +36,7 @@ def prompt(length: int) -> list[int]:
 
 
 def engine_at(model, context: int, new: int) -> Engine:
-    """An engine with room as `generate` makes it, whose text has `context` tokens and may get `new` more."""
+    """An engine with the room that `generate` allocates, whose text has `context` tokens and may get `new` more."""
     engine = PreparedModel(model).engine(1, context + new)
     engine.admit(0, prompt(context), new, SamplingOptions())
     engine.prefill_all(context - 1)
@@ -44,7 +44,7 @@ def engine_at(model, context: int, new: int) -> Engine:
 
 
 def decoding(model, context: int) -> Call:
-    """Adds NEW tokens to a text that begins with `context` tokens."""
+    """Adds NEW tokens to a text that starts with `context` tokens."""
     engine = engine_at(model, context, NEW * (ROUNDS + 2))
     return lambda: engine.decode(NEW)
 
@@ -52,7 +52,7 @@ def decoding(model, context: int) -> Call:
 def levanter_decoding(model: Gpt2LMHeadModel, context: int) -> Call:
     """The same for Levanter's GPT-2, with the modules of its layers; it has no decoding of its own."""
     Layers = model.config.Layers
-    Keys = hax.Axis("key_position", 1024)  # what our engine has for such a text
+    Keys = hax.Axis("key_position", 1024)  # as in qkvflow's engine for such a text
     params, static = eqx.partition(model, eqx.is_array)
 
     def layer(x: NamedArray, block, k: NamedArray, v: NamedArray, position):
@@ -83,7 +83,7 @@ def levanter_decoding(model: Gpt2LMHeadModel, context: int) -> Call:
 
     axes = (Layers, Batch, model.config.Heads, Keys, model.config.HeadSize)
     step = jax.jit(decode, donate_argnums=1)
-    # Zeros stand for the keys of the prompt: what they hold does not change the time.
+    # Zeros stand for the keys of the prompt: their values do not affect the time.
     state = [(jnp.zeros(1, jnp.int32), jnp.int32(context - 1), hax.zeros(axes), hax.zeros(axes))]
 
     def run():
@@ -94,7 +94,7 @@ def levanter_decoding(model: Gpt2LMHeadModel, context: int) -> Call:
 
 
 def recomputation(model: NeuralOdeLMHeadModel, start: int) -> Rows:
-    """Seconds for TEXT tokens behind `start`, with the cache, and by reading the text anew for each of them."""
+    """Seconds for TEXT tokens after `start`, with the cache, and with the text recomputed for each token."""
 
     @jax.jit
     def next_token(tokens):

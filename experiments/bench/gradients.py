@@ -1,9 +1,9 @@
-"""Losses and gradients: beside Levanter's GPT-2, of time-indexed SSMs, by each adjoint, and by diffrax called by hand.
+"""Losses and gradients: compared with Levanter's GPT-2, of time-indexed SSMs, by each adjoint, and by plain diffrax.
 
-- `training_step`: weights per layer (the ordinary transformer in our code) stand between Levanter's GPT-2 of the same
-  shape and the neural ODE transformer: what is lost there is overhead of ours, what is lost beyond it is the price of
-  generating the weights, or of adding up K basis functions.
-- `ssm`: at two lengths; for growth the mixer alone, for attention, which every block has, is quadratic by itself.
+- `training_step`: per-layer weights (the ordinary transformer in qkvflow) are between Levanter's GPT-2 of the same
+  shape and the neural ODE transformer: the first difference is qkvflow's overhead, the second is the cost of generating
+  the weights, or of summing K basis functions.
+- `ssm`: at two lengths; growth is measured for the mixer alone, since attention, which every block has, is quadratic.
 - `adjoints`: constant weights show the states alone; generated weights, `batched` and `in_scan`, what W(t) adds. Memory
   is XLA's own count of temporary memory.
 - `general_path`: adaptive steps.
@@ -58,7 +58,7 @@ def example(sequence: int, batch: int) -> LmExample:
 def loss(
     config: LmConfig, batch: int, policy: str = "p=f32,c=f32", vocab: hax.Axis = Vocab
 ) -> tuple[Callable[[Any], tuple[jax.Array, Any]], Any]:
-    """Loss and gradients of the parameters, at the model's full length; and the parameters at first, in fp32."""
+    """Loss and parameter gradients, at the model's full length; and the initial parameters, in fp32."""
     params, static = eqx.partition(build(config, vocab), eqx.is_inexact_array)
     data, mp = example(config.max_seq_len, batch), jmp.get_policy(policy)
     model = lambda p: eqx.combine(mp.cast_to_compute(p), static)  # noqa: E731
@@ -73,7 +73,7 @@ def gradient(config: LmConfig, batch: int) -> Call:
 
 
 def step(config: LmConfig, batch: int, policy: str = "p=f32,c=f32", vocab: hax.Axis = Vocab) -> tuple[Call, int]:
-    """(a call that takes one whole Adam step, buffers donated; bytes that the device needs for it)."""
+    """(a call that runs one whole Adam step with donated buffers, bytes that the device needs for it)."""
     (compute, params), optimizer = loss(config, batch, policy, vocab), optax.adamw(1e-4)
 
     def update(carry):
@@ -95,7 +95,7 @@ def step(config: LmConfig, batch: int, policy: str = "p=f32,c=f32", vocab: hax.A
 
 
 def training(name: str, make: Callable[[LmConfig, int], Call]) -> Benchmark:
-    """The same optimizer and data for all."""
+    """The same optimizer and data for all models."""
     width, layers, sequence, batch = 256, 6, 128, 8
     shape = {"max_seq_len": sequence, "hidden_dim": width, "num_heads": HEADS, "num_layers": layers}
     models = {
@@ -134,7 +134,7 @@ def ssm(sequence: int) -> Benchmark:
 
 
 def growth(kind: str, selective: bool) -> Benchmark:
-    """How the time of one mixer grows with the length of its one sequence."""
+    """Growth of one mixer's time with the length of its single sequence."""
 
     def mixer(sequence: int) -> Call:
         key, Embed = jax.random.PRNGKey(0), hax.Axis("embed", SSM["width"])
@@ -171,7 +171,7 @@ def compiled(weights, steps: int, **depth) -> tuple[Call, int, float]:
 
 
 def memory() -> Rows:
-    """By the number of steps, and the time with STEPS[1] of them."""
+    """Memory by number of steps, and the time with STEPS[1] of them."""
     programs = {name: [compiled(weights, n, **depth) for n in STEPS] for name, (weights, depth) in CASES.items()}
     times = interleaved({name: own[1][0] for name, own in programs.items()}, 7)
     return {
@@ -182,7 +182,7 @@ def memory() -> Rows:
 
 
 def compile_time() -> Rows:
-    """Seconds from tracing to the compiled gradient, at 6 and at 48 steps, in turn."""
+    """Seconds from tracing to the compiled gradient, with 6 and with 48 steps, in turn."""
     rows = {}
     for name, (weights, depth) in CASES.items():
         pairs = [[compiled(weights, steps, **depth)[2] for steps in (6, 48)] for _ in range(5)]
@@ -216,7 +216,7 @@ def by_hand(flow, x):
 
 
 def solving(solve) -> Call:
-    """A call that computes a loss of x(1), and its gradient by the weights and by x(0)."""
+    """A call that computes a loss of x(1), and its gradients with respect to the weights and x(0)."""
     depth = {"solver": GENERAL["solver"], "steps": 12, "rtol": GENERAL["rtol"]}
     whole = build(flow(GENERAL["width"], GENERAL["sequence"], SMALL, **depth))
     x = whole.embeddings(example(GENERAL["sequence"], GENERAL["batch"]).tokens)

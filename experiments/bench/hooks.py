@@ -1,4 +1,4 @@
-"""What looking costs: a forward pass, the same with its states kept, with all places kept, and with an edit of a step.
+"""The cost of hooks: a forward pass, the same recording its states, recording all places, and editing one step.
 
 At the width of GPT-2 small, for a flow and for ordinary layers. All are compiled as a whole; arrays stay on the device.
 """

@@ -1,10 +1,10 @@
-"""Compiles every configuration for the machines that configs/targets.yaml means it for: `make targets` (hours).
+"""Compiles every configuration for its machines in configs/targets.yaml: `make targets` (hours).
 
 python -m experiments.bench.targets [--only llama_1b] [--again]
-python -m experiments.bench.targets --table     # prints what stands in results/targets.json
+python -m experiments.bench.targets --table     # prints results/targets.json
 
-Each compile is written to results/targets.json when it is done; what stands there is not compiled again, unless with
-`--again`. Nothing but this machine's CPU is needed.
+Each result is written to results/targets.json when it is done; existing results are not compiled again, except with
+`--again`. This only needs this machine's CPU.
 """
 
 import json
@@ -33,7 +33,7 @@ RECORD = RESULTS / "targets.json"
 class Machine:
     """
     Attributes:
-        target, mesh: as of `describe`.
+        target, mesh: as for `describe`.
         options: further words of its command line.
     """
 
@@ -44,7 +44,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Group:
-    """Configurations, by their path in configs/ without `.yaml`, and the machines that they are meant for."""
+    """Configurations, by path in configs/ without `.yaml`, and their machines."""
 
     configs: tuple[str, ...]
     machines: tuple[Machine, ...]
@@ -57,7 +57,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Job:
-    """One compile."""
+    """One compilation."""
 
     config: str
     machine: Machine
@@ -68,7 +68,7 @@ class Job:
         return " ".join(filter(None, parts))
 
     def run(self) -> dict[str, Any]:
-        """What `describe --json` says of it."""
+        """The output of its `describe --json`."""
         words = ["--config_path", str(CONFIGS / f"{self.config}.yaml"), *self.machine.options]
         config = parse(TrainConfig, words)[0]
         shape = None if self.machine.mesh is None else MeshShape.read(self.machine.mesh)
@@ -85,9 +85,9 @@ class Job:
 class TargetsConfig:
     """
     Attributes:
-        only: part of what names a compile: `llama_1b`, `v5e:8x8`, `openwebtext/small v5e:4x4`; all if not given.
-        again: also compiles what stands in the results.
-        table: prints the results and compiles nothing.
+        only: part of the name of a compilation: `llama_1b`, `v5e:8x8`, `openwebtext/small v5e:4x4`; all by default.
+        again: also recompile existing results.
+        table: print the results without compiling anything.
     """
 
     only: str = ""
@@ -96,7 +96,7 @@ class TargetsConfig:
 
 
 def jobs() -> Iterator[Job]:
-    """All of configs/targets.yaml."""
+    """All jobs in configs/targets.yaml."""
     plan = decode(Plan, read_yaml(CONFIGS / "targets.yaml"))
     for group in plan.groups:
         for machine in group.machines:
@@ -104,7 +104,7 @@ def jobs() -> Iterator[Job]:
 
 
 def main(config: TargetsConfig) -> None:
-    """Compiles what is asked for and missing, one after the other."""
+    """Compiles the selected missing jobs, one after the other."""
     if config.table:
         print(page(read()))
         return
@@ -123,12 +123,12 @@ def main(config: TargetsConfig) -> None:
 
 
 def read() -> dict[str, dict[str, Any]]:
-    """What was compiled, by the names of the jobs."""
+    """The results so far, by job name."""
     return json.loads(RECORD.read_text()) if RECORD.is_file() else {}
 
 
 def write(name: str, found: dict[str, Any]) -> None:
-    """Adds one result; in the order of the plan."""
+    """Adds one result, in the order of the plan."""
     all_found = read() | {name: found}
     order = [job.name for job in jobs() if job.name in all_found]
     RECORD.write_text(json.dumps({name: all_found[name] for name in order}, indent=1) + "\n")

@@ -1,1 +1,1 @@
-"""The comparison: six systems, several seeds, at the same number of steps, of FLOPs, and of parameters."""
+"""The comparison: six systems, several seeds, at equal numbers of steps, FLOPs and parameters."""

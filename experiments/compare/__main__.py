@@ -1,4 +1,4 @@
-"""Compares language models honestly: the same text in the same order; at equal steps, FLOPs or parameters."""
+"""Compares language models fairly: the same text in the same order; at equal steps, FLOPs or parameters."""
 
 from pathlib import Path
 

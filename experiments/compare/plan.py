@@ -1,4 +1,4 @@
-"""What is compared: the YAML of the comparison, and its systems in the sizes and lengths that the rows ask for."""
+"""The plan of the comparison: its YAML, and its systems in the sizes and lengths that the rows require."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,7 +9,7 @@ from experiments.jobs import Arm
 from experiments.recipes import Recipe
 from experiments.texts import Text
 
-# A row of equal FLOPs has no training of its own where that would change the number of steps by a smaller share.
+# A row of equal FLOPs has no separate training if that would change the number of steps by a smaller fraction.
 SAME_FLOPS = 0.05
 ROWS = {
     "iso_step": "the same number of steps",
@@ -20,13 +20,13 @@ ROWS = {
 
 @dataclass
 class CompareConfig(RatesConfig):
-    """Besides what `RatesConfig` says; a learning rate is chosen for each system in each size:
+    """In addition to `RatesConfig`; a learning rate is selected for each system in each size:
 
     Attributes:
         systems: name -> configuration of train_lm; its data is replaced by `text`.
-        reference: the system that the others are compared with, in number of FLOPs and parameters too.
+        reference: the system with which the others are compared, also in FLOPs and parameters.
         rows: of ROWS.
-        targets: losses on `select` to whose first crossing time and FLOPs are given.
+        targets: losses on `select`; time and FLOPs until each is first reached are reported.
     """
 
     systems: dict[str, str] = field(default_factory=dict)
@@ -42,7 +42,7 @@ class CompareConfig(RatesConfig):
 
 @dataclass(frozen=True)
 class Variant:
-    """A system in one size, trained for one number of steps. rows: those that it stands in."""
+    """A system in one size, trained for one number of steps. rows: the rows that contain it."""
 
     system: str
     rows: list[str]
@@ -51,10 +51,10 @@ class Variant:
 
 
 def arms(config: CompareConfig, text: Text, run_dir: Path) -> list[Arm]:
-    """All variants, the reference first; the same model with the same number of steps stands once.
+    """All variants, the reference first; the same model with the same number of steps occurs once.
 
     Raises:
-        UserError: if a configuration cannot be read, or the costs of a model are not known.
+        UserError: a configuration cannot be read, or the costs of a model are unknown.
     """
     given = {name: config.recipe(file, text, run_dir) for name, file in config.systems.items()}
     reference = given[config.reference]
@@ -70,7 +70,7 @@ def arms(config: CompareConfig, text: Text, run_dir: Path) -> list[Arm]:
 
 
 def _equal(row: str, recipe: Recipe, steps: int, reference: Cost) -> Recipe:
-    """With as many steps, FLOPs or parameters as the reference."""
+    """Changed to have as many steps, FLOPs or parameters as the reference."""
     if row == "iso_parameter":
         recipe = recipe.but({"model": {"hidden_dim": width_with(recipe, reference.parameters)}})
     elif row == "iso_flop":

@@ -1,4 +1,4 @@
-"""What the comparison has found: its record, and from that alone tables and figures."""
+"""The results of the comparison: its record, and from that alone tables and figures."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -18,7 +18,7 @@ from experiments.records import Record, Training
 from experiments.statistics import interval
 from experiments.tables import Cell, Table
 
-# Rows that share a training lie upon each other: later ones are larger, and hollow.
+# Marks of rows that share a training overlap: later ones are larger and hollow.
 MARKERS = {
     row: {"marker": marker, "markersize": size, "fillstyle": fill, "linestyle": "none"}
     for row, marker, size, fill in zip(ROWS, "os^", (5, 8, 12), ("full", "none", "none"), strict=True)
@@ -39,7 +39,7 @@ class Trained(Training, Variant):
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison(Record):
-    """costs: label of a variant -> its costs, with memory. selection: trainings that chose learning rates."""
+    """costs: label of a variant -> its costs, with memory. selection: trainings for the selection of learning rates."""
 
     protocol: CompareProtocol
     costs: dict[str, Cost]
@@ -65,8 +65,8 @@ def each(rows: Rows) -> list[tuple[str, Line]]:
 
 
 def reached(line: Line, target: float) -> dict[str, float]:
-    """Where the loss on the part `select` is first read at or below `target`: by how many trainings, and after how many
-    steps, seconds and FLOPs, means over those; nan if there are none."""
+    """When the loss on the part `select` first reaches `target`: the number of trainings that reach it, and the mean
+    steps, seconds and FLOPs of these; nan if there are none."""
     there = line.reaches(target)
     n, no = len(there), math.nan
     steps = sum(step for step, _ in there) / n if n else no
@@ -95,13 +95,13 @@ def page(record: Comparison) -> Mapping[str, object]:
 
 
 def losses(record: Comparison) -> dict[str, Table]:
-    """Title -> the table of losses of a row, which the same command makes again to the last digit."""
+    """Title -> table of losses of a row, which the same command reproduces to the last digit."""
     columns = known("width", "trained", "materialised", "steps", "FLOPs", "rate"), against(record.protocol.reference)
     return {f"At {ROWS[row]}": table("model", found, *columns) for row, found in by_row(record).items()}
 
 
 def files(record: Comparison) -> dict[str, str | Table]:
-    """The tables of losses in LaTeX; CSV of a line for each system in each row, and for each training."""
+    """The tables of losses in LaTeX; CSV with a line for each system in each row, and for each training."""
     p = record.protocol
     titled = {f"{tables.in_latex(title)} ($n = {p.n}$)": table for title, table in losses(record).items()}
     return {
@@ -129,14 +129,14 @@ def draw(record: Comparison) -> Iterator[style.Named]:
 
 
 def _limits(p: CompareProtocol, rows: Rows) -> style.Span:
-    """Of all axes of losses."""
+    """Common limits of all axes of losses."""
     first = [style.mean_curve([r.curve for r in line.trained])[1] for line in next(iter(rows.values())).values()]
     own = [line.loss.mean for _, line in each(rows)] + [at for curve in first for at in curve]
     return style.span(own, counts=p.counts.values())
 
 
 def _loss(p: CompareProtocol, rows: Rows, looks: style.Looks) -> Figure:
-    """Left: loss on the part `select` while training, in the first row. Right: reported losses in all rows."""
+    """Left: loss on the part `select` during training, in the first row. Right: reported losses in all rows."""
     figure, ((left, right),) = style.panels(1, 2, (12, 5.2), sharey=True)
     limits, (first, found) = _limits(p, rows), next(iter(rows.items()))
     left.set(xlabel=f"steps of {p.tokens_per_step:,} tokens", title=f"while training, at {ROWS[first]}")
@@ -152,7 +152,7 @@ def _loss(p: CompareProtocol, rows: Rows, looks: style.Looks) -> Figure:
 
 
 def _efficiency(p: CompareProtocol, rows: Rows, looks: style.Looks) -> Figure:
-    """Reported loss against trained parameters and against FLOPs of the training, in all rows."""
+    """Reported loss against trained parameters and against training FLOPs, in all rows."""
     figure, (both,) = style.panels(1, 2, (12, 5.2), sharey=True)
     across = {"trained parameters": lambda row, line: line.cost.parameters}
     across |= {"FLOPs of the training": lambda row, line: line.flops}
@@ -174,7 +174,7 @@ def _points(panel: Axes, rows: Rows, looks: style.Looks, where: Callable[[str, L
 
 
 def _legend_of_rows(figure: Figure, rows: Rows, looks: style.Looks | None = None) -> None:
-    """Below the panels, where it hides nothing."""
+    """A legend below the panels, where it covers nothing."""
     marks = [Line2D([], [], color=style.MUTED, label=f"at {ROWS[row]}", **MARKERS[row]) for row in rows]
     colours = {name: look["color"] for name, look in (looks or {}).items()}
     marks += [Line2D([], [], color=colour, marker="o", ls="none", label=name) for name, colour in colours.items()]
@@ -182,7 +182,7 @@ def _legend_of_rows(figure: Figure, rows: Rows, looks: style.Looks | None = None
 
 
 def _speed(rows: Rows, looks: style.Looks) -> Figure:
-    """Times of a step, a dot for each seed: what other work on the machine adds is no interval of anything."""
+    """Times of a step, one dot per seed: no intervals, since other work on the machine is not a random sample."""
     figure, (across,) = style.panels(1, len(rows), (4 * len(rows), 4), sharey=True)
     for panel, (row, found) in zip(across, rows.items(), strict=True):
         for k, (system, line) in enumerate(found.items()):

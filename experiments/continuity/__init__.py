@@ -1,1 +1,1 @@
-"""Continuity: flows whose W(t) is smooth, or that are trained on many grids, read at depths that they never saw."""
+"""Continuity: flows with smooth W(t), or trained on many grids, evaluated at depths not seen in training."""

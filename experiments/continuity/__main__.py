@@ -1,7 +1,7 @@
-"""Trains flows on one grid, on drawn ones and on growing ones, and reads them at depths that they were not trained at.
+"""Trains flows on one grid, on random grids and on growing ones, and evaluates them at depths not seen in training.
 
-Learning rates are chosen for each arm in a smaller width, on a grid that grows while the best is at its edge. `--only`
-with the reference and some arms makes a part of the page.
+Learning rates are selected for each arm at a smaller width, on a grid that grows while the best is at its edge.
+`--only` with the reference and some arms makes a part of the page.
 """
 
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What is trained: the YAML of the study, and its arms in the width of the search and in their own."""
+"""The plan of the study: its YAML, and its arms at the width of the search and at their own."""
 
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
@@ -16,18 +16,20 @@ from qkvflow.ranges import Count, Range
 
 @dataclass
 class ContinuityConfig(RatesConfig):
-    """Besides what `RatesConfig` says; a learning rate is chosen for each arm in a smaller width:
+    """In addition to `RatesConfig`; a learning rate is selected for each arm at a smaller width:
 
     Attributes:
-        base: configuration of train_lm that arms begin from; its data is replaced by `text`.
-        arms: name -> what is merged into the configuration last; `base` among it is another file to begin from.
-        reference: the arm whose loss and FLOPs the others are compared with.
-        only: names of arms; others are left out. What is finished stays in `readings`.
+        base: configuration of train_lm that arms start from; its data is replaced by `text`.
+        arms: name -> changes merged into the configuration last; the key `base` selects another file to start from.
+        reference: the arm with whose loss and FLOPs the others are compared.
+        only: names of arms; others are left out. Finished results stay in `readings`.
         panels: title -> arms that are drawn together.
-        search_width: `hidden_dim` of the search. beyond_grid: by how many rates a grid grows whose best is at an edge.
-        transfer: a rate of the search is taken times (search_width / hidden_dim) ** transfer.
-        layers: L, the steps that all arms are read with. depths: other numbers of steps; all from 2 to 4 L if null.
-        read_batches: of how many batches of the part `report` readings are; as `report_batches` if null.
+        search_width: `hidden_dim` of the search.
+        beyond_grid: maximum number of rates added to a grid with its best at an edge.
+        transfer: a rate of the search is multiplied by (search_width / hidden_dim) ** transfer.
+        layers: L, the steps at which all arms are evaluated.
+        depths: other numbers of steps; null: all from 2 to 4 L.
+        read_batches: number of batches of the part `report` for these evaluations; null: `report_batches`.
     """
 
     base: str | None = None
@@ -48,7 +50,7 @@ class ContinuityConfig(RatesConfig):
 
     @property
     def places(self) -> list[Place]:
-        """Where flows are read: by Euler in all depths, and by RK4."""
+        """Where flows are evaluated: with Euler at all depths, and with RK4."""
         steps = range(2, 4 * self.layers + 1) if self.depths is None else self.depths
         return [*(("euler", n) for n in sorted({*steps, self.layers})), ("rk4", self.layers)]
 
@@ -76,11 +78,11 @@ Rates = Mapping[Hashable, float]
 
 
 def arms(config: ContinuityConfig, text: Text, run_dir: Path, rates: Rates | None = None) -> list[Arm]:
-    """The arms in their own width, with learning rates that follow from those of the search; without `rates`, the arms
-    of the search.
+    """The arms at their own width, with learning rates derived from those of the search; without `rates`, the arms of
+    the search.
 
     Raises:
-        UserError: if a configuration cannot be read, or is not read with `layers` steps.
+        UserError: a configuration cannot be read, or does not have `layers` steps.
     """
     found = []
     for name in config.chosen:

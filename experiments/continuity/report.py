@@ -1,4 +1,4 @@
-"""What the study has found: its record, and from that alone tables and figures."""
+"""The results of the study: its record, and from that alone tables and figures."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,19 +17,19 @@ from experiments.records import Record
 from experiments.statistics import Contrast, Interval, interval
 from experiments.tables import Table, contrast_numbers
 
-UPWARDS, AROUND = 0.02, 0.05  # nats that the loss of a flow may change by, from L on and from L / 2 on
+UPWARDS, AROUND = 0.02, 0.05  # nats by which the loss of a flow may change, from L upwards and from L / 2 upwards
 
 
 @dataclass(kw_only=True)
 class ContinuityProtocol(Protocol, ContinuityConfig):
-    """steps: of trainings. read_at: places of the readings."""
+    """steps: of trainings. read_at: places of the evaluations."""
 
     steps: int
     read_at: list[Place]
 
     @property
     def own(self) -> Place:
-        """That of training."""
+        """The place of training."""
         return "euler", self.layers
 
 
@@ -40,7 +40,7 @@ class Trained(ReadTraining, Named):
 
 @dataclass(frozen=True, kw_only=True)
 class Continuity(Record):
-    """costs: arm -> its costs, with memory. selection: trainings that chose learning rates, in a smaller width."""
+    """costs: arm -> its costs, with memory. selection: trainings that chose learning rates, at a smaller width."""
 
     protocol: ContinuityProtocol
     costs: dict[str, Cost]
@@ -55,22 +55,22 @@ class Continuity(Record):
 
     @property
     def flows(self) -> list[str]:
-        """The arms that are read at other depths."""
+        """The arms that are evaluated at other depths."""
         return [arm for arm in self.costs if self.of(arm=arm)[0].readings]
 
     def loss(self, arm: str, place: Place) -> Interval:
-        """As it is read there."""
+        """The loss at that place."""
         return interval([r.at(place).loss for r in self.of(arm=arm)])
 
     def change(self, arm: str, place: Place) -> Interval:
-        """Loss read there minus that read at the place of training, paired by seed."""
+        """Loss at that place minus loss at the place of training, paired by seed."""
         own = self.protocol.own
         return interval([r.at(place).loss - r.at(own).loss for r in self.of(arm=arm)])
 
 
 def share_of_flops(record: Continuity, arm: str) -> tuple[int, float]:
-    """By how many trainings of an arm the reference's mean loss on the part `select` is reached, and after which share
-    of the reference's FLOPs, a mean over those."""
+    """The number of an arm's trainings that reach the reference's mean loss on the part `select`, and the mean share of
+    the reference's FLOPs that they need."""
     steps, found, costs = record.protocol.steps, record.lines, record.costs
     target = interval([r.select_loss for r in found[record.protocol.reference].trained]).mean
     there = [costs[arm].spent(step, steps) for step, _ in found[arm].reaches(target)]
@@ -79,7 +79,7 @@ def share_of_flops(record: Continuity, arm: str) -> tuple[int, float]:
 
 
 def at_edge(record: Continuity) -> list[str]:
-    """Arms whose chosen rate of the search is the lowest or highest that was tried: their best may lie beyond."""
+    """Arms whose selected rate is the lowest or highest of the search: their optimum may be outside."""
     found = []
     for arm in record.costs:
         tried: dict[float, list[float]] = {}
@@ -114,7 +114,7 @@ def page(record: Continuity) -> Mapping[str, object]:
 
 
 def worst(record: Continuity, arm: str, least: float, solvers: Sequence[str]) -> Interval:
-    """The change that is largest in size, of all readings with at least so many steps."""
+    """The change of largest magnitude among all evaluations with at least so many steps."""
     places = [place for place in record.protocol.read_at if place[0] in solvers and place[1] >= least]
     return max((record.change(arm, place) for place in places), key=lambda change: abs(change.mean))
 
@@ -152,7 +152,7 @@ def draw(record: Continuity) -> Iterator[style.Named]:
 
 
 def _flops(record: Continuity, shown: Mapping[str, list[str]]) -> Figure:
-    """Loss on the part `select` against FLOPs spent."""
+    """Loss on the part `select` against training FLOPs."""
     p, found = record.protocol, {}
     for arm in (arm for own in shown.values() for arm in own):
         steps, own = style.mean_curve([r.curve for r in record.of(arm=arm)])
@@ -167,7 +167,7 @@ def _flops(record: Continuity, shown: Mapping[str, list[str]]) -> Figure:
 
 
 def _depths(record: Continuity, shown: Mapping[str, list[str]]) -> Figure:
-    """Loss against the number of Euler steps, without training; hollow marks: RK4 with L steps."""
+    """Loss against the number of Euler steps, without retraining; hollow marks: RK4 with L steps."""
     p, steps = record.protocol, [steps for solver, steps in record.protocol.read_at if solver == "euler"]
     found = {arm: (steps, [record.loss(arm, ("euler", n)) for n in steps]) for arm in record.flows}
     other = {arm: record.loss(arm, ("rk4", p.layers)) for arm in record.flows}

@@ -1,1 +1,1 @@
-"""The paper's two analyses on flows and ordinary layers: spectra over layer-time, and tokens that exponents mark."""
+"""The paper's two analyses of flows and ordinary layers: spectra over layer-time, and token scores from exponents."""

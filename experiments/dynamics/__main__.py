@@ -1,4 +1,4 @@
-"""Trains flows and ordinary layers, and reads the paper's two analyses off them, beside what chance gives."""
+"""Trains flows and ordinary layers, and applies the paper's two analyses, compared with chance."""
 
 from functools import partial
 from pathlib import Path
@@ -33,7 +33,7 @@ def make(config: DynamicsConfig, run_dir: Path) -> Dynamics:
 
 
 def with_readings(config: DynamicsConfig, job: Job, run: Run, evaluator: RunEvaluator) -> dict[str, object]:
-    """Spectra at some checkpoints, and what tokens are marked at the end."""
+    """Spectra at some checkpoints, and which tokens the scores mark at the end."""
     is_flow, fresh = job.arm.what.system == "flow", untrained(run.model, key=jax.random.PRNGKey(job.seed + 1))
     steps = checkpoint_steps(run.directory.checkpoints)[-config.checkpoints :]
     tokens = np.asarray(some_tokens(evaluator, config.texts).array)[:, : config.length]

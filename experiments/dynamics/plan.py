@@ -1,4 +1,4 @@
-"""What is trained: the YAML of the study; a flow, and ordinary layers in its place."""
+"""The plan of the study: its YAML; a flow, and ordinary layers in its place."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,12 +17,12 @@ SYSTEMS = {"flow": "a flow", "layers": "as many ordinary layers (sequential) ins
 
 @dataclass
 class DynamicsConfig(StudyConfig):
-    """Besides what `StudyConfig` says:
+    """In addition to `StudyConfig`:
 
     Attributes:
-        base: configuration of train_lm of a flow by Euler on a fixed grid; its data is replaced by `text`.
-        checkpoints: at how many points of a training spectra are read, the last at its end.
-        texts, length: sequences of the part `report` whose tokens are scored, and how many tokens they have.
+        base: configuration of train_lm, an Euler flow on a fixed grid; its data is replaced by `text`.
+        checkpoints: number of points in training at which spectra are computed, the last at its end.
+        texts, length: number of sequences of the part `report` whose tokens are scored, and their tokens.
     """
 
     base: str | None = None
@@ -40,10 +40,10 @@ class System:
 
 
 def arms(config: DynamicsConfig, text: Text, run_dir: Path) -> list[Arm]:
-    """The systems, in their order.
+    """The systems, in order.
 
     Raises:
-        UserError: if the base has no flow by Euler on a fixed grid, or less steps than checkpoints.
+        UserError: the base is not an Euler flow on a fixed grid, or has fewer steps than checkpoints.
     """
     flow = config.recipe(config.base, text, run_dir)
     raw, steps = flow.euler_flow(), flow.config.model.depth.steps

@@ -1,11 +1,11 @@
-"""What is read of a trained model: spectra of QK and OV along layer-time, and what kind of token has a large score.
+"""Measurements of a trained model: spectra of QK and OV over layer-time, and which tokens have large scores.
 
-Spectra. Of all heads and eigenvalues lambda of a time: the mean of |lambda|, of |Re lambda|, and the share with Re > 0.
-Their growth along t is log2 of the mean over the later half of the times by that over the earlier half. The official
-analysis reads W(t) one position of time too early (k/L where training has (k+1)/L) and looks at real parts alone.
+Spectra. Over all heads and eigenvalues lambda at a time: the mean of |lambda|, of |Re lambda|, and the share with
+Re > 0. Their growth along t is log2 of the mean over the later half of the times divided by that over the earlier half.
+The official analysis uses W(t) one time step too early (k/L instead of training's (k+1)/L), and real parts only.
 
 Scores of tokens. `paper`: max_i sum_n log |R_n|_ii towards the last token; `official`: the same at the official code's
-times and states; `coupled`: log of the largest growth of a disturbance of the token by the whole flow, all tokens
+times and states; `coupled`: log of the largest growth of a perturbation of the token under the whole flow, all tokens
 coupled (`lyapunov.token_map` at t = 1). What they mark: Spearman's correlation with three properties, in each text.
 """
 
@@ -37,8 +37,8 @@ SCORES = ("paper", "coupled", "official")
 class Spectra:
     """
     Attributes:
-        step: training steps done; 0 for a model that was drawn and not trained.
-        reading: ours (times of training), or official (one position earlier).
+        step: training steps done; 0 for an untrained model.
+        reading: ours (training times), or official (one time step earlier).
         size, real: means of |lambda|, |Re lambda|; positive: share with Re lambda > 0; at each of `times`.
     """
 
@@ -52,7 +52,7 @@ class Spectra:
 
     @property
     def growth(self) -> float:
-        """Of |lambda| along t, in octaves."""
+        """Growth of |lambda| along t, in octaves."""
         return _growth(self.size)
 
     @property
@@ -68,8 +68,8 @@ class Spectra:
 
 @dataclass(frozen=True)
 class Mark:
-    """correlation: of a score with a property of PROPERTIES, mean over the texts. sample: text, shuffled (the tokens of
-    each text in random order), or untrained (the texts, by a model that was drawn and not trained)."""
+    """correlation: of a score with one of PROPERTIES, mean over the texts. sample: text, shuffled (the tokens of each
+    text in random order), or untrained (the texts, with an untrained model)."""
 
     score: str
     sample: str
@@ -86,7 +86,7 @@ def spectra(values: np.ndarray, times: Sequence[float], step: int, family: str, 
 
 
 def all_spectra(model: LmHeadModel, run: str, fresh: LmHeadModel, steps: Sequence[int], is_flow: bool) -> list[Spectra]:
-    """At the given checkpoints of a run, of a fresh model, and by the official reading at the end."""
+    """At the given checkpoints of a run, of an untrained model, and with the official times at the end."""
     found, official = [], spectral.official_times(len(spectral.training_times(model)))
     for family in FAMILIES:
         times = spectral.training_times(model)
@@ -101,7 +101,7 @@ def all_spectra(model: LmHeadModel, run: str, fresh: LmHeadModel, steps: Sequenc
 
 
 def marks(model: LmHeadModel, fresh: LmHeadModel, texts: np.ndarray, rarity: np.ndarray, is_flow: bool, seed: int):
-    """What tokens the scores mark, in texts [n, position] and in the null samples.
+    """Which tokens the scores mark, in texts [n, position] and in the null samples.
 
     rarity: of each token of the vocabulary.
     """
@@ -130,7 +130,7 @@ def scores(model: LmHeadModel, is_flow: bool) -> dict[str, Callable[[np.ndarray]
 
 
 def properties(model: LmHeadModel, text: np.ndarray, rarity: np.ndarray) -> dict[str, np.ndarray]:
-    """Of each token; the surprise of the first is not known."""
+    """Properties of each token; the surprise of the first is unknown."""
     log_p = np.asarray(_log_p(model, NamedArray(jax.numpy.asarray(text), (POSITION,))))
     surprise = -log_p[np.arange(len(text) - 1), text[1:]]
     return {
@@ -146,8 +146,8 @@ def _log_p(model: LmHeadModel, tokens: NamedArray) -> jax.Array:
 
 
 def _correlation(score: np.ndarray, known: np.ndarray) -> float:
-    """Spearman's; without the first token, which has no surprise, and the last, towards which scores are taken. 0 where
-    one of the two does not vary."""
+    """Spearman's correlation; without the first token, which has no surprise, and the last, towards which scores are
+    computed. 0 if one of the two is constant."""
     score, known = score[1:-1], known[1:-1]
     varies = np.ptp(score) > 0 and np.ptp(known) > 0
     return float(stats.spearmanr(score, known).statistic) if varies else 0.0

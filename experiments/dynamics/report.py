@@ -1,4 +1,4 @@
-"""What the study has found: its record, and from that alone tables and figures."""
+"""The results of the study: its record, and from that alone tables and figures."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -28,7 +28,7 @@ class DynamicsProtocol(Protocol, DynamicsConfig):
 
 @dataclass(frozen=True)
 class Trained(Training, System):
-    """spectra: at the checkpoints, untrained, and by the official reading. marks: what tokens the scores mark."""
+    """spectra: at the checkpoints, untrained, and with the official times. marks: which tokens the scores mark."""
 
     spectra: list[Spectra] = field(default_factory=list)
     marks: list[Mark] = field(default_factory=list)
@@ -71,7 +71,7 @@ def _losses(record: Dynamics) -> Table:
 
 
 def spectral_contrasts(record: Dynamics, value: Callable[[Spectra], float]) -> dict[tuple, Contrast]:
-    """(system, family, trained or untrained) -> its value; trained minus untrained are one family of tests."""
+    """(system, family, trained or untrained) -> its value; the tests of trained minus untrained are one family."""
     values = {}
     for system in SYSTEMS:
         own = record.of(system=system)
@@ -94,7 +94,7 @@ def _spectral(record: Dynamics, value: Callable[[Spectra], float], title: str) -
 
 
 def _official(record: Dynamics) -> Table:
-    """Of the flow: growth of |lambda| at the times of training, and as the official analysis reads it."""
+    """For the flow: growth of |lambda| at the training times, and at the official times."""
     rows, own = [], record.of(system="flow")
     for family in FAMILIES:
         at = {name: [r.spectrum(family, r.last, name) for r in own] for name in ("ours", "official")}
@@ -107,8 +107,8 @@ def _official(record: Dynamics) -> Table:
 
 
 def mark_contrasts(record: Dynamics) -> dict[tuple, Contrast]:
-    """(system, score, property, sample) -> correlation; those of the texts minus those of shuffled texts, and of the
-    untrained model's minus them too, are one family of tests."""
+    """(system, score, property, sample) -> correlation; the tests of shuffled minus text and of
+    untrained minus text are one family."""
     values = {}
     for system in SYSTEMS:
         own = record.of(system=system)

@@ -1,4 +1,4 @@
-"""Trains the ODE flow hybrid beside ordinary layers, and looks at gradients before clipping, solvers and control."""
+"""Trains the ODE flow hybrid and a baseline of ordinary layers; measures gradients, solvers and control."""
 
 from functools import partial
 from pathlib import Path
@@ -25,7 +25,7 @@ from qkvflow.runs.evaluate import RunEvaluator
 from qkvflow.runs.load import Run
 from qkvflow.tracking import read_metrics
 
-_SEQUENCES = 8  # whose logits are compared: with a large vocabulary those of a batch are gigabytes
+_SEQUENCES = 8  # whose logits are compared: with a large vocabulary the logits of a batch take gigabytes
 _CONTROL = "grad/norm/transformer.flow.weights.control.weight"
 
 
@@ -48,7 +48,7 @@ def make(config: GradientFlowConfig, run_dir: Path) -> GradientFlow:
 
 
 def with_readings(config: GradientFlowConfig, job: Job, run: Run, evaluator: RunEvaluator) -> dict[str, Any]:
-    """Losses and norms of each step; of hybrid and baseline refined readings; of the hybrid all others."""
+    """Losses and norms of each step; for hybrid and baseline also refined evaluations; for the hybrid all others."""
     metrics, model, system = read_metrics(job.recipe.run.metrics), run.model, job.arm.what.system
     norms = [component_norms(r) for r in metrics]
     found = {
@@ -75,7 +75,7 @@ def with_readings(config: GradientFlowConfig, job: Job, run: Run, evaluator: Run
 
 
 def _unigram(recipe: Recipe, text: Text) -> float:
-    """Loss on the part `report` of the frequencies of single tokens in the part `train`, nats per token."""
+    """Loss on the part `report` of the unigram frequencies of the part `train`, nats per token."""
     tokenizer = recipe.tokenizer()
     counted = [np.bincount(tokenizer.encode(text.read(p)), minlength=len(tokenizer)) for p in ("train", "report")]
     return unigram_entropy(*counted).nats_per_token

@@ -1,12 +1,12 @@
-"""Norms of gradients by component, and by which rules the seed and we call them healthy."""
+"""Norms of gradients by component, and the seed's and this study's criteria for healthy norms."""
 
 import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-# Component -> beginnings of the names of its parameters. The head is tied to the embeddings; the last norm counts to
-# the coda. In the baseline `flow` is the layers that stand in its place.
+# Component -> prefixes of the names of its parameters. The head is tied to the embeddings; the last norm belongs to the
+# coda. In the baseline `flow` means the layers in its place.
 COMPONENTS = {
     "embeddings": ("embeddings.", "lm_head."),
     "prelude": ("transformer.prelude.",),
@@ -14,12 +14,12 @@ COMPONENTS = {
     "coda": ("transformer.coda.", "transformer.norm."),
 }
 VANISHING, EXPLODING = 1e-6, 100.0  # the seed's
-RELATIVE = 1e-3  # ours: of the total norm of the same step
+RELATIVE = 1e-3  # this study's: fraction of the total norm of the same step
 LOSS_RATIO, GRADIENT = 1.1, 0.01  # the seed's, see `Verdict`
 
 _PREFIX = "grad/norm/"
 
-# What is counted of the steps of a component. A comparison with nan is false, so nan counts as not finite alone.
+# Criteria counted over the steps of a component. Comparisons with nan are false, so nan only counts as not finite.
 RULES = {
     f"< {VANISHING:g}": lambda norm, total: norm < VANISHING,
     f"< {RELATIVE:g} of total": lambda norm, total: norm < RELATIVE * total,
@@ -29,11 +29,11 @@ RULES = {
 
 
 def component_norms(record: Mapping[str, float]) -> dict[str, float]:
-    """Norms by component, and `total`, from a record of `metrics.jsonl` that `trainer.watch` wrote: of a component the
-    root of the sum of squares over its parameters.
+    """Norms by component, and `total`, from a record of `metrics.jsonl` that `trainer.watch` wrote; for a component,
+    the root of the sum of squares over its parameters.
 
     Raises:
-        ValueError: if a parameter belongs to no component.
+        ValueError: a parameter belongs to no component.
     """
     squares: dict[str, float] = {}
     for key, value in record.items():
@@ -49,24 +49,24 @@ def component_norms(record: Mapping[str, float]) -> dict[str, float]:
 
 
 def clipped(norms: Sequence[float], totals: Sequence[float], limit: float | None) -> list[float]:
-    """What is left of norms when the whole gradient is scaled down to `limit`: norm · min(1, limit / total)."""
+    """Norms after scaling the whole gradient down to `limit`: norm · min(1, limit / total)."""
     if not limit:
         return list(norms)
     return [norm * min(1.0, limit / total) if total else norm for norm, total in zip(norms, totals, strict=True)]
 
 
 def counts(norms: Sequence[float], totals: Sequence[float]) -> list[int]:
-    """In how many steps each of RULES holds."""
+    """The number of steps in which each of RULES holds."""
     return [sum(map(rule, norms, totals)) for rule in RULES.values()]
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The rule by which the seed called the flow's gradients healthy, for one seed.
+    """The seed's criterion for healthy gradients of the flow, for one seed.
 
     Attributes:
-        ratio: mean training loss over the last steps, of a model divided by that of the baseline.
-        gradient: mean norm of the flow's gradient, after clipping as in the seed; None for a model without a flow.
+        ratio: mean training loss over the last steps, divided by that of the baseline.
+        gradient: mean norm of the flow's gradient, after the seed's clipping; None for a model without a flow.
     """
 
     ratio: float
@@ -74,7 +74,7 @@ class Verdict:
 
     @staticmethod
     def of(losses: Sequence[float], baseline: Sequence[float], norms: Sequence[float] | None, last: int) -> "Verdict":
-        """By training losses and norms of the flow's gradient after clipping, both by step."""
+        """From training losses and norms of the flow's gradient after clipping, both by step."""
         gradient = None if norms is None else statistics.fmean(norms)
         return Verdict(final(losses, last) / final(baseline, last), gradient)
 
@@ -84,5 +84,5 @@ class Verdict:
 
 
 def final(losses: Sequence[float], last: int) -> float:
-    """Mean over the last steps."""
+    """The mean over the last steps."""
     return statistics.fmean(losses[-last:])

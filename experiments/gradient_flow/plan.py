@@ -1,4 +1,4 @@
-"""What is trained: the YAML of the experiment; hybrid, baseline and the hybrid without its middle, otherwise alike."""
+"""The plan of the experiment: its YAML; hybrid, baseline and the hybrid without its middle, otherwise identical."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,17 +22,16 @@ SYSTEMS = {
 
 @dataclass
 class GradientFlowConfig(StudyConfig):
-    """Besides what `StudyConfig` says:
+    """In addition to `StudyConfig`:
 
     Attributes:
-        hybrid: configuration of train_lm of a model with a flow between ordinary layers; its data is replaced by
-            `text`.
-        replaced_layers: number of ordinary layers that the baseline has where the hybrid has its flow.
-        systems: of SYSTEMS, hybrid and baseline at least.
-        final_steps: over how many steps at the end the training loss of the verdict is averaged.
-        solvers, steps: with each solver the trained flow is read at each of these numbers of steps.
+        hybrid: configuration of train_lm, a model with a flow between ordinary layers; its data is replaced by `text`.
+        replaced_layers: number of ordinary layers in the baseline in place of the hybrid's flow.
+        systems: of SYSTEMS, at least hybrid and baseline.
+        final_steps: number of final steps over which the training loss of the verdict is averaged.
+        solvers, steps: the trained flow is evaluated with each solver at each of these numbers of steps.
         refinements: m, Euler steps of the trained length / m, in the flow and in the baseline's layers.
-        controls: number of random controls that are tried on each of a few sequences.
+        controls: number of random controls tried on each of a few sequences.
     """
 
     hybrid: str | None = None
@@ -65,10 +64,10 @@ class System:
 
 
 def arms(config: GradientFlowConfig, text: Text, run_dir: Path) -> list[Arm]:
-    """The systems, in their order.
+    """The systems, in order.
 
     Raises:
-        UserError: if the hybrid has no flow on a fixed grid, no ordinary layers around it, or no control.
+        UserError: the hybrid has no flow on a fixed grid, no ordinary layers around it, or no control.
     """
     hybrid = config.recipe(config.hybrid, text, run_dir)
     model, known = hybrid.euler_flow(), hybrid.config.model
@@ -82,13 +81,13 @@ def arms(config: GradientFlowConfig, text: Text, run_dir: Path) -> list[Arm]:
     models = {
         "hybrid": model,
         "baseline": ordinary(model, config.replaced_layers),
-        # The coda's layers stand where the flow was: a flow has one step at least.
+        # The coda's layers take the place of the flow: a flow has at least one step.
         "shallow": ordinary(model, model["coda_layers"]) | {"coda_layers": 0},
     }
     ours = {
-        # Norms of the gradients as they come, before the optimizer clips them, in every step.
+        # Norms of the gradients in every step, before the optimizer clips them.
         "trainer": {"watch": {"watch_targets": ["grads"], "interval": 1, "split_scan_layers": False}},
-        "max_skipped_steps": hybrid.steps,  # steps that are not finite are counted
+        "max_skipped_steps": hybrid.steps,  # non-finite steps are counted
     }
     recipes = {name: Recipe({**hybrid.raw, "model": models[name]}).but(ours) for name in config.systems}
     asks = {key: getattr(config, key) for key in ("solvers", "steps", "refinements", "controls")}

@@ -1,15 +1,15 @@
-"""A trained model read in other ways: its middle by other solvers, in smaller steps, left out; and under a control.
+"""Other evaluations of a trained model: its middle with other solvers, smaller steps, or left out; and with control.
 
-A model's middle is read with smaller steps, or another solver, and the logits l (centred over the vocabulary, since a
-constant changes no prediction) are compared with those l_0 as trained:
+A model's middle is evaluated with smaller steps, or another solver, and the logits l (centred over the vocabulary,
+since a constant changes no prediction) are compared with the logits l_0 of the trained model:
 
     divergence = ||l - l_0|| / ||l_0||          share = divergence / divergence of the model with its middle left out
 
-A small divergence alone shows nothing: a middle that does nothing is invariant too. The share is what the reading
-changes, of what there is to change. A model passes if it is below SHARE in every reading with smaller Euler steps.
+A small divergence alone proves nothing: a middle without effect is invariant too. The share relates the change to the
+whole effect of the middle. A model passes if it is below SHARE in every evaluation with smaller Euler steps.
 
-Negative control: the baseline's ordinary layers x + B_k(x), k = 0..n-1, taken as a flow dx/dt = B_floor(t)(x) on [0, n]
-that is read with steps of 1/m: each layer is applied m times, as x + B_k(x)/m. Nothing made them alike under that.
+Negative control: the baseline's ordinary layers x + B_k(x), k = 0..n-1, treated as a flow dx/dt = B_floor(t)(x) on
+[0, n] with steps of 1/m: each layer is applied m times, as x + B_k(x)/m. Training did not make this invariant.
 """
 
 import dataclasses
@@ -42,11 +42,11 @@ _FLOW = lambda model: model.transformer.flow  # noqa: E731
 
 @dataclass(frozen=True)
 class Changed:
-    """A model that is read in another way.
+    """A model evaluated in another way.
 
     Attributes:
-        displacement: of the flow. solver, steps, evaluations: if it is read by a solver in so many steps.
-        factor: if its middle is read in steps of 1 / factor of the trained length; share: see above.
+        displacement: of the flow. solver, steps, evaluations: if a solver with so many steps is used.
+        factor: if the middle has steps of 1 / factor of the trained length; share: see above.
     """
 
     loss: float
@@ -69,13 +69,13 @@ class Refined:
 
     @property
     def passes(self) -> bool:
-        """Whether the share stays below SHARE in all refined readings. A middle that does nothing does not pass."""
+        """Whether the share is below SHARE in all refined evaluations. A middle without effect does not pass."""
         return self.left_out.divergence > 0.0 and all(r.share < SHARE for r in self.refined)
 
 
 @dataclass(frozen=True)
 class Effect:
-    """Of random controls. difference: the seed's number, mean |logits(u) - logits(no control)|, of centred logits.
+    """Effect of random controls. difference: the seed's number, mean |logits(u) - logits(no control)|, centred logits.
 
     Attributes:
         loss_change: of the next-token loss."""
@@ -87,7 +87,7 @@ class Effect:
 
 @dataclass(frozen=True)
 class Reader:
-    """Reads changes of a trained model. loss: of a model on all of the part `report`. example: some of it."""
+    """Evaluates changes of a trained model. loss: of a model on the whole part `report`. example: some of it."""
 
     model: NeuralOdeLMHeadModel
     loss: Callable[[NeuralOdeLMHeadModel], float]
@@ -102,7 +102,7 @@ class Reader:
         return Changed(self.loss(other), moved, displacement(other, self.example), **how)
 
     def by_solvers(self, solvers: Sequence[str], steps: Sequence[int]) -> list[Changed]:
-        """With each solver at each number of steps."""
+        """Evaluations with each solver at each number of steps."""
         found = []
         for solver, n in itertools.product(solvers, steps):
             other = self.model.with_depth(self.model.config.depth.on_grid(n, solver=solver))
@@ -117,7 +117,7 @@ class Reader:
 
 
 def refine(model: NeuralOdeLMHeadModel, m: int) -> NeuralOdeLMHeadModel:
-    """The same middle in Euler steps of 1/m of the trained length; of ordinary layers each is applied m times."""
+    """The same middle in Euler steps of 1/m of the trained length; ordinary layers are applied m times each."""
     flow = model.transformer.flow
     if not isinstance(flow.weights, PerLayer):
         return model.with_depth(model.config.depth.on_grid(m * flow.plan.steps))
@@ -137,7 +137,7 @@ def left_out(model: NeuralOdeLMHeadModel) -> NeuralOdeLMHeadModel:
 
 
 def control_effect(model: NeuralOdeLMHeadModel, tokens: NamedArray, draws: int, *, key: jax.Array) -> Effect:
-    """Means over `draws` of controls u ~ N(0, 1), one for each sequence of `tokens` {batch, position}."""
+    """Means over `draws` random controls u ~ N(0, 1), one for each sequence of `tokens` {batch, position}."""
     Control = Axis(CONTROL, model.config.control.dim)
     plain = centred_logits(model, tokens)
     targets = np.asarray(tokens.rearrange(("batch", "position")).array)
@@ -156,7 +156,7 @@ def centred_logits(model: NeuralOdeLMHeadModel, tokens: NamedArray, control: Nam
 
 
 def divergence(logits: np.ndarray, reference: np.ndarray) -> float:
-    """||l - l_0|| / ||l_0|| over everything."""
+    """||l - l_0|| / ||l_0|| over all entries."""
     return float(np.linalg.norm(logits - reference) / np.linalg.norm(reference))
 
 

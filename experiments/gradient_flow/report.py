@@ -1,4 +1,4 @@
-"""What the experiment has found: its record, and from that alone tables and figures."""
+"""The results of the experiment: its record, and from that alone tables and figures."""
 
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -49,8 +49,8 @@ class Trained(Training, System):
     Attributes:
         loss: of training, by step. norms: component -> norms of its gradient, by step. clip: the limit of the total
             norm.
-        refined: of hybrid and baseline. readings, alpha, control (of the trained and of an untrained model), and
-            control_gradient, the largest that the control's matrix had: of the hybrid.
+        refined: for hybrid and baseline. readings, alpha, control (of the trained and of an untrained model), and
+            control_gradient, the largest gradient norm of the control's matrix: for the hybrid.
     """
 
     loss: list[float] = field(default_factory=list)
@@ -66,7 +66,7 @@ class Trained(Training, System):
 
 @dataclass(frozen=True, kw_only=True)
 class GradientFlow(Record):
-    """unigram: what frequencies of single tokens reach on the part `report`, nats per token."""
+    """unigram: loss of unigram frequencies on the part `report`, nats per token."""
 
     protocol: GradientFlowProtocol
     unigram: float
@@ -108,7 +108,7 @@ def _losses(p: GradientFlowProtocol, own: Mapping[str, list[Trained]]) -> Table:
 
 
 def _norms(trained: Mapping[str, list[Trained]]) -> Table:
-    """Medians and largest are over the steps of each seed, then over seeds; counts over all steps of all seeds."""
+    """Medians and maxima are over the steps of each seed, then over seeds; counts over all steps of all seeds."""
     rows = []
     for system, own in trained.items():
         for name in own[0].norms:
@@ -122,7 +122,7 @@ def _norms(trained: Mapping[str, list[Trained]]) -> Table:
 
 
 def _verdicts(record: GradientFlow) -> Table:
-    """The seed's rule for each seed."""
+    """The seed's criterion for each seed."""
     rows, last = [], record.protocol.final_steps
     for name in (name for name in record.protocol.systems if name != "baseline"):
         found = []
@@ -147,7 +147,7 @@ def _controls(hybrid: list[Trained]) -> Table:
 def _changed(
     own: list[Trained], read: Callable[[Trained], list[Changed]], *keys: str
 ) -> Iterator[tuple[Changed, list[str]]]:
-    """For each reading that the trainings have: what it is, and cells: change of loss, and `keys` of it."""
+    """For each evaluation of the trainings: what it is, and cells: change of loss, and its `keys`."""
     for each in zip(*map(read, own), strict=True):
         change = [e.loss - r.report_loss for e, r in zip(each, own, strict=True)]
         yield each[0], [_small(change), *(_small([getattr(e, key) for e in each]) for key in keys)]
@@ -170,7 +170,7 @@ def _refined(trained: Mapping[str, list[Trained]]) -> Table:
 
 
 def shares(record: GradientFlow) -> dict[tuple[int, str], Contrast]:
-    """(factor, model) -> its share in steps of 1 / factor, the hybrid's against the baseline's; all are one family."""
+    """(factor, model) -> its share with steps of 1 / factor, hybrid against baseline; all are one family."""
     own = {
         (factor, name): by_seed(record.of(system=name), lambda r, k=k: r.refined.refined[k].share)
         for k, factor in enumerate(record.protocol.refinements)
@@ -186,7 +186,7 @@ def _against(record: GradientFlow) -> Table:
 
 
 def _clipped_share(r: Trained) -> float:
-    """Of the steps."""
+    """The share of clipped steps."""
     return sum(total > r.clip for total in r.norms["total"]) / len(r.loss) if r.clip else 0.0
 
 
@@ -195,7 +195,7 @@ def _mean(own: Iterable[Trained], value: Callable[[Trained], float]) -> Interval
 
 
 def _small(values: Sequence[float]) -> str:
-    """Mean and interval with three significant digits: norms and divergences cover orders of magnitude."""
+    """Mean and interval with three significant digits: norms and divergences span orders of magnitude."""
     own = interval(values)
     return f"{own.mean:.3g} ± {own.half:.2g}"
 
@@ -206,7 +206,7 @@ def draw(record: GradientFlow) -> Iterator[style.Named]:
 
 
 def _gradient_flow(record: GradientFlow) -> Figure:
-    """By step: loss; total norm before clipping; norms of the flow and of the layers that it replaces."""
+    """By step: loss; total norm before clipping; norms of the flow and of the layers in its place."""
     p, clip = record.protocol, record.of(system="hybrid")[0].clip
     figure, (row,) = style.panels(1, 3, (13, 4.2))
     loss, total, middle = row
@@ -215,7 +215,7 @@ def _gradient_flow(record: GradientFlow) -> Figure:
     style.losses(loss, p, "select", limits)
     loss.set(title="loss while training")
     style.curves(loss, losses, LOOKS)
-    middle.set_yscale("log")  # before its bands are drawn, which ask for it
+    middle.set_yscale("log")  # before drawing its bands, which depend on the scale
     window = max(1, p.num_train_steps // _SMOOTHED)
     ends = {panel: {} for panel in (total, middle)}
     for panel, key, names in ((total, "total", p.systems), (middle, "flow", MIDDLES)):
@@ -238,8 +238,8 @@ def _gradient_flow(record: GradientFlow) -> Figure:
 
 
 def _invariance(record: GradientFlow) -> Figure:
-    """Left: divergence of logits by solver and steps. Right: share against refinement, of the flow and of the negative
-    control, and the rule."""
+    """Left: divergence of logits by solver and steps. Right: share against refinement, for the flow and the negative
+    control, with the criterion."""
     figure, ((left, right),) = style.panels(1, 2, (11, 4.2))
     own, p = record.of(system="hybrid"), record.protocol
     found = {
@@ -266,7 +266,7 @@ def _invariance(record: GradientFlow) -> Figure:
 
 
 def _band(curves: list[list[float]], window: int) -> tuple[Sequence[float], list[Interval]]:
-    """Mean and interval over seeds of curves, each averaged over windows of steps."""
+    """Mean and interval over seeds of curves averaged over windows of steps."""
     smooth = [np.convolve(curve, np.ones(window) / window, "valid") for curve in curves]
     own = [interval(values) for values in zip(*smooth, strict=True)]
     return np.arange(len(own)) + window, own

@@ -1,1 +1,1 @@
-"""The leak of the time-indexed fork, shown by running it; and its published statistics, recomputed from its losses."""
+"""The leak in the time-indexed fork, demonstrated; and its published statistics, recomputed from its losses."""

@@ -1,11 +1,11 @@
-"""Shows the fork's leak in a minute: its attention sees the future, so its losses say nothing.
+"""Demonstrates the fork's leak in a minute: its attention sees the future, so its losses are meaningless.
 
     python -m experiments.leak [--steps 400] [--seed 0] [--output DIR]
     python -m experiments.leak --redraw [--output DIR]    (the page, from the JSON)
 
-On fresh uniform random tokens no causal model can get below log(vocab): the next token cannot be known. A model whose
-attention has one name for the axes of queries and keys gets far below, since it pools over the tokens that it is to
-predict. Then follow the fork's published statistics beside what its own losses give.
+On fresh uniform random tokens no causal model can get below log(vocab), because the next token is unpredictable. A
+model whose attention uses one name for the query and key axes gets far below it, since it pools over the tokens that it
+is to predict. The page then compares the fork's published statistics with those recomputed from its own losses.
 """
 
 import math
@@ -34,7 +34,7 @@ Vocab, Batch, Pos = Axis("vocab", 32), Axis("batch", 64), Axis("position", 8)
 
 @dataclass
 class LeakConfig(OutputConfig):
-    """Besides what `OutputConfig` says: steps: training steps of each of both models. seed: of everything."""
+    """In addition to `OutputConfig`: steps: training steps of each of the two models. seed: of everything."""
 
     steps: int = 400
     seed: int = 0
@@ -42,7 +42,7 @@ class LeakConfig(OutputConfig):
 
 @dataclass(kw_only=True)
 class LeakProtocol(LeakConfig):
-    """Sizes of the axes; tested: sequences of the final loss."""
+    """Sizes of the axes; tested: number of sequences for the final loss."""
 
     vocab: int = Vocab.size
     batch: int = Batch.size
@@ -52,7 +52,7 @@ class LeakProtocol(LeakConfig):
 
 @dataclass(frozen=True)
 class Mask:
-    """What Haliax's `causal_mask` is for one name."""
+    """The result of Haliax's `causal_mask` for one name."""
 
     axes: list[str]
     is_all_true: bool
@@ -62,7 +62,7 @@ class Mask:
 class Shown:
     """
     Attributes:
-        moved: the most that a logit before a changed token moves.
+        moved: the largest change of a logit before a changed token.
         loss: nats per token on fresh random tokens after training.
         error: standard error of that loss, over sequences.
     """
@@ -74,7 +74,7 @@ class Shown:
 
 @dataclass(frozen=True, kw_only=True)
 class Leak(Record):
-    """models: what they are -> what they do."""
+    """models: name -> its behaviour."""
 
     protocol: LeakProtocol
     mask: Mask
@@ -106,7 +106,7 @@ def page(record: Leak) -> Mapping[str, object]:
 
 
 def demonstrate(leaks: bool, steps: int, seed: int) -> Shown:
-    """Trains one model on random tokens that are drawn anew for each step, and looks at it."""
+    """Trains one model on random tokens drawn anew for each step, and measures it."""
     model_key, data_key, test_key = jax.random.split(jax.random.PRNGKey(seed), 3)
     optimizer = optax.adam(optax.cosine_decay_schedule(3e-3, steps))
     model = Model.init(Vocab, leaks=leaks, key=model_key)

@@ -13,11 +13,11 @@ KEY_POSITION = "key_position"
 class Layer(eqx.Module):
     """x + A(LN(x)), then x + F(LN(x)); attention A by Haliax.
 
-    Haliax pairs axes by name. A causal model names the axis of keys and values anew, so that scores are
+    Haliax pairs axes by name. A causal model renames the axis of keys and values, so that scores are
     {heads, position, key_position}, and the mask {position, key_position} is a triangle. With one name for both
     (`leaks`) the product of q and k pairs each position with itself, the mask {position} is all true, and softmax and
-    sum go over *all* positions: every position receives one and the same vector, made of the whole sequence.
-    (Haliax's `dot_product_attention` refuses one name today; the functions that it is made of do not.)
+    sum run over *all* positions: every position receives the same vector, computed from the whole sequence.
+    (Haliax's `dot_product_attention` rejects a single name today; the functions it consists of do not.)
     """
 
     qkv: hnn.Linear

@@ -1,4 +1,4 @@
-"""What the fork published about its five seeds (`published.yaml`), and what its own losses give."""
+"""The fork's published results for five seeds (`published.yaml`), and what its own losses give."""
 
 from dataclasses import dataclass
 from itertools import combinations
@@ -13,7 +13,7 @@ from qkvflow.config import decode, read_yaml
 
 @dataclass(frozen=True)
 class Claim:
-    """p of a pair of models is below this."""
+    """The claim that p for a pair of models is below this value."""
 
     pair: tuple[str, str]
     below: float
@@ -21,7 +21,7 @@ class Claim:
 
 @dataclass(frozen=True)
 class Published:
-    """losses: model -> by seed. half_widths: what is called its confidence interval. p: claims."""
+    """losses: model -> by seed. half_widths: of its stated confidence intervals. p: claims."""
 
     seeds: list[int]
     losses: dict[str, list[float]]
@@ -38,9 +38,9 @@ class Recomputed:
     """p-values of one pair of models.
 
     Attributes:
-        student: of the test that the fork says it made, two independent groups; bonferroni: that, corrected for the six
-            pairs, as the fork says it did.
-        welch: without the supposition of equal variances. paired: by seed; holm: that, corrected for the six pairs.
+        student: of the test that the fork reports, for two independent groups; bonferroni: the same, corrected for the
+            six pairs, as the fork states.
+        welch: without assuming equal variances. paired: by seed; holm: the same, corrected for the six pairs.
     """
 
     student: float
@@ -50,7 +50,7 @@ class Recomputed:
     holm: float
 
     def confirms(self, claimed: float) -> bool:
-        """Whether p is below `claimed` in the test that the claim names."""
+        """Whether p is below `claimed` in the claimed test."""
         return self.bonferroni < claimed
 
 

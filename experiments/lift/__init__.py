@@ -1,1 +1,1 @@
-"""A trained model as a flow with fewer weights, before and after healing, beside the same model with layers dropped."""
+"""A trained model as a flow with fewer weights, before and after healing, against the model with dropped layers."""

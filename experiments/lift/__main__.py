@@ -1,4 +1,4 @@
-"""Trains a model, makes flows with fewer weights of it, and heals them, beside the same model with layers dropped."""
+"""Trains a model, converts it to flows with fewer weights, and heals them, against the model with dropped layers."""
 
 from pathlib import Path
 
@@ -20,7 +20,7 @@ def make(config: LiftStudyConfig, run_dir: Path) -> Lifted:
     results = measure.all(reported([base], config.seeds))
     for seed in config.seeds:
         jobs = healed(config, base, seed, run_dir)
-        if Job.of(base, seed).recipe.is_finished:  # otherwise there are readings of all
+        if Job.of(base, seed).recipe.is_finished:  # otherwise all its measurements exist
             with at_work(run_dir):
                 make_runs(config, base, seed, run_dir)
         results += measure.all(jobs)

@@ -1,4 +1,4 @@
-"""What is made of a trained model: the YAML of the study; flows of K functions of time, models of K of its layers."""
+"""The plan of the study: its YAML; flows with K functions of time, models with K of the trained model's layers."""
 
 import dataclasses
 from dataclasses import dataclass, field
@@ -29,11 +29,13 @@ KINDS = {
 
 @dataclass
 class LiftStudyConfig(StudyConfig):
-    """Besides what `StudyConfig` says:
+    """In addition to `StudyConfig`:
 
     Attributes:
-        train: keys of train_lm, of a model with ordinary layers (`weights: {type: per_layer}`, steps of length 1).
-        heal: keys of finetune_lm, all but its mode. basis: of functions of time. dims: values of K.
+        train: keys of train_lm, for a model with ordinary layers (`weights: {type: per_layer}`, steps of length 1).
+        heal: keys of finetune_lm, except its mode.
+        basis: the functions of time.
+        dims: values of K.
     """
 
     train: dict[str, Any] = field(default_factory=dict)
@@ -43,7 +45,7 @@ class LiftStudyConfig(StudyConfig):
 
     @property
     def layers(self) -> int:
-        """Of the trained model."""
+        """Layers of the trained model."""
         return self.train["model"]["depth"]["steps"]
 
     def check(self) -> None:
@@ -54,20 +56,20 @@ class LiftStudyConfig(StudyConfig):
 
 @dataclass(frozen=True)
 class Model:
-    """kind: `trained`, or one of KINDS. k: functions of time, or layers; of the trained model all of them."""
+    """kind: `trained`, or one of KINDS. k: number of functions of time, or of layers (of the trained model, all)."""
 
     kind: str
     k: int
 
 
 def trained(config: LiftStudyConfig, text: Text, run_dir: Path) -> Arm:
-    """The model that everything is made of."""
+    """The model that all others are made from."""
     recipe = config.recipe({}, text, run_dir, config.train)
     return Arm(label="trained", recipe=recipe, cost=cost_of(recipe), what=Model("trained", config.layers), text=text)
 
 
 def healed(config: LiftStudyConfig, base: Arm, seed: int, run_dir: Path) -> list[Job]:
-    """Fine-tunes of everything that is made of the model of one seed. What they begin from is made by `make_runs`."""
+    """Fine-tunes of all models made from one seed's model. `make_runs` creates their starting points."""
     jobs = []
     for k in config.dims:
         smaller = {"type": "basis", "basis": config.basis, "dim": k}
@@ -88,7 +90,7 @@ def healed(config: LiftStudyConfig, base: Arm, seed: int, run_dir: Path) -> list
 
 
 def make_runs(config: LiftStudyConfig, base: Arm, seed: int, run_dir: Path) -> None:
-    """The runs that the fine-tunes of one seed begin from; those that are there are left as they are."""
+    """Creates the runs from which one seed's fine-tunes start; existing runs stay unchanged."""
     wanted = {(kind, k): _made(run_dir, kind, k, seed) for kind in KINDS for k in config.dims}
     if all(target.exists() for target in wanted.values()):
         return
@@ -114,7 +116,7 @@ def dropped(model: NeuralOdeLMHeadModel, k: int) -> NeuralOdeLMHeadModel:
 
 
 def rows(layers: int, k: int) -> list[int]:
-    """The layers that stay: of K equal parts the middle of each."""
+    """The remaining layers: the middle one of each of K equal parts."""
     return [int((i + 0.5) * layers / k) for i in range(k)]
 
 

@@ -1,4 +1,4 @@
-"""What the study of lifted models has found: its record, and from that alone the table and the figure."""
+"""The results of the study of lifted models: its record, and from that alone the table and the figure."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from experiments.tables import Cell, Table, bullets, count, difference_cells
 
 @dataclass(frozen=True)
 class Trained(Training, Model):
-    """before: reported loss of what the training began from."""
+    """before: reported loss of the model from which training started."""
 
     before: float | None = None
 
@@ -28,14 +28,14 @@ class LiftProtocol(Protocol, LiftStudyConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class Lifted(Record):
-    """parameters: of what is trained under a label."""
+    """parameters: label -> number of trained parameters."""
 
     protocol: LiftProtocol
     parameters: dict[str, int]
     results: list[Trained]
 
     def losses(self, which: str) -> dict[tuple[str, int], Contrast]:
-        """(kind, K) -> `before` or `report_loss`, against dropped layers of the same K; one family of tests."""
+        """(kind, K) -> `before` or `report_loss`, against dropped layers with the same K; one family of tests."""
         keys = [(kind, k) for k in self.protocol.dims for kind in KINDS]
         own = {key: by_seed(self.of(kind=key[0], k=key[1]), lambda r: getattr(r, which)) for key in keys}
         return contrasts(own, lambda key: ("dropped", key[1]))
@@ -65,10 +65,10 @@ def files(record: Lifted) -> dict[str, Table]:
 
 
 def draw(record: Lifted) -> Iterator[style.Named]:
-    """Losses against K, before and after healing, on one scale."""
+    """Losses against K, before and after healing, on a common scale."""
     p = record.protocol
     found = {"before healing": record.losses("before"), "after healing": record.losses("report_loss")}
-    # Of the seeds, not of intervals: those of two seeds are wider than anything that there is to see.
+    # Limits from the seeds, not the intervals: those of two seeds are wider than any visible effect.
     values = [loss for r in record.results for loss in (r.before, r.report_loss) if loss is not None]
     limits = style.span([], values, [p.counts["report"]])
     figure, (row,) = style.panels(1, 2, (10.0, 4.2))

@@ -1,1 +1,1 @@
-"""Steering: a hybrid trained on two texts, told by its control which one it reads, and then asked for either."""
+"""Steering: a hybrid trained on two texts, with a control that identifies the text, then used to generate either."""

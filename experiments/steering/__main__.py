@@ -1,4 +1,4 @@
-"""Trains the hybrid on two texts under a control that says which is which; then, does control steer what it writes?"""
+"""Trains the hybrid on two texts with a control that identifies them; then tests whether control steers generation."""
 
 import sys
 from pathlib import Path
@@ -21,7 +21,7 @@ from qkvflow.generation.text import encode_prompt
 from qkvflow.runs.load import Run
 
 _PIECES = 500  # of each text, for the upper bound
-_SHOWN = 2  # samples under each control that go to the results
+_SHOWN = 2  # samples per control in the results
 
 
 def make(config: SteeringConfig, run_dir: Path) -> Steering:
@@ -58,9 +58,9 @@ def upper_bound(judge: Judge, texts: list[Text], length: int) -> Bound:
 
 
 def sample(run: Run, control: Control | None, seed: int, config: SteeringConfig) -> list[bytes]:
-    """Texts under one control, drawn by the same random numbers under each. They begin as a document does.
+    """Texts generated under one control, with the same random numbers for each. They start like a document.
 
-    The token before them ends a document, which both texts' records do equally often: it tells no source.
+    The token before them ends a document, which occurs equally often in both texts: it does not reveal the source.
     """
     Batch, Pos = Axis("batch", config.samples), Axis("position", 1)
     prompt = hax.named(np.full((Batch.size, 1), encode_prompt(run.tokenizer, ""), np.int32), (Batch, Pos))
@@ -78,7 +78,7 @@ def sample(run: Run, control: Control | None, seed: int, config: SteeringConfig)
 
 
 def losses_of(run: Run, texts: list[Text], config: SteeringConfig, run_dir: Path) -> dict[str, float]:
-    """Under the right, the wrong and no control; means of the parts `report` of both texts."""
+    """Losses under the right, the wrong and no control; means over the parts `report` of both texts."""
 
     def loss(text: Text, kind: str, control: Control | None) -> float:
         path = run_dir / "records" / f"report-{text.name}-{kind}.jsonl"

@@ -1,4 +1,4 @@
-"""Records of two texts with a control that says which one each is from: what the models are trained and read on."""
+"""Records of two texts with a control that identifies their source, for training and evaluation."""
 
 import json
 import random
@@ -11,23 +11,23 @@ Control = list[float]
 
 
 def between(u: float) -> Control:
-    """The control on the way from text A (u = 0) to text B (u = 1)."""
+    """The control between text A (u = 0) and text B (u = 1)."""
     return [1.0 - u, u]
 
 
 def controls(text: int) -> dict[str, Control | None]:
-    """What text A (0) or B (1) can be read under."""
+    """The controls under which text A (0) or B (1) is evaluated."""
     return {"right": between(float(text)), "wrong": between(1.0 - text), "none": None}
 
 
 def training_records(texts: Sequence[Text], part: str, path: Path, *, size: int, without: float, shuffled: bool) -> str:
-    """Writes the records of `part` of both texts, in random order, and returns the path.
+    """Writes the records of `part` of both texts in random order, and returns the path.
 
-    Both give as many records. A share `without` has no control, so that a model knows what no control means.
+    Both texts give equally many records. A fraction `without` has no control, so that the model learns that case.
 
     Args:
         size: of a record, in characters.
-        shuffled: the controls are dealt out anew, so that they say nothing about the text.
+        shuffled: permute the controls, so that they carry no information about the text.
     """
     chance = random.Random(0)  # the same records for all seeds
     whole = [text.read(part) for text in texts]
@@ -51,8 +51,8 @@ def report_records(text: Text, control: Control | None, path: Path, size: int) -
 
 
 def cut(text: str, size: int) -> list[str]:
-    """Pieces of `size` characters, wherever that cuts: so where a record begins says nothing about its text. The rest
-    is left out."""
+    """Pieces of `size` characters, cut anywhere, so that the start of a record reveals nothing about its text. The
+    remainder is left out."""
     return [text[start : start + size] for start in range(0, len(text) - size + 1, size)]
 
 

@@ -1,4 +1,4 @@
-"""Which of two texts does a piece of text come from? A judge that counts byte 4-grams, and nothing else.
+"""Classifies a piece of text as one of two texts, from counts of byte 4-grams only.
 
 p(c | h) = (count(h c) + k) / (count(h) + 256 k),    h: the N - 1 = 3 bytes before c
 score    = sum log p_B(c | h) - log p_A(c | h)       over the piece, from its 4th byte on; B if it is above 0
@@ -29,7 +29,7 @@ class NgramModel:
 
 
 class Judge:
-    """Tells text B from text A; both are known by as many bytes, so that neither is smoothed more."""
+    """Distinguishes text B from text A; both are given by equally many bytes, so that neither is smoothed more."""
 
     def __init__(self, a: bytes, b: bytes):
         """Counts the N-grams of the texts.
@@ -47,7 +47,7 @@ class Judge:
         return self.b.log_probability(piece) - self.a.log_probability(piece)
 
     def share_of_b(self, pieces: Sequence[bytes]) -> float:
-        """Share of the pieces that are judged as B; a score of exactly 0 is half a piece."""
+        """Share of the pieces classified as B; a score of exactly 0 counts as half a piece."""
         scores = [self.score(piece) for piece in pieces]
         return sum(0.5 if score == 0 else float(score > 0) for score in scores) / len(scores)
 

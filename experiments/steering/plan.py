@@ -1,4 +1,4 @@
-"""What is steered: the YAML of the experiment; the model with controls that say what it reads, and that say nothing."""
+"""The plan of the experiment: its YAML; the model with controls that identify the text, and with random ones."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,12 +19,14 @@ ARMS = {
 
 @dataclass
 class SteeringConfig(TwoTextsConfig):
-    """Besides what `TwoTextsConfig` says:
+    """In addition to `TwoTextsConfig`:
 
     Attributes:
-        base: configuration of train_lm, of a model with control; its data is replaced.
-        record: characters of a record. without_control: share of the records that have none.
-        samples: texts that are generated with each control, for each seed; length: of each, in bytes.
+        base: configuration of train_lm, for a model with control; its data is replaced.
+        record: characters of a record.
+        without_control: fraction of the records without control.
+        samples: number of texts generated per control and seed.
+        length: bytes of each generated text.
         temperature: of sampling; greedy samples would all be the same.
         between: controls (1 - u, u) from text A at u = 0 to text B at u = 1.
     """
@@ -51,10 +53,10 @@ class Named:
 
 
 def arms(config: SteeringConfig, texts: list[Text], run_dir: Path) -> list[Arm]:
-    """ARMS. Their records are written below `run_dir`.
+    """ARMS. Writes their records below `run_dir`.
 
     Raises:
-        UserError: if the configuration cannot be read, its model hears no control of two numbers, its tokens are not
+        UserError: the configuration cannot be read, its model has no control with two components, its tokens are not
             bytes, or samples do not fit into its sequences.
     """
     recipe = config.recipe(config.base, texts[0], run_dir)

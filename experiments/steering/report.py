@@ -1,4 +1,4 @@
-"""What the experiment has found: its record, and from that alone tables and the figure."""
+"""The results of the experiment: its record, and from that alone tables and the figure."""
 
 import itertools
 from collections.abc import Iterator, Mapping
@@ -17,8 +17,8 @@ class SteeringProtocol(SteeringConfig):
     """a, b: names of the texts. learning_rate, steps: of the trainings.
 
     Attributes:
-        counts: what n-grams reach on the parts `report`, means of both, that are counted in the first bytes of the
-            parts `train`, `counted` in all, as many as a model is trained on.
+        counts: losses of n-grams on the parts `report`, means over both texts; the n-grams are counted in the first
+            bytes of the parts `train`, `counted` in total, as many as a model trains on.
     """
 
     a: str = "A"
@@ -31,7 +31,7 @@ class SteeringProtocol(SteeringConfig):
 
 @dataclass(frozen=True)
 class Source:
-    """A text. parts: what each is, in words; bytes: of each."""
+    """A text. parts: description of each; bytes: of each."""
 
     name: str
     parts: dict[str, str]
@@ -40,7 +40,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Bound:
-    """The judge on real pieces of the parts `report`. shares: of A and of B judged as B. pieces: how many."""
+    """The judge on real pieces of the parts `report`. shares: of A and of B classified as B. pieces: their number."""
 
     shares: list[float]
     accuracy: float
@@ -51,10 +51,10 @@ class Bound:
 class Trained(Training, Named):
     """
     Attributes:
-        accuracy: share of samples under u = 0 and u = 1 that are judged as the text asked for.
-        losses: under `right`, `wrong` and `none`, means of both texts' parts `report`; `report_loss` is that under
+        accuracy: share of samples under u = 0 and u = 1 classified as the requested text.
+        losses: under `right`, `wrong` and `none`, means over both texts' parts `report`; `report_loss` is the one under
             `right`.
-        judged_b: share of samples that is judged as text B, for each u of `between` and for `none`; examples of
+        judged_b: share of samples classified as text B, for each u of `between` and for `none`; examples of
             samples.
     """
 
@@ -64,14 +64,14 @@ class Trained(Training, Named):
     examples: dict[str, list[str]] = field(default_factory=dict)
 
     def numbers(self) -> dict[str, object]:
-        """As a line of CSV."""
+        """As a row of CSV."""
         losses = {f"loss {kind}": loss for kind, loss in self.losses.items()}
         return vars(self) | losses | {f"judged_b {u}": share for u, share in self.judged_b.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Steering(Record):
-    """texts: A, B. arms: name -> what it is, in words. judge: its upper bound."""
+    """texts: A, B. arms: name -> description. judge: its upper bound."""
 
     protocol: SteeringProtocol
     texts: list[Source]
@@ -81,7 +81,7 @@ class Steering(Record):
 
     @property
     def ways(self) -> list[str]:
-        """The controls that samples are drawn under."""
+        """The controls under which samples are drawn."""
         return [*map(str, self.protocol.between), "none"]
 
     def judged_b(self, arm: str, u: str) -> Interval:
@@ -89,7 +89,7 @@ class Steering(Record):
 
 
 def accuracies(record: Steering) -> dict[str, Contrast]:
-    """Of samples, against chance; the arms are one family of tests."""
+    """Accuracy of the samples, against chance; the arms are one family of tests."""
     own = {arm: by_seed(record.of(arm=arm), lambda r: r.accuracy) for arm in record.arms}
     return contrasts({**own, "chance": dict.fromkeys(record.protocol.seeds, 0.5)}, lambda arm: "chance")
 
@@ -135,7 +135,7 @@ def files(record: Steering) -> dict[str, Table]:
 
 
 def draw(record: Steering) -> Iterator[style.Named]:
-    """Left: share judged as B against u. Right: loss under right, wrong and no control. Bars: intervals over seeds."""
+    """Left: share classified as B against u. Right: loss under right, wrong and no control. Bars: intervals."""
     p, heard = record.protocol, losses(record)
     figure, ((left, right),) = style.panels(1, 2, (12, 4.8))
     b, ends, looks = record.texts[1].name, {}, style.series_of(record.arms)

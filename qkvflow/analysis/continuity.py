@@ -1,4 +1,4 @@
-"""Is a trained flow a solution of its ODE? The readings of `qkvflow.models.continuity`, beside the other analyses."""
+"""Is a trained flow a solution of its ODE? The measures of `qkvflow.models.continuity`, for analysis."""
 
 from qkvflow.models.continuity import MARGIN, Continuity, Reading, continuity, table, ways
 

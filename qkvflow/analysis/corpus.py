@@ -23,7 +23,7 @@ class Interval:
 
 @dataclass(frozen=True)
 class CorpusExponents:
-    """Of n texts of equal length, and of the same texts with their tokens in random order.
+    """Exponents of n texts of equal length, and of the same texts with shuffled tokens.
 
     Attributes:
         spectrum, shuffled_spectrum: the k largest exponents of each text, [n, k].
@@ -37,7 +37,7 @@ class CorpusExponents:
 
     @property
     def spectrum_difference(self) -> Interval:
-        """Text minus shuffled text, in pairs: [k]."""
+        """Text minus shuffled text, paired: [k]."""
         return mean_interval(self.spectrum - self.shuffled_spectrum)
 
     @property
@@ -47,8 +47,8 @@ class CorpusExponents:
 
 
 def bootstrap_interval(samples, level: float = 0.95, resamples: int = 2000) -> Interval:
-    """The same for samples that are far from normal, such as scores that are never negative: by drawing the samples
-    again with repetition (percentiles of their means, `scipy.stats.bootstrap`). It never leaves the samples' range."""
+    """A bootstrap interval for samples far from normal, such as non-negative scores: percentiles of the means of
+    samples redrawn with replacement (`scipy.stats.bootstrap`). It stays within the samples' range."""
     samples = np.asarray(samples, np.float64)
     _check_count(len(samples))
     found = stats.bootstrap(
@@ -58,10 +58,10 @@ def bootstrap_interval(samples, level: float = 0.95, resamples: int = 2000) -> I
 
 
 def mean_interval(samples, level: float = 0.95) -> Interval:
-    """The mean over the first axis, and where the true mean lies with confidence `level`, if samples are independent.
+    """The mean over the first axis and its confidence interval at `level`, for independent samples.
 
     Raises:
-        UserError: fewer than two samples, which have no interval.
+        UserError: fewer than two samples: they have no interval.
     """
     samples = np.asarray(samples, np.float64)
     count = len(samples)

@@ -6,10 +6,10 @@ orthonormal again after each,
 
     D Phi_n Q_n = Q_{n+1} R_{n+1},    lambda_i = sum_n log |R_n|_ii.
 
-Started from random directions it needs long times to turn towards the leading ones; one pass through a network is
-short, and the result depends on the draw. Started from the leading right singular vectors of D Phi it gives log sigma_i
-exactly, since their images are orthogonal. These are found by block Krylov iteration (Musco and Musco 2015), which
-also needs nothing but products with D Phi and its transpose.
+From random directions it needs long times to turn towards the leading ones; one pass through a network is short, and
+the result depends on the draw. From the leading right singular vectors of D Phi it gives log sigma_i exactly, since
+their images are orthogonal. Block Krylov iteration (Musco and Musco 2015) finds these vectors; it too only needs
+products with D Phi and its transpose.
 """
 
 from collections.abc import Callable
@@ -20,8 +20,8 @@ from qkvflow.analysis.many import for_each
 from qkvflow.analysis.tangent import Tangent
 
 Tick = Callable[[int, int], None]  # (done, total)
-_CONVERGED = 1e-4  # change of every log sigma_i between two sweeps
-_LARGEST_BASIS = 8  # blocks of k directions kept before the iteration starts again from the best of them
+_CONVERGED = 1e-4  # change of each log sigma_i between two sweeps
+_LARGEST_BASIS = 8  # blocks of k directions kept before the iteration restarts from the best of them
 
 
 def benettin(tangent: Tangent, directions: np.ndarray) -> np.ndarray:
@@ -30,17 +30,17 @@ def benettin(tangent: Tangent, directions: np.ndarray) -> np.ndarray:
     for n in range(tangent.steps):
         pushed = np.asarray(tangent.forward(n, q), np.float64).reshape(len(directions), -1)
         columns, r = np.linalg.qr(pushed.T)
-        with np.errstate(divide="ignore"):  # a direction may be lost entirely
+        with np.errstate(divide="ignore"):  # a direction may vanish
             logs.append(np.log(np.abs(np.diagonal(r))))
         q = columns.T.reshape(-1, *tangent.shape)
     return np.stack(logs)
 
 
 def leading_directions(tangent: Tangent, k: int, *, sweeps: int, seed: int = 0, tick: Tick | None = None) -> np.ndarray:
-    """Right singular vectors of D Phi of its k largest singular values, [k, position, embed], orthonormal.
+    """Right singular vectors of D Phi for its k largest singular values, [k, position, embed], orthonormal.
 
-    sweeps: at most; each costs k products with D Phi and k with its transpose. 0: random directions. Stops where
-        the logarithms of all k singular values move by less than 1e-4.
+    sweeps: maximum number; each costs k products with D Phi and k with its transpose. 0: random directions. Stops when
+        the logarithms of all k singular values change by less than 1e-4.
     """
     block = np.linalg.qr(np.random.default_rng(seed).standard_normal((tangent.size, k)))[0]
     best, before = block, None
@@ -48,10 +48,10 @@ def leading_directions(tangent: Tangent, k: int, *, sweeps: int, seed: int = 0, 
     for sweep in range(sweeps):
         basis = np.concatenate([basis, block], axis=1)
         images = np.concatenate([images, _columns(tangent.through(_rows(block, tangent)))], axis=1)
-        # The best that can be made of the basis: singular vectors of D Phi restricted to it.
+        # The best approximation from the basis: singular vectors of D Phi restricted to it.
         _, sigma, mix = np.linalg.svd(np.linalg.qr(images, mode="r"))
         best = basis @ mix[:k].T
-        logs = np.log(np.maximum(sigma[:k], 1e-12))  # a direction that is lost altogether has no logarithm
+        logs = np.log(np.maximum(sigma[:k], 1e-12))  # a direction that vanishes has no logarithm
         if tick is not None:
             tick(sweep + 1, sweeps)
         if before is not None and np.abs(logs - before).max() < _CONVERGED:
@@ -67,9 +67,10 @@ def leading_directions(tangent: Tangent, k: int, *, sweeps: int, seed: int = 0, 
 
 
 def token_logs(jacobians: Callable[[int], np.ndarray], steps: int, tick: Tick | None = None) -> np.ndarray:
-    """The paper's recursion for each input token by itself: Q_0 = I; (I + h J_n) Q_n = Q_{n+1} R_{n+1}; log |R_ii|.
+    """The paper's recursion for each input token separately: Q_0 = I; (I + h J_n) Q_n = Q_{n+1} R_{n+1}; log |R_ii|.
 
-    jacobians: n -> h J_n, [embed_out, position, embed_in]: how the output position answers to each input position.
+    jacobians: n -> h J_n, [embed_out, position, embed_in]: the derivative of the output position with respect to each
+        input position.
     Returns:
         [steps, position, embed].
     """
@@ -91,11 +92,11 @@ def token_logs(jacobians: Callable[[int], np.ndarray], steps: int, tick: Tick | 
 
 
 def kaplan_yorke(exponents) -> float:
-    """The Kaplan-Yorke dimension j + (lambda_1 + ... + lambda_j) / |lambda_{j+1}|, j the largest number for which the
-    sum is not negative.
+    """The Kaplan-Yorke dimension j + (lambda_1 + ... + lambda_j) / |lambda_{j+1}|, with the largest j whose sum is not
+    negative.
 
-    0 if lambda_1 < 0. NaN if the sum never turns negative: more exponents are needed, or all volumes grow, and the
-    dimension says nothing.
+    0 if lambda_1 < 0. NaN if the sum never becomes negative: either more exponents are needed, or all volumes grow and
+    the dimension has no meaning.
     """
     ordered = np.sort(np.asarray(exponents, np.float64))[::-1]
     sums = np.cumsum(ordered)
@@ -109,9 +110,9 @@ def kaplan_yorke(exponents) -> float:
 
 
 def _new_directions(basis: np.ndarray, columns: np.ndarray) -> np.ndarray:
-    """An orthonormal basis of what `columns` add to the span of `basis`, rounding of float32 not counted."""
+    """An orthonormal basis of what `columns` add to the span of `basis`, up to float32 rounding."""
     rest = columns
-    for _ in range(2):  # once more for what rounding left
+    for _ in range(2):  # the second pass removes rounding errors
         rest = rest - basis @ (basis.T @ rest)
     u, size, _ = np.linalg.svd(rest, full_matrices=False)
     scale = np.linalg.norm(columns, axis=0).max()

@@ -1,6 +1,6 @@
 """Matplotlib figures of spectra, exponents and trajectories. Each function takes arrays and returns a `Figure`.
 
-All text has one size, and below stands what the figure shows and what would be surprising.
+All text has one size. The caption below says what the figure shows and what would be surprising.
 """
 
 import functools
@@ -26,7 +26,7 @@ TITLES = {
 }
 _TIME, _INTENSITY = colormaps["viridis"], "magma_r"
 _OURS, _BASELINE = "#2a6f97", "#b08968"
-_SIZE = 9  # points, of all text
+_SIZE = 9  # points, for all text
 _KEYS = (
     "axes.titlesize",
     "axes.labelsize",
@@ -36,12 +36,12 @@ _KEYS = (
     "figure.titlesize",
 )
 _STYLE = {"font.size": _SIZE} | dict.fromkeys((*_KEYS, "figure.labelsize"), _SIZE)
-_HEADS = "os^Dv<>P"  # markers; of more heads than these the shape is not told
-_OUTLIER = 4  # times the central 95 %: beyond, axes are logarithmic
+_HEADS = "os^Dv<>P"  # markers; with more heads the shape is not explained
+_OUTLIER = 4  # times the central 95 %: with values beyond, axes are logarithmic
 
 
 def _drawn(caption: str) -> Callable[[Callable[..., Figure]], Callable[..., Figure]]:
-    """One text size for a figure, and a caption below it."""
+    """Gives a figure one text size and a caption."""
 
     def around(draw: Callable[..., Figure]) -> Callable[..., Figure]:
         @functools.wraps(draw)
@@ -63,8 +63,8 @@ def _drawn(caption: str) -> Callable[[Callable[..., Figure]], Callable[..., Figu
     " one end of t."
 )
 def eigenvalues(times, values: Mapping[str, np.ndarray], untrained: Mapping[str, np.ndarray] | None = None) -> Figure:
-    """Eigenvalues in the complex plane, one panel for each family, coloured by t. values: family -> [time, ...], of
-    heads [time, heads, count]; untrained: the same of a fresh model."""
+    """Eigenvalues in the complex plane, one panel per family, coloured by t. values: family -> [time, ...], for heads
+    [time, heads, count]; untrained: the same for an untrained model."""
     figure = Figure(figsize=(4.2 * len(values), 5.2), layout="constrained")
     axes = np.atleast_1d(figure.subplots(1, len(values)))
     times = np.asarray(times)
@@ -92,8 +92,8 @@ def eigenvalues(times, values: Mapping[str, np.ndarray], untrained: Mapping[str,
     " Surprising: a line that stays in the brown band, which means that training has left no trace."
 )
 def summaries(times, summaries: Mapping[str, Summary], bands: Mapping[str, Summary] | None = None) -> Figure:
-    """Radius, share of positive real parts and symmetry against t: median and range over heads; in brown the range
-    over heads and draws of fresh models."""
+    """Radius, share of positive real parts and symmetry against t: median and range over heads; in brown the range over
+    heads and draws of untrained models."""
     rows = {
         "radius": r"spectral radius $\max|\lambda|$",
         "positive": r"share with Re $\lambda > 0$",
@@ -128,7 +128,7 @@ def summaries(times, summaries: Mapping[str, Summary], bands: Mapping[str, Summa
     " Surprising: a sharp drop, which means that the matrix has low rank."
 )
 def singular_values(times, values: Mapping[str, np.ndarray]) -> Figure:
-    """Singular values by rank, median over heads, one line for each t. values: family -> [time, ..., rank]."""
+    """Singular values by rank, median over heads, one line per t. values: family -> [time, ..., rank]."""
     figure = Figure(figsize=(4.2 * len(values), 3.8), layout="constrained")
     axes = np.atleast_1d(figure.subplots(1, len(values)))
     for ax, (family, array) in zip(axes, values.items(), strict=True):
@@ -147,7 +147,7 @@ def singular_values(times, values: Mapping[str, np.ndarray]) -> Figure:
     " One text proves nothing: compare with shuffled texts."
 )
 def token_map(labels: Sequence[str], exponents: np.ndarray, output_position: int = -1) -> Figure:
-    """The paper's token scores: the largest exponent of each token so far, after each step. [steps, position, embed]"""
+    """The paper's token scores: the largest exponent of each token up to each step. [steps, position, embed]"""
     scores = np.cumsum(exponents, axis=0).max(axis=-1)
     steps, length = scores.shape
     figure = Figure(figsize=(max(5.0, 1.5 + 0.26 * min(length, 60)), 2.4 + 0.24 * steps), layout="constrained")
@@ -191,7 +191,7 @@ def growth(step_exponents: np.ndarray) -> Figure:
     " do not overlap; only this is due to word order."
 )
 def corpus(result: CorpusExponents) -> Figure:
-    """Means over texts and 95 % intervals: the spectrum, and token scores by distance to the output; with shuffles."""
+    """Means over texts with 95 % intervals: the spectrum, and token scores by distance to the output; with shuffles."""
     figure = Figure(figsize=(10, 4.0), layout="constrained")
     left, right = figure.subplots(1, 2)
     k, n = result.spectrum.shape[1], len(result.spectrum)
@@ -240,7 +240,7 @@ def motion(result: Motion) -> Figure:
     "Shows: the loss of the next token if the model ended at t. Surprising: a token whose loss rises again with depth."
 )
 def lens(result: LogitLens, labels: Sequence[str] | None = None) -> Figure:
-    """Loss of the logit lens: mean against t, and of each token. labels: the tokens of the text."""
+    """Loss of the logit lens: mean against t, and per token. labels: the tokens of the text."""
     steps, length = result.loss.shape
     figure = Figure(figsize=(10, 3.8), layout="constrained")
     left, right = figure.subplots(1, 2, width_ratios=(1, 2))
@@ -265,7 +265,7 @@ def lens(result: LogitLens, labels: Sequence[str] | None = None) -> Figure:
     " attends to one token) or near 1 (it attends uniformly) at all t."
 )
 def entropy(values: np.ndarray) -> Figure:
-    """Attention entropy of each head along t, as a share of the most it can be: mean over tokens. [steps, heads, N]"""
+    """Attention entropy of each head along t, as a fraction of its maximum: mean over tokens. [steps, heads, N]"""
     steps, heads, length = values.shape
     share = (values[..., 1:] / np.log(np.arange(2, length + 1))).mean(axis=-1) if length > 1 else values[..., 0]
     figure = Figure(figsize=(5.5, 3.8), layout="constrained")
@@ -289,7 +289,7 @@ def save(figure: Figure, path: Path) -> list[Path]:
 
 
 def _plane(ax, moduli: np.ndarray) -> None:
-    """Axes and unit circle; logarithmic beyond the middle where a few eigenvalues would squeeze all others."""
+    """Axes and unit circle; logarithmic outside the centre if a few eigenvalues would squeeze all others."""
     most, central = max(moduli.max(), 1e-12), max(np.quantile(moduli, 0.95), 1e-12)
     ax.axhline(0, color="0.8", lw=0.8, zorder=0)
     ax.axvline(0, color="0.8", lw=0.8, zorder=0)
@@ -343,5 +343,5 @@ def _time_bar(figure: Figure, ax) -> None:
 
 
 def _visible(token: str) -> str:
-    """A token on an axis: blanks are seen, and no dollar sign begins a formula."""
+    """A token as an axis label: blanks are visible, and a dollar sign does not start a formula."""
     return token.replace("\n", "⏎").replace("\t", "⇥").replace(" ", "·").replace("$", r"\$")

@@ -2,7 +2,7 @@
 
     qkvflow lyapunov --run runs/quickstart --text "The for statement is used to iterate"
 
-writes the token heat map, the spectrum of the whole sequence and aggregates over the validation text into
+writes the token heat map, the spectrum of the whole sequence and aggregates over the validation text to
 `<run>/analysis/`, as `lyapunov.npz` and figures (PNG and PDF).
 """
 
@@ -41,11 +41,11 @@ def token_exponents(
     for output position j and each input position k, at the states and times of the forward pass. The paper's exponent
     of token k is the sum over steps, its score the largest of these. Tokens after j have exactly 0.
 
-    This is not the tangent map of the flow: each token is followed by itself, and the identity is added for k != j too.
-    `spectrum` couples the tokens.
+    This is not the tangent map of the flow: each token is propagated on its own, and the identity is added for k != j
+    too. `spectrum` couples the tokens.
 
-    official_times: reproduce the official code, which takes t = n/L and the state after step n where the forward pass
-        takes t = (n+1)/L and the state before it. Of flows by Euler on a uniform grid only.
+    official_times: reproduce the official code, which uses t = n/L and the state after step n where the forward pass
+        uses t = (n+1)/L and the state before it. Only for Euler flows on a uniform grid.
     Source: SDML-KU/qkvflow, analysis/lyapunov.py.
     """
     reading = _reading(model)
@@ -73,10 +73,10 @@ def spectrum(
 ) -> np.ndarray:
     """The k largest finite-time Lyapunov exponents of the whole sequence's flow, float64 [k], descending.
 
-    lambda_i = log sigma_i(d x(1) / d x(0)), all tokens coupled, per unit of layer-time (which is 1). Matrix-free, by
-    Benettin's method from the leading directions (see `qkvflow.analysis.exponents`); memory O(k) states.
+    lambda_i = log sigma_i(d x(1) / d x(0)), all tokens coupled, per unit of layer-time (the depth is 1). Matrix-free,
+    by Benettin's method from the leading directions (see `qkvflow.analysis.exponents`); memory O(k) states.
 
-    sweeps: at most, of the iteration that finds the leading directions; 0 starts from random directions instead, as
+    sweeps: maximum number of iterations that find the leading directions; 0 starts from random directions instead, as
         Benettin's method does in long-time problems, and gives lower bounds that depend on `seed`.
     """
     return step_exponents(model, tokens, k, sweeps=sweeps, seed=seed, tick=tick).sum(axis=0)
@@ -91,7 +91,7 @@ def step_exponents(
     seed: int = 0,
     tick: Tick | None = None,
 ) -> np.ndarray:
-    """The exponents of `spectrum` step by step, [steps, k]; their sum over steps is `spectrum`."""
+    """The exponents of `spectrum` per step, [steps, k]; their sum over steps is `spectrum`."""
     tangent = _tangent(model, tokens)
     if not 1 <= k <= tangent.size:
         raise UserError(
@@ -104,9 +104,9 @@ def step_exponents(
 
 
 def direction_exponents(model: LmHeadModel | Reading, tokens: NamedArray, directions) -> np.ndarray:
-    """log ||v_{n+1}|| / ||v_n|| of each perturbation v_0 of x(0) by itself: [steps, m] from [m, position, embed].
+    """log ||v_{n+1}|| / ||v_n|| of each perturbation v_0 of x(0) separately: [steps, m] from [m, position, embed].
 
-    Summed over steps it is the finite-time exponent of the direction.
+    The sum over steps is the finite-time exponent of the direction.
     """
     tangent = _tangent(model, tokens)
     v = np.asarray(directions.array if isinstance(directions, NamedArray) else directions, np.float64)
@@ -125,12 +125,12 @@ def direction_exponents(model: LmHeadModel | Reading, tokens: NamedArray, direct
 
 
 def token_map(model: LmHeadModel | Reading, tokens, *, tick: Tick | None = None) -> NamedArray:
-    """How far the most that a token can be disturbed has grown on the way: float64 {layers = steps, position}.
+    """The largest growth of a perturbation of each token up to each depth: float64 {layers = steps, position}.
 
         lambda_i(t_n) = log sigma_max( d x(t_n) / d x_i(0) ) / t_n
 
-    the finite-time exponent of token i at depth t_n = 1/L, ..., 1, with what its disturbance does to all tokens. Exact:
-    embed Jacobian-vector products for each token and step.
+    the finite-time exponent of token i at depth t_n = 1/L, ..., 1, including the effect of the perturbation on all
+    tokens. Exact: embed Jacobian-vector products for each token and step.
     """
     tangent = _tangent(model, tokens)
     positions, width = tangent.shape
@@ -151,10 +151,10 @@ def token_map(model: LmHeadModel | Reading, tokens, *, tick: Tick | None = None)
 def divergence(
     model: LmHeadModel | Reading, tokens: NamedArray, probes: int | None = None, seed: int = 0
 ) -> np.ndarray:
-    """h tr(d F_n / d x) of each step, [steps]. Its sum, the integral of the divergence, is in the limit of short steps
-    the sum of all exponents: the growth of volume.
+    """h tr(d F_n / d x) of each step, [steps]. In the limit of short steps the sum, which is the integral of the
+    divergence, equals the sum of all exponents: the growth of volume.
 
-    probes: None for the exact trace, one product for each dimension; a number for Hutchinson's estimate.
+    probes: None for the exact trace, with one product per dimension; a number for Hutchinson's estimate.
     """
     return _tangent(model, tokens).traces(probes, seed)
 
@@ -162,9 +162,9 @@ def divergence(
 def corpus_exponents(
     model: LmHeadModel | Reading, texts, k: int = 4, *, sweeps: int = 8, seed: int = 0, tick: Tick | None = None
 ) -> CorpusExponents:
-    """Exponents of each of `texts` (tokens of equal length, [n, position]) and of each in a random order of its tokens.
+    """Exponents of each of `texts` (tokens of equal length, [n, position]) and of each text with its tokens shuffled.
 
-    What is the same for both does not come from the order of the words.
+    What is the same for both is not due to word order.
     """
     reading = _reading(model)
     texts = np.asarray(texts)
@@ -234,7 +234,7 @@ class LyapunovConfig:
 
 
 def main(config: LyapunovConfig) -> dict[str, np.ndarray]:
-    """Computes, writes and prints; returns what `lyapunov.npz` holds."""
+    """Computes, writes and prints; returns the contents of `lyapunov.npz`."""
     for name, least in (("k", 1), ("sweeps", 0), ("texts", 0), ("length", 2)):
         if getattr(config, name) < least:
             raise UserError(f"{name} must be at least {least}, got {getattr(config, name)}")

@@ -3,7 +3,7 @@
     QK_h = W_Q^h (W_K^h)^T,   OV_h = W_V^h W_O^h,   FF = W_1 W_2        all {embed, embed}, acting on rows: y = x M
 
 Without norms, biases, activation, gate, rotary positions, 1/sqrt(head_size) and the alpha of a controlled block.
-Source: the official analysis/spectral.py, which leaves out the same.
+Source: the official analysis/spectral.py, with the same omissions.
 """
 
 from collections.abc import Callable
@@ -27,45 +27,45 @@ FAMILIES = ("qk", "ov", "ff")
 
 
 class ThinProduct(NamedTuple):
-    """M = left @ right, for all times and heads at once. left: [..., embed, inner]; right: [..., inner, embed]."""
+    """M = left @ right, for all times and heads. left: [..., embed, inner]; right: [..., inner, embed]."""
 
     left: np.ndarray
     right: np.ndarray
 
 
 def training_times(model: LmHeadModel) -> tuple[float, ...]:
-    """The times in [0, 1] at which training evaluates W(t); layer k of an ordinary stack of L stands at (k + 1)/L."""
+    """The times in [0, 1] at which training evaluates W(t); layer k of an ordinary stack of L has time (k + 1)/L."""
     return enter(model).config.plan.times
 
 
 def official_times(steps: int) -> tuple[float, ...]:
-    """The times of the official analysis, k/steps for k = 0..steps-1: one step before those of training."""
+    """The times of the official analysis, k/steps for k = 0..steps-1: one step before the training times."""
     return tuple(k / steps for k in range(steps))
 
 
 def products(model: LmHeadModel, family: str, times=None) -> ThinProduct:
     """The matrices of `family` (`qk`, `ov`, `ff`) at `times`.
 
-    times: numbers in [0, 1]; the training times if not given. Only weights that are functions of time (generated,
-        modulated, constant) have values between those.
+    times: numbers in [0, 1]; the training times by default. Only weights that are functions of time (generated,
+        modulated, constant) have values at other times.
     Returns:
         `ThinProduct` with leading axes [time, heads] for `qk` and `ov`, [time] for `ff`.
 
     Raises:
-        UserError: a model without such matrices, times outside [0, 1] or unknown to the model.
+        UserError: a model without such matrices, times outside [0, 1], or times without weights.
     """
     return thin(*factors(model, family, times))
 
 
 def thin(left: NamedArray, right: NamedArray) -> ThinProduct:
-    """The two factors with their axes in order. These are views: nothing is moved in memory."""
+    """The two factors with their axes in order, as views: nothing is copied."""
     heads = (HEADS,) if HEADS in {a.name for a in left.axes} else ()
     (inner,) = {a.name for a in left.axes} - {LAYERS, HEADS, EMBED}
     return ThinProduct(_view(left, LAYERS, *heads, EMBED, inner), _view(right, LAYERS, *heads, inner, EMBED))
 
 
 def factors(model: LmHeadModel, family: str, times=None) -> tuple[NamedArray, NamedArray]:
-    """What `products` is made of, with axes in any order: {layers, [heads,] embed, head_size or mlp} both."""
+    """The factors of `products`, with axes in any order: both {layers, [heads,] embed, head_size or mlp}."""
     if family not in FAMILIES:
         raise UserError(f"family: {family!r} is not known. Choices: {', '.join(FAMILIES)}.")
     check_finite(model)
@@ -77,8 +77,8 @@ def factors(model: LmHeadModel, family: str, times=None) -> tuple[NamedArray, Na
 
 
 def _part(model: NeuralOdeLMHeadModel, select: Callable, times: tuple[float, ...]):
-    """The part of the blocks that `select` chooses, and the times at which it is still to be evaluated (None: it is
-    stacked along `layers` already). Nothing else is touched."""
+    """The part of the blocks that `select` chooses, and the times at which it is still to be evaluated (None: already
+    stacked along `layers`). Nothing else is computed."""
     weights = model.transformer.flow.weights
     if isinstance(weights, TimeDependent):  # a whole block at a time
         return select(weights.at(grid(times))), None
@@ -87,7 +87,7 @@ def _part(model: NeuralOdeLMHeadModel, select: Callable, times: tuple[float, ...
 
 @eqx.filter_jit
 def _factors(part: eqx.Module, family: str, times: tuple[float, ...] | None) -> tuple[NamedArray, NamedArray]:
-    # Compiled in one piece: what `family` does not need is not computed.
+    # Compiled as a whole: what `family` does not need is not computed.
     module = part if times is None else at(part, grid(times))
     if family == "ff":
         maps = parts.feed_forward_maps(module)

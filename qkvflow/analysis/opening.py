@@ -24,8 +24,8 @@ from qkvflow.runs.load import Run
 
 @dataclass(frozen=True)
 class EncodedText:
-    """A text of the user as the model sees it. labels: what each token stands for, joined the text itself (bytes that
-    are no character by themselves are shown as \\xE2)."""
+    """A user's text as the model sees it. labels: the text of each token; together they are the text (bytes that are
+    not a character on their own are shown as \\xE2)."""
 
     text: str
     ids: np.ndarray
@@ -34,7 +34,7 @@ class EncodedText:
 
 @contextlib.contextmanager
 def opened(path: str, checkpoint_step: int | None) -> Iterator[tuple[Run, Progress]]:
-    """A run read back, and the progress of the program; library output is kept off the terminal."""
+    """A loaded run and the program's progress; library output is kept off the terminal."""
     with quiet_libraries() as quiet:
         progress = Progress(quiet.terminal)
         with progress.phase(f"Loading {path}"):
@@ -43,10 +43,10 @@ def opened(path: str, checkpoint_step: int | None) -> Iterator[tuple[Run, Progre
 
 
 def encode(run: Run, reading: Reading, text: str) -> EncodedText:
-    """The tokens of a text, without special ones.
+    """The tokens of a text, without special tokens.
 
     Raises:
-        UserError: a text without tokens, or with more than the context.
+        UserError: a text without tokens, or longer than the context.
     """
     ids = run.tokenizer.encode(text)
     tokens = sequence(reading, np.asarray(ids, np.int64))
@@ -56,14 +56,14 @@ def encode(run: Run, reading: Reading, text: str) -> EncodedText:
 def texts_of(
     run: Run, texts: Sequence[str] | None, length: int = 64, *, control: Sequence[float] | None = None
 ) -> tuple[Reading, list[EncodedText]]:
-    """The run's model read step by step, and the texts, by default the beginning of the run's validation text; all of
-    them are checked before anything is computed.
+    """The run's model as a `Reading`, and the texts, by default the beginning of the run's validation text. All
+    texts are checked before anything is computed.
 
     Args:
-        control: that the model hears at all tokens; zero by default.
+        control: control signal at all tokens; zero by default.
 
     Raises:
-        UserError: a control that does not fit, or a text that does not.
+        UserError: a control or a text that does not fit.
     """
     signal = None if control is None else hax.named(np.asarray(control, np.float32), CONTROL)
     reading = read(run.model, control=signal)
@@ -78,7 +78,7 @@ def validation_texts(run: Run, count: int, length: int) -> np.ndarray:
     """The first `length` tokens of the first `count` sequences of the run's validation text, int [count, length].
 
     Raises:
-        UserError: the run has no validation text, or too little.
+        UserError: the run has no validation text, or not enough.
     """
     evaluator = RunEvaluator(run, batch_size=count)
     tokens = evaluator.example().tokens.rearrange(("batch", "position")).array
@@ -86,7 +86,7 @@ def validation_texts(run: Run, count: int, length: int) -> np.ndarray:
 
 
 def output_folder(run: Run, out: str | None) -> Path:
-    """`out`, or `<run>/analysis`, or `analysis/<id>` here for a run in a bucket; made if it is not there."""
+    """`out`, or `<run>/analysis`, or `analysis/<id>` here for a run in a bucket; created if missing."""
     own = run.path / "analysis" if run.directory.mirror is None else Path("analysis", run.path.name)
     folder = own if out is None else local_path(out)
     try:
@@ -99,7 +99,7 @@ def output_folder(run: Run, out: str | None) -> Path:
 
 
 def output_file(run: Run, out: str | None, name: str) -> Path:
-    """`out`, or `name` in the folder of `output_folder`; its folder is made if it is not there."""
+    """`out`, or `name` in the folder of `output_folder`; its folder is created if missing."""
     if out is None:
         return output_folder(run, None) / name
     path = local_path(out)
@@ -109,14 +109,14 @@ def output_file(run: Run, out: str | None, name: str) -> Path:
 
 
 def write(folder: Path, name: str, arrays: Mapping[str, np.ndarray], drawn: Mapping[str, Figure]) -> None:
-    """`<name>.npz`, and `<name>-<figure>.png` and `.pdf` of each figure."""
+    """`<name>.npz`, and `<name>-<figure>.png` and `.pdf` for each figure."""
     np.savez_compressed(folder / f"{name}.npz", **arrays)
     for title, figure in drawn.items():
         figures.save(figure, folder / f"{name}-{title}")
 
 
 def label(tokenizer, token: int) -> str:
-    """What a token stands for; bytes that are no character by themselves as \\xE2."""
+    """The text of a token; bytes that are not a character on their own as \\xE2."""
     text = tokenizer.decode([token])
     if "�" not in text:
         return text

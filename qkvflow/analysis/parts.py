@@ -1,7 +1,7 @@
 """The parts of blocks: attention, its matrices, the feed-forward pair.
 
-All matrices act from the left on rows: y = x W, with W {embed, ...} or {..., embed}. Biases and norms are not part of
-them. A stack of blocks gives matrices with the axis `layers` in front.
+All matrices act on rows: y = x W, with W {embed, ...} or {..., embed}. Biases and norms are not included. A stack of
+blocks gives matrices with a leading axis `layers`.
 """
 
 from functools import singledispatch
@@ -23,7 +23,7 @@ from qkvflow.errors import UserError
 class AttentionMaps(NamedTuple):
     """The linear maps of all heads. q, k, v: {embed, heads, head_size}; o: {heads, head_size, embed}.
 
-    Keys and values that several query heads share are repeated for each of them.
+    Keys and values shared by several query heads are repeated for each of these heads.
     """
 
     q: NamedArray
@@ -33,7 +33,7 @@ class AttentionMaps(NamedTuple):
 
 
 class FeedForwardMaps(NamedTuple):
-    """The first and the last linear map of the MLP: {embed, mlp}, {mlp, embed}. A gate between them is left out."""
+    """The first and last linear maps of the MLP: {embed, mlp}, {mlp, embed}. A gate between them is left out."""
 
     first: NamedArray
     last: NamedArray

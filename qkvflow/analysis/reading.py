@@ -1,7 +1,7 @@
 """Any language model as steps in depth, x_{k+1} = x_k + Psi_k(x_k): the form that all analyses use.
 
-Psi_k is the increment of the solver (for Euler h B(x; W(t_k))); for an ordinary model, whose step is h = 1, what layer
-k adds to the residual stream. Prelude, coda, norm and head stand around the steps.
+Psi_k is the increment of the solver (for Euler h B(x; W(t_k))); for an ordinary model, whose step is h = 1, it is what
+layer k adds to the residual stream. Prelude, coda, norm and head are outside the steps.
 """
 
 import dataclasses
@@ -31,12 +31,12 @@ from qkvflow.weights import at
 
 
 class Reading(eqx.Module):
-    """A model read step by step on one sequence; in inference mode, float32 at least, causal.
+    """A model as steps in depth on one sequence: inference mode, at least float32, causal.
 
     Attributes:
-        model: with per-layer weights on a fixed grid (`Flow.discretise`), in a form that can be differentiated forward
-            (attention without a custom backward pass).
-        inputs: what its blocks are given, the same at every step.
+        model: with per-layer weights on a fixed grid (`Flow.discretise`), in a form that supports forward-mode
+            differentiation (attention without a custom backward pass).
+        inputs: inputs of its blocks, the same at every step.
     """
 
     model: NeuralOdeLMHeadModel
@@ -44,12 +44,12 @@ class Reading(eqx.Module):
 
     @property
     def steps(self) -> int:
-        """How many steps there are."""
+        """The number of steps."""
         return self.plan.steps
 
     @property
     def step(self) -> float:
-        """The length h of a step as the state sees it: Psi = h times the field. 1 for layers added as they are."""
+        """The step length h of the state: Psi = h times the field. 1 for ordinary residual layers."""
         return self.plan.step
 
     @property
@@ -58,17 +58,17 @@ class Reading(eqx.Module):
 
     @property
     def ends(self) -> tuple[float, ...]:
-        """Layer-time before the first step and after each: 0, 1/L, ..., 1; of ordinary layers too."""
+        """Layer-time before the first step and after each: 0, 1/L, ..., 1; for ordinary layers too."""
         return tuple(k / self.steps for k in range(self.steps + 1))
 
     @property
     def times(self) -> tuple[float, ...]:
-        """Layer-time of the weights that each step begins with: where what is measured of a step stands on an axis."""
+        """Layer-time of the weights at the beginning of each step: the coordinate at which measurements are plotted."""
         return tuple(self.plan.times[row] for row in self._first_rows)
 
     @property
     def differentiates_forward(self) -> bool:
-        """Whether the block has Jacobian-vector products; that of a recurrence has a backward pass by hand instead."""
+        """Whether the block has Jacobian-vector products; a recurrence only has a hand-written backward pass."""
         return not any(isinstance(m, SsmMixer) for m in jax.tree.leaves(self.model, is_leaf=_is_mixer))
 
     def increment(self, k, x: NamedArray) -> NamedArray:
@@ -76,24 +76,24 @@ class Reading(eqx.Module):
         return self.model.transformer.flow.increment(k, x, self.inputs).rearrange(x.axes)
 
     def field(self, k, x: NamedArray) -> NamedArray:
-        """F(x) with the weights that step k begins with: what Psi_k / h is for short steps. `k` may be traced."""
+        """F(x) with the weights at the beginning of step k: Psi_k / h for short steps. `k` may be traced."""
         return self.run_block(self.block(k), x).rearrange(x.axes)
 
     def block(self, k) -> eqx.Module:
-        """The block whose attention step k begins with. `k` may be traced."""
+        """The block whose attention comes first in step k. `k` may be traced."""
         return at(self.model.transformer.flow.weights, GridPoint(self.plan.times, jnp.asarray(self._first_rows)[k]))
 
     def run_block(self, block: eqx.Module, x: NamedArray) -> NamedArray:
-        """What a block as given by `block(k)` makes of x."""
+        """The output for x of a block as returned by `block(k)`."""
         return block(x, self.inputs)
 
     def activations(self, x: NamedArray) -> NamedArray:
-        """What the head reads if x is the end of the flow: after coda and norm."""
+        """The head's input if x is the end of the flow: after coda and norm."""
         transformer = self.model.transformer
         return transformer.norm(x if transformer.coda is None else transformer.coda(x, self.inputs))
 
     def logits(self, x: NamedArray) -> NamedArray:
-        """{position, vocab}: what the model would say if x were the end of the flow."""
+        """{position, vocab}: the model's prediction if x were the end of the flow."""
         return hax.dot(self.activations(x), self.model.get_lm_head(), axis=EMBED)
 
     @property
@@ -108,15 +108,15 @@ def read(
     """The model as steps in depth.
 
     Args:
-        steps: of a flow, another number than it was trained with.
-        endpoint: of a flow read by Euler, another end of its steps than in training.
+        steps: for a flow, a number other than in training.
+        endpoint: for an Euler flow, an end of its steps other than in training.
         control: {control} or {position, control}; None is zero control.
 
-    A flow with adaptive or random steps is read on the fixed grid of its solver, one with the reversible scheme by the
-    plain steps of its solver: the same differential equation.
+    Flows with adaptive or random steps are evaluated on the fixed grid of their solver, flows with the reversible
+    scheme by the plain steps of their solver: the differential equation is the same.
 
     Raises:
-        UserError: for a model of an unknown kind, weights that are not finite, steps that it has no weights for, a
+        UserError: a model of an unknown kind, non-finite weights, a number of steps without weights, a
             control that does not fit.
     """
     check_finite(model)
@@ -136,7 +136,7 @@ def read(
 
 def check_finite(model: eqx.Module) -> None:
     """Raises:
-    UserError: if an array holds numbers that are not finite, naming it: nothing can be read off such a model.
+    UserError: if an array holds non-finite numbers, with its name: such a model cannot be analysed.
     """
     for path, leaf in jax.tree_util.tree_leaves_with_path(model):
         if eqx.is_inexact_array(leaf) and not isinstance(leaf, jax.core.Tracer) and not bool(jnp.isfinite(leaf).all()):
@@ -148,7 +148,7 @@ def check_finite(model: eqx.Module) -> None:
 
 
 def sequence(reading: Reading, tokens) -> NamedArray:
-    """Tokens of one sequence as int32 {position}: from a NamedArray (with a batch of one, at most), an array, a list.
+    """Tokens of one sequence as int32 {position}: from a NamedArray (with a batch of at most one), an array or a list.
 
     Raises:
         UserError: no tokens, more than the context, more than one sequence, tokens outside the vocabulary.
@@ -197,7 +197,7 @@ def _is_attention(module) -> bool:
 
 
 def _plain(module):
-    """The same attention by the kernel that can be differentiated forward (flash attention cannot)."""
+    """The same attention with the kernel that supports forward-mode differentiation (flash attention does not)."""
     if not _is_attention(module):
         return module
     return dataclasses.replace(module, backend=AttentionBackend.VANILLA, flash_block_size=None)

@@ -2,9 +2,9 @@
 
     python -m qkvflow.analysis.report --run runs/quickstart [--compare runs/other ...] [--text "..." ...]
 
-Eigenvalues over t, sensitivity to the tokens of texts, logit lens, attention, motion of the states, each over the run's
-checkpoints and beside shuffled text and untrained models; training curves; the depth sweep, the exits and the
-continuity of `eval_lm` where there are some. Written to `<run>/analysis/report.html`.
+Eigenvalues over t, sensitivity to the tokens of texts, logit lens, attention and motion of the states, each over the
+run's checkpoints and compared with shuffled text and untrained models; training curves; the depth sweep, exits and
+continuity of `eval_lm` if available. Written to `<run>/analysis/report.html`.
 """
 
 import dataclasses
@@ -31,10 +31,10 @@ from qkvflow.runs import load_run
 from qkvflow.runs.checkpoints import checkpoint_steps
 from qkvflow.runs.load import Run
 
-LARGEST = 5_000_000  # bytes of a page
+LARGEST = 5_000_000  # maximum size of a page, in bytes
 MOST_RUNS = 4
-_POINTS = 120_000  # eigenvalues of all runs, checkpoints and families together
-_ATTENTION = 1_500_000  # numbers of attention of the whole page
+_POINTS = 120_000  # eigenvalues of all runs, checkpoints and families combined
+_ATTENTION = 1_500_000  # attention values on the whole page
 
 
 @dataclass
@@ -72,7 +72,7 @@ class ReportConfig:
 
 @dataclass(frozen=True)
 class _Source:
-    """A run with what is shown of it. steps: of its checkpoints, the newest last, which is the run as loaded."""
+    """A run and what is shown of it. steps: of its checkpoints; the last is the newest, already loaded in `run`."""
 
     run: Run
     path: str
@@ -132,9 +132,9 @@ def main(config: ReportConfig) -> Path:
 
 
 def _sources(opened_runs: list[Run], paths: list[str], times, config: ReportConfig) -> list[_Source]:
-    """The runs with their texts, times and checkpoints: all are checked before the work begins."""
+    """The runs with their texts, times and checkpoints, all checked before computation begins."""
     if times is not None and not any(spectra.has_weights_between(run.model) for run in opened_runs):
-        products(opened_runs[0].model, "qk", times)  # says which of them are unknown
+        products(opened_runs[0].model, "qk", times)  # the error names the unknown times
     first_reading, first_texts = texts_of(opened_runs[0], config.text, control=config.control)
     chosen, sources = [text.text for text in first_texts], []
     for run, path, name in zip(opened_runs, paths, _names(opened_runs), strict=True):
@@ -142,7 +142,7 @@ def _sources(opened_runs: list[Run], paths: list[str], times, config: ReportConf
         reading, own = (first_reading, first_texts) if not sources else texts_of(run, chosen, control=control)
         steps = [s for s in _spread(_earlier(run), config.checkpoints - 1) if _is_good(run, s)]
         own_times = spectra.layer_times(run.model, times)
-        products(run.model, "qk", own_times)  # refuses times outside [0, 1]
+        products(run.model, "qk", own_times)  # rejects times outside [0, 1]
         sources.append(_Source(run, path, name, [*steps, run.step], own_times, reading, own))
     return sources
 
@@ -176,7 +176,7 @@ def _run_data(source: _Source, sources: list[_Source], config: ReportConfig, ste
 def _snapshot(
     source: _Source, n: int, config: ReportConfig, own: Data, points: int, attention: bool, step: Step
 ) -> Data:
-    """Everything of one checkpoint."""
+    """All data about one checkpoint."""
     run, reading = source.at(n)
     found: Data = {"step": n, "spectra": spectra.spectra(run.model, source.times, points, step), "texts": []}
     fresh = own["fresh"]
@@ -204,7 +204,7 @@ def _snapshot(
 
 
 def _fresh(source: _Source, config: ReportConfig, points: int, step: Step) -> Data:
-    """What untrained models of the same configuration show."""
+    """The same data for untrained models with the same configuration."""
     found: Data = {"spectra": spectra.untrained(source.run, source.times, config.draws, points, step)}
     reading = dataclasses.replace(read(spectra.fresh_model(source.run)), inputs=source.reading.inputs)
     found["texts"] = [texts.null_data(reading, text.ids, config.k, step) for text in source.texts]
@@ -212,7 +212,7 @@ def _fresh(source: _Source, config: ReportConfig, points: int, step: Step) -> Da
 
 
 def _attention_rooms(sources: list[_Source]) -> dict[bool, bool]:
-    """Whether the page has room for the attention of the newest checkpoints (True), and of the others (False)."""
+    """Whether the page has room for the attention maps of the newest checkpoints (True) and of the others (False)."""
 
     def size(source: _Source) -> int:
         heads = getattr(source.run.config.model, "num_heads", None) or source.reading.model.config.block.num_heads
@@ -229,26 +229,26 @@ def _labels(run: Run) -> Callable[[int], str]:
 
 
 def _vocabulary(run: Run, data: Data) -> dict[str, str]:
-    """What the tokens stand for that the lens names."""
+    """The text of each token that the lens shows."""
     ids = {i for s in data["snapshots"] for t in s["texts"] for row in t["lens"]["top"] for top in row for i in top}
     return {str(i): label(run.tokenizer, i) for i in sorted(ids)}
 
 
 def _count(source: _Source, config: ReportConfig) -> int:
-    """How often `step` is called for a run."""
+    """How often `step` is called for one run."""
     kinds, number = len(families(source.run.model)), len(source.texts)
     each = sum(len(texts.output_positions(len(t.ids), config.outputs)) + 2 + config.shuffles for t in source.texts)
     return len(source.steps) * (kinds + each) + (kinds + number if config.draws else 0)
 
 
 def _earlier(run: Run) -> list[int]:
-    """The checkpoints before the one that was loaded."""
+    """The checkpoints before the loaded one."""
     steps = [] if run.directory.hub is not None else checkpoint_steps(run.directory.checkpoints)
     return [step for step in steps if step < run.step]
 
 
 def _is_good(run: Run, step: int) -> bool:
-    """Whether a checkpoint is as it was written; the page does without one that is damaged."""
+    """Whether a checkpoint is intact; the page leaves out damaged ones."""
     what = damage_of(run.directory.checkpoints / f"step-{step}")
     if what is not None:
         warnings.warn(Notice(f"the checkpoint step-{step} of {run.directory} is left out: {what}"), stacklevel=2)
@@ -256,14 +256,14 @@ def _is_good(run: Run, step: int) -> bool:
 
 
 def _spread(steps: list[int], count: int) -> list[int]:
-    """`count` of them, the first among them, evenly spread."""
+    """`count` of them, evenly spread and including the first."""
     if count <= 0 or not steps:
         return []
     return [steps[i * len(steps) // count] for i in range(count)] if len(steps) > count else steps
 
 
 def _made(config: ReportConfig) -> Data:
-    """How the page was made: the command, without what is default."""
+    """How the page was made: the command, without default values."""
     words = ["python", "-m", "qkvflow.analysis.report"]
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
@@ -284,12 +284,12 @@ def _made(config: ReportConfig) -> Data:
 
 
 def _heard(run: Run, control: list[float] | None) -> list[float] | None:
-    """The control for a run that is compared: none for a model that hears none."""
+    """The control for a run in the comparison: None for a model without control."""
     return control if getattr(run.model.config, "control", None) is not None else None
 
 
 def _names(opened_runs: list[Run]) -> list[str]:
-    """The folders' names, with as much of the path as tells them apart."""
+    """The folder names, with enough of each path to make them unique."""
     paths = [PurePosixPath(str(run.directory.place.resolved())) for run in opened_runs]
     for depth in range(1, max(len(p.parts) for p in paths) + 1):
         names = ["/".join(p.parts[-depth:]) for p in paths]

@@ -2,8 +2,8 @@
 
     qkvflow spectral --run runs/quickstart
 
-writes eigenvalues, singular values and what is read off them, beside a band of fresh models, into `<run>/analysis/`,
-as `spectral.npz` and figures (PNG and PDF). With `--text` also the eigenvalues of the field's own Jacobian there.
+writes eigenvalues, singular values and their summaries, with a band from untrained models, to `<run>/analysis/`, as
+`spectral.npz` and figures (PNG and PDF). With `--text`, also the eigenvalues of the field's Jacobian on that text.
 """
 
 from collections.abc import Sequence
@@ -38,7 +38,7 @@ from qkvflow.runs.checkpoints import checkpoint_steps
 def qk_eigenvalues(model: LmHeadModel, times=None) -> np.ndarray:
     """Non-zero eigenvalues of W_Q^h (W_K^h)^T, complex128 [time, heads, head_size], by decreasing modulus.
 
-    times: numbers in [0, 1]; those of training if not given. See `qkvflow.analysis.matrices` for what is left out.
+    times: numbers in [0, 1]; the training times by default. See `qkvflow.analysis.matrices` for what is left out.
     """
     return eigenvalues(model, "qk", times)
 
@@ -64,20 +64,20 @@ def singular_values(model: LmHeadModel, family: str, times=None) -> np.ndarray:
 
 
 def summary(model: LmHeadModel, family: str, times=None) -> Summary:
-    """Radius, signs, parts, norm and symmetry of the matrices: each [time, heads], for `ff` [time]."""
+    """Radius, signs, real and imaginary parts, norm and symmetry of the matrices: each [time, heads], `ff`: [time]."""
     return _summary(products(model, family, times), family)
 
 
 def random_summaries(model: LmHeadModel, family: str, times=None, *, draws: int = 5, seed: int = 0) -> Summary:
-    """`summary` of fresh models of the same configuration, before any training: each field [draws, time, heads].
+    """`summary` of untrained models with the same configuration: each field [draws, time, heads].
 
-    Only the matrices that are asked for are drawn. What training did is what leaves this band.
+    Only the requested matrices are drawn. Values outside this band are an effect of training.
     """
     return summaries_of(random_products(model, family, times, draws=draws, seed=seed), family)
 
 
 def random_products(model: LmHeadModel, family: str, times=None, *, draws: int = 5, seed: int = 0) -> list[ThinProduct]:
-    """`products` of fresh models of the same configuration, before any training; only what is asked for is drawn."""
+    """`products` of untrained models with the same configuration; only the requested matrices are drawn."""
     if draws < 1:
         raise UserError(f"draws must be at least 1, got {draws}.")
     times = training_times(model) if times is None else times
@@ -96,15 +96,15 @@ def summaries_of(several: Sequence[ThinProduct], family: str) -> Summary:
 
 
 def eigenvalues_of(product: ThinProduct, family: str) -> np.ndarray:
-    """`eigenvalues` of products that are at hand."""
+    """`eigenvalues` of products that are already computed."""
     return spectrum.eigenvalues(product, _count(product, family))
 
 
 def jacobian_eigenvalues(model: LmHeadModel | Reading, tokens, position: int = -1) -> np.ndarray:
     """Eigenvalues of d F_n(x)_j / d x_j at the states of a text, complex128 [steps, embed], by decreasing modulus.
 
-    F is the whole vector field, with norms and nonlinearities; j is `position`. Positive real parts push states of
-    this token apart, negative ones draw them together. A step of length h is I + h J.
+    F is the whole vector field, with norms and nonlinearities; j is `position`. Positive real parts push states of this
+    token apart; negative real parts contract them. A step of length h is I + h J.
     """
     reading = model if isinstance(model, Reading) else read(model)
     tangent = Tangent(reading, sequence(reading, tokens))
@@ -118,7 +118,8 @@ class OverTraining:
     """Spectra at the checkpoints of a run.
 
     Attributes:
-        steps: of the checkpoints, ascending. times: layer-times.
+        steps: of the checkpoints, ascending.
+        times: layer-times.
         eigenvalues: complex128 {checkpoints, times, [heads,] eigenvalues}, by decreasing modulus.
     """
 
@@ -130,13 +131,15 @@ class OverTraining:
 def over_training(
     run: str | Path, family: str, times=None, *, steps: Sequence[int] | None = None, tick: Tick | None = None
 ) -> OverTraining:
-    """Eigenvalues of `family` (`qk`, `ov`, `ff`) at each checkpoint that a run keeps.
+    """Eigenvalues of `family` (`qk`, `ov`, `ff`) at each checkpoint of a run.
 
     Args:
-        run: its directory. times: as of `qk_eigenvalues`. steps: of some checkpoints; all by default.
+        run: its directory.
+        times: as in `qk_eigenvalues`.
+        steps: of the checkpoints to use; all by default.
 
     Raises:
-        UserError: no checkpoints, or not those; a family or times that the model does not have.
+        UserError: no checkpoints, unknown steps, or a family or times that the model does not have.
     """
     steps = checkpoint_steps(RunDirectory(Path(run)).checkpoints) if steps is None else steps
     if not steps:
@@ -176,7 +179,7 @@ class SpectralConfig:
 
 
 def main(config: SpectralConfig) -> dict[str, np.ndarray]:
-    """Computes, writes and prints; returns what `spectral.npz` holds."""
+    """Computes, writes and prints; returns the contents of `spectral.npz`."""
     if config.draws < 0:
         raise UserError(f"draws must be at least 0, got {config.draws}")
     if config.control is not None and config.text is None:
@@ -187,7 +190,7 @@ def main(config: SpectralConfig) -> dict[str, np.ndarray]:
         times = training_times(model) if times is None else times
         kinds = families(model)
         reading, texts = texts_of(run, [config.text], control=config.control) if config.text is not None else (None, [])
-        thin = {kind: products(model, kind, times) for kind in kinds}  # refuses times before the work begins
+        thin = {kind: products(model, kind, times) for kind in kinds}  # rejects bad times before the work begins
         arrays: dict[str, np.ndarray] = {"times": np.asarray(times)}
         values, singular, own, bands, clouds = {}, {}, {}, {}, {}
         with progress.count("Eigenvalues") as tick:
@@ -226,7 +229,7 @@ def main(config: SpectralConfig) -> dict[str, np.ndarray]:
 
 
 def families(model: LmHeadModel) -> tuple[str, ...]:
-    """Those of `qk`, `ov`, `ff` that the model has: a state-space block has no `ff`."""
+    """The families among `qk`, `ov`, `ff` that the model has: a state-space block has no `ff`."""
     return FAMILIES[:2] if isinstance(enter_config(model.config).block, SsmBlockConfig) else FAMILIES
 
 
@@ -235,7 +238,7 @@ def _summary(product: ThinProduct, family: str) -> Summary:
 
 
 def _count(product: ThinProduct, family: str) -> int:
-    """How many eigenvalues there are to show: of `ff` as many as the state has dimensions."""
+    """The number of eigenvalues to show: for `ff`, the dimension of the state."""
     embed, inner = product.left.shape[-2:]
     return embed if family == "ff" else min(embed, inner)
 
@@ -250,7 +253,7 @@ def _table(times, summaries: dict[str, Summary]) -> str:
 
 
 def times_of(value) -> tuple[float, ...] | None:
-    """Layer-times as an option gives them: `0,0.5,1`, or a number of them spread over [0, 1]; None for None.
+    """Layer-times from an option: `0,0.5,1`, or a number of times spread over [0, 1]; None for None.
 
     Raises:
         UserError: it is neither.

@@ -1,7 +1,7 @@
 """Eigenvalues and singular values of thin products, and their summaries.
 
 left @ right {embed, embed} has rank <= inner, and its non-zero eigenvalues are those of right @ left {inner, inner}.
-For a head of 64 in a width of 768 that is a matrix of 1/144 the size.
+For a head size of 64 and a width of 768 that matrix has 1/144 of the size.
 """
 
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from qkvflow.analysis.matrices import ThinProduct
 
 @dataclass(frozen=True)
 class Summary:
-    """What is read off the spectra of matrices M, each of the shape of the leading axes ([time, heads] or [time]).
+    """Summary of the spectra of matrices M; each field has the shape of the leading axes ([time, heads] or [time]).
 
     Attributes:
         radius: max |lambda|.
@@ -62,7 +62,7 @@ def singular_values(product: ThinProduct) -> np.ndarray:
 
 
 def summary(eigenvalues: np.ndarray, singular_values: np.ndarray) -> Summary:
-    """From complex [..., n] and float [..., m], the zeros that are left out changing nothing but `positive`."""
+    """From complex [..., n] and float [..., m]; omitted zeros only affect `positive`."""
     norm2 = np.sum(singular_values**2, axis=-1)
     trace2 = np.sum(eigenvalues**2, axis=-1).real
     with np.errstate(invalid="ignore", divide="ignore"):

@@ -1,7 +1,6 @@
 """Perturbations of a trajectory: v_{k+1} = D Phi_k v_k with Phi_k = id + Psi_k, by Jacobian-vector products.
 
-No Jacobian is ever formed. A set of m perturbations is an array [m, position, embed]; it and the states are all that
-is stored.
+No Jacobian is formed. A set of m perturbations is an array [m, position, embed]; only it and the states are stored.
 """
 
 import functools
@@ -16,7 +15,7 @@ from haliax import NamedArray
 from qkvflow.analysis.reading import Reading, trajectory
 from qkvflow.axes import EMBED, POSITION
 
-_AT_ONCE = 8  # perturbations that go through the block side by side; more take more memory
+_AT_ONCE = 8  # perturbations that pass through the block together; more use more memory
 _TOGETHER = 64  # perturbations in one call
 
 
@@ -24,7 +23,7 @@ class Tangent:
     """The linearised steps along the trajectory of one sequence."""
 
     def __init__(self, reading: Reading, tokens: NamedArray, states: jax.Array | None = None):
-        """states: [steps + 1, position, embed], another trajectory than that of `reading`."""
+        """states: [steps + 1, position, embed], a trajectory other than that of `reading`."""
         self.reading = reading
         self.steps = reading.steps
         self.states = trajectory(reading, tokens).array if states is None else states
@@ -53,8 +52,8 @@ class Tangent:
         return _rows(self.reading, jnp.asarray(k), x, jnp.asarray(position))
 
     def traces(self, probes: int | None = None, seed: int = 0) -> np.ndarray:
-        """h tr(d F_n / d x) at the beginning of each step, [steps]: exact by one product for each dimension, or
-        Hutchinson's estimate with `probes` random signs (unbiased; error falls like 1/sqrt(probes))."""
+        """h tr(d F_n / d x) at the beginning of each step, [steps]: exact, with one product per dimension, or
+        Hutchinson's estimate with `probes` random sign vectors (unbiased; the error falls as 1/sqrt(probes))."""
         count = self.size if probes is None else probes
         total, rng = np.zeros(self.steps), np.random.default_rng(seed)
         for first in range(0, count, _TOGETHER):
@@ -98,7 +97,7 @@ def _rows(reading: Reading, k, x, position):
 
 
 def _push(reading: Reading, function, x):
-    """v -> (d function / d x) v. One linearisation for all v: the function itself is evaluated once."""
+    """v -> (d function / d x) v. One linearisation for all v: the function is evaluated only once."""
     if reading.differentiates_forward:
         return jax.linearize(function, x)[1]
     _, pull = jax.vjp(function, x)

@@ -1,6 +1,6 @@
 """The path of the states through depth: how fast and where they move, what they predict, what they attend to.
 
-The measures are those of `qkvflow.lens`, here of one sequence as NumPy arrays, for figures and the report.
+The measures are those of `qkvflow.lens`, here for one sequence as NumPy arrays, for figures and the report.
 """
 
 from dataclasses import dataclass
@@ -19,13 +19,13 @@ from qkvflow.lens.paths import cosine
 
 @dataclass(frozen=True)
 class Motion:
-    """Of each token, with v_k = (x_{k+1} - x_k) / (t_{k+1} - t_k) = L Psi_k, the mean velocity in step k on the axis
-    t in [0, 1]: of flows and ordinary layers on one scale, so that the speed integrates to the length of the path.
+    """Motion of each token, with v_k = (x_{k+1} - x_k) / (t_{k+1} - t_k) = L Psi_k, the mean velocity in step k with
+    respect to t in [0, 1]. Flows and ordinary layers have the same scale: the integral of the speed is the path length.
 
     Attributes:
         speed: ||v_k||, [steps, position].
-        turning: cos(v_k, v_{k+1}), [steps - 1, position]: 1 goes straight on, 0 turns by a right angle.
-        outward: cos(x_k, v_k), [steps, position]: the part of the motion that only makes x longer (or shorter,
+        turning: cos(v_k, v_{k+1}), [steps - 1, position]: 1 is straight on, 0 a right-angle turn.
+        outward: cos(x_k, v_k), [steps, position]: the part of the motion that only lengthens x (or shortens it, if
             negative).
         displacement: ||x_k - x_0|| / ||x_0||, [steps + 1, position].
     """
@@ -38,13 +38,13 @@ class Motion:
 
 @dataclass(frozen=True)
 class LogitLens:
-    """What the model says if the flow ends early: the head (after coda and norm) on the states x_0, ..., x_L.
+    """The prediction if the flow ended early: the head (after coda and norm) applied to the states x_0, ..., x_L.
 
     Attributes:
         loss: of the next token, nats, [steps + 1, position - 1].
         top_tokens, top_probabilities: the most likely next tokens, [steps + 1, position, top].
-        rank: how many tokens are more likely than the next one, [steps + 1, position - 1]; 0 is a right prediction.
-        entropy: of the prediction, nats, [steps + 1, position]; log(vocabulary) at most.
+        rank: number of tokens more likely than the next one, [steps + 1, position - 1]; 0 is a correct prediction.
+        entropy: of the prediction, nats, [steps + 1, position]; at most log(vocabulary).
         divergence: KL(p_L || p_n) of the model's own prediction from the one at x_n, nats, [steps + 1, position].
     """
 
@@ -57,7 +57,7 @@ class LogitLens:
 
 
 def states(model: LmHeadModel | Reading, tokens) -> np.ndarray:
-    """x_0, ..., x_L: float [steps + 1, position, embed]; `model.trajectory` with the start in front."""
+    """x_0, ..., x_L: float [steps + 1, position, embed]; `model.trajectory` with the initial state prepended."""
     reading = _reading(model)
     return np.asarray(_states(reading, sequence(reading, tokens)).array)
 
@@ -78,7 +78,7 @@ def motion(model: LmHeadModel | Reading, tokens) -> Motion:
 def logit_lens(model: LmHeadModel | Reading, tokens, top: int = 5) -> LogitLens:
     """Loss and most likely tokens along t: see `LogitLens`.
 
-    Caveat: the head is trained on x(1) only. That early states read badly does not mean that they know nothing.
+    Caveat: the head is trained on x(1) only. Poor predictions from early states do not mean that they hold nothing.
     """
     reading = _reading(model)
     tokens, control = sequence(reading, tokens), reading.inputs.control
@@ -88,7 +88,7 @@ def logit_lens(model: LmHeadModel | Reading, tokens, top: int = 5) -> LogitLens:
 
 
 def attention(model: LmHeadModel | Reading, tokens) -> np.ndarray:
-    """p_ij, what token i attends to token j, of each head at the beginning of each step: [steps, heads, i, j]."""
+    """p_ij, the attention of token i to token j, for each head at the beginning of each step: [steps, heads, i, j]."""
     reading = _reading(model)
     tokens, control = sequence(reading, tokens), reading.inputs.control
     place = "attn.pattern" if reading.plan.evaluations == reading.steps else "0.attn.pattern"
@@ -99,13 +99,13 @@ def attention(model: LmHeadModel | Reading, tokens) -> np.ndarray:
 def attention_entropy(model: LmHeadModel | Reading, tokens) -> np.ndarray:
     """-sum_j p_ij log p_ij of the attention p of each head, in nats: [steps, heads, position].
 
-    At the beginning of each step (of its first stage). Token i sees i + 1 tokens, so log(i + 1) is the most.
+    At the beginning of each step (of its first stage). Token i sees i + 1 tokens, so the maximum is log(i + 1).
     """
     return entropy_of(attention(model, tokens))
 
 
 def entropy_of(maps: np.ndarray) -> np.ndarray:
-    """`attention_entropy` of the maps that `attention` gives."""
+    """`attention_entropy` from the maps that `attention` returns."""
     return np.asarray(lens.attention_entropy(hax.named(maps, (LAYERS, HEADS, POSITION, KEY_POSITION))).array)
 
 

@@ -12,14 +12,14 @@ from qkvflow.errors import UserError
 
 _VALIDATION_FRACTION = 0.1
 _SHINGLE_WORDS = 8
-# Texts that share more than this part of the smaller one's word sequences are kept on one side of the split.
+# Texts that share more than this fraction of the smaller text's word sequences stay in the same split.
 _SHARED_FRACTION = 0.05
 _NOT_LIBRARY = {"test", "tests", "idle_test", "pydoc_data"}  # tests, and the text of `topics`
 
 
 @functools.cache
 def topics() -> dict[str, str]:
-    """Name and text of each topic, in the order of the names (about 465 kB in all)."""
+    """Name and text of each topic, ordered by name (about 465 kB in total)."""
     from pydoc_data.topics import topics as by_name
 
     return dict(sorted(by_name.items()))
@@ -27,15 +27,15 @@ def topics() -> dict[str, str]:
 
 @functools.cache
 def library() -> dict[str, str]:
-    """Path and text of each module of the standard library without its tests (about 11 MB in all), ordered by path.
+    """Path and text of each module of the standard library except tests (about 11 MB in total), ordered by path.
 
     Raises:
-        UserError: this Python carries no sources.
+        UserError: this Python installation has no sources.
     """
     folder, found = Path(sysconfig.get_path("stdlib")), {}
     for path in sorted(folder.rglob("*.py")):
         names = path.relative_to(folder).with_suffix("").parts
-        # Folders such as site-packages and config-3.11-x86_64-linux-gnu cannot be imported by their name.
+        # Folders such as site-packages and config-3.11-x86_64-linux-gnu are not valid module names.
         if all(map(str.isidentifier, names)) and not _NOT_LIBRARY & {*names} and "_sysconfigdata" not in names[-1]:
             found["/".join(names)] = path.read_text(encoding="utf-8")
     if len(found) < 100:
@@ -50,7 +50,7 @@ BUILTIN_TEXTS: dict[str, Callable[[], dict[str, str]]] = {"topics": topics, "lib
 
 
 def documents_of(text: str, split: str) -> Iterator[str]:
-    """The documents of a text of BUILTIN_TEXTS in the split `train` or `validation`, in a fixed order that mixes the
+    """The documents of one of BUILTIN_TEXTS in the split `train` or `validation`, in a fixed order that mixes
     subjects."""
     by_name, held_out = BUILTIN_TEXTS[text](), validation_names(text)
     for name in sorted(by_name, key=_name_hash):
@@ -60,12 +60,12 @@ def documents_of(text: str, split: str) -> Iterator[str]:
 
 @functools.cache
 def validation_names(text: str) -> frozenset[str]:
-    """The documents held out: about a tenth of the text, whole groups of related documents.
+    """The held-out documents: about a tenth of the text, as whole groups of related documents.
 
-    Many topics repeat sections of others word for word ("customization" is a part of "specialnames", "try" of
-    "compound"), and so do modules: a split document by document would show the model most of its validation text.
-    So documents that share text form a group, and groups are drawn in the order of a hash of their names, skipping
-    those too big for what is still to be filled.
+    Many topics repeat sections of others verbatim ("customization" is a part of "specialnames", "try" of "compound"),
+    and so do modules. A split by single documents would leak most of the validation text into training. Therefore
+    documents that share text form a group, and groups are drawn in the order of a hash of their names, skipping those
+    too large for the remaining space.
     """
     by_name = BUILTIN_TEXTS[text]()
     wanted = _VALIDATION_FRACTION * sum(map(len, by_name.values()))
@@ -80,7 +80,7 @@ def validation_names(text: str) -> frozenset[str]:
 
 
 def related_groups(by_name: Mapping[str, str]) -> list[set[str]]:
-    """The documents in groups such that those of different groups share next to no sequences of eight words."""
+    """Groups of documents; documents from different groups share almost no sequences of eight words."""
     shingles = {name: _shingles(text) for name, text in by_name.items()}
     names_with: dict[tuple[str, ...], list[str]] = {}
     for name, own in shingles.items():

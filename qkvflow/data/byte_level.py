@@ -6,7 +6,7 @@ END_OF_TEXT = "<|endoftext|>"
 
 
 def byte_alphabet() -> list[str]:
-    """GPT-2's printable character for each byte 0..255: its own where printable, else 256 + n."""
+    """GPT-2's printable character for each byte 0..255: the byte's own character if printable, otherwise 256 + n."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     code_points = {byte: byte for byte in printable} | {byte: 256 + n for n, byte in enumerate(others)}
@@ -14,7 +14,7 @@ def byte_alphabet() -> list[str]:
 
 
 def byte_tokenizer() -> Tokenizer:
-    """Ids 0..255 are the bytes of the UTF-8 text, 256 ends a document; any text makes the round trip."""
+    """Ids 0..255 are the bytes of the UTF-8 text, 256 ends a document; the round trip is exact for any text."""
     vocab = {character: byte for byte, character in enumerate(byte_alphabet())}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

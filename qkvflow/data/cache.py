@@ -22,7 +22,7 @@ from qkvflow.locks import locked
 
 logger = logging.getLogger(__name__)
 
-# Appending rewrites the open end of the store, so that few big writes are much faster than many small ones.
+# Appending rewrites the open end of the store, so few large writes are much faster than many small ones.
 _TOKENS_PER_WRITE = 1 << 23
 _CHARACTERS_PER_BATCH = 1 << 20
 _FULL_DISK_BYTES = 1 << 20
@@ -39,16 +39,16 @@ def load_or_build(
     rebuild: bool = False,
     verify: bool = False,
 ) -> TreeCache[dict] | None:
-    """The token cache `folder/split`, built first if it is not there; None if the source has no such split.
+    """The token cache `folder/split`, built first if missing; None if the source has no such split.
 
-    Differs from Levanter: a cache gets its name when it is complete, so that what a killed process left
-    behind is never read; a finished cache is read without asking the source (which may need a network); and
-    local text, and text with control, is tokenised in this process, whose errors name the file and line.
+    Differs from Levanter: a cache only gets its name when it is complete, so that the remains of a killed process are
+    never read; a finished cache is read without its source (which may need a network); and local text, and text with
+    control, is tokenised in this process, so that errors name the file and line.
 
     Args:
-        build: false refuses a cache that is not there.
-        rebuild: a damaged cache is built again.
-        verify: a big cache is compared with its checksums byte by byte too.
+        build: if false, a missing cache is an error.
+        rebuild: rebuild a damaged cache.
+        verify: also compare a large cache with its checksums byte by byte.
 
     Raises:
         UserError: the source cannot be read, the folder cannot be written, or the cache is damaged.
@@ -79,7 +79,7 @@ def load_or_build(
     what = soundness.damage(target, whole=verify)
     if what is not None:
         raise soundness.refusal(target, what)
-    # Levanter would compare metadata here and only warn; the folder's name says what the tokens are of.
+    # Levanter would compare metadata here and only warn; the folder's name identifies the tokens.
     try:
         cache = TreeCache.load(str(target), processor.output_exemplar)
         soundness.check_counts(target, cache)
@@ -111,13 +111,13 @@ def _build(
             shutil.rmtree(building, ignore_errors=True)
             raise
     else:
-        # Finished shards of a killed build are used again; what was made of them may be torn.
+        # Finished shards of an interrupted build are reused; data derived from them may be incomplete.
         for entry in building.iterdir() if building.is_dir() else ():
             if not _is_shard(entry):
                 shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
         build_cache(str(building), shards, processor, options, metadata)
         for entry in filter(_is_shard, [*building.iterdir()]):
-            shutil.rmtree(entry)  # the joined arrays hold all of it
+            shutil.rmtree(entry)  # the joined arrays contain all of it
     soundness.seal(building)
     shutil.rmtree(target, ignore_errors=True)
     building.rename(target)
@@ -129,7 +129,7 @@ def _write_tokens(
     processor: BatchProcessor[dict, dict],
     metadata: CacheMetadata,
 ) -> None:
-    """Writes one store from all shards in their order, in bounded memory."""
+    """Writes all shards in order to one store, in bounded memory."""
     with SerialCacheWriter(str(building), processor.output_exemplar, metadata) as writer:
         rows: list[dict] = []
         size = 0
@@ -145,7 +145,7 @@ def _write_tokens(
 
 
 def _batches(shards: ShardedDataSource[dict]) -> Iterator[list[dict]]:
-    """Records in groups of about a million characters: enough to tokenise in parallel."""
+    """Records in groups of about a million characters: enough for parallel tokenisation."""
     batch: list[dict] = []
     size = 0
     for record in shards:
@@ -180,7 +180,7 @@ def open_source(source: LmDatasetSourceConfigBase, split: str) -> ShardedDataSou
 
 
 def _try_first_record(shards: ShardedDataSource[dict], processor: BatchProcessor[dict, dict]) -> None:
-    """Differs from Levanter, whose workers report a missing key after three attempts, by a long traceback."""
+    """Differs from Levanter, whose workers report a missing key after three attempts, with a long traceback."""
     for record in shards:
         try:
             processor([record])
@@ -205,11 +205,11 @@ def _is_shard(entry: Path) -> bool:
 
 @contextlib.contextmanager
 def _lock(folder: Path, split: str) -> Iterator[None]:
-    """Held by one process at a time, also among those of one run; the kernel frees it at their end."""
+    """Held by one process at a time, also within a run; the kernel releases it when the process ends."""
     with contextlib.ExitStack() as stack:
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            # On a file system without locks whoever finishes last replaces an equal cache.
+            # On a file system without locks, the last process to finish replaces the cache with an equal one.
             stack.enter_context(locked(folder / f"{split}.lock", wait=True))
         except OSError as error:
             raise UserError(
@@ -221,7 +221,7 @@ def _lock(folder: Path, split: str) -> Iterator[None]:
         except UserError:
             raise
         except Exception as error:
-            # A full disk comes back from the store as an error of many shapes.
+            # The store reports a full disk by many different errors.
             if shutil.disk_usage(folder).free < _FULL_DISK_BYTES:
                 raise UserError(
                     f"the disk with the token cache {folder} is full; free some space or change `data.cache_dir`"

@@ -11,7 +11,7 @@ from qkvflow.errors import UserError
 
 @dataclass(frozen=True)
 class TokenCounts:
-    """Tokens found in each component that has data of its own for the split."""
+    """Tokens in each component that has its own data for the split."""
 
     train: dict[str, int]
     validation: dict[str, int]
@@ -21,15 +21,15 @@ def check_enough_tokens(data: LmDataConfig, seq_len: int) -> TokenCounts:
     """Builds or loads all token caches and counts their tokens.
 
     Args:
-        data: what `DataConfig.resolve` returns.
+        data: the result of `DataConfig.resolve`.
         seq_len: tokens of one training sequence.
 
     Raises:
-        UserError: a component that is trained on, or its validation part, has less than one sequence, or
-            `num_validation_sequences` leaves nothing to train on; with the numbers.
+        UserError: a training component, or its validation part, has less than one sequence, or
+            `num_validation_sequences` leaves nothing for training; the message gives the numbers.
     """
     train = _counts(data, data.build_caches("train"), seq_len, "training")
-    # Components in `num_validation_sequences` are evaluated on a part of their training sequences instead.
+    # Components in `num_validation_sequences` are evaluated on part of their training sequences instead.
     held_out_caches = {
         name: cache
         for name, cache in data.build_caches("validation").items()
@@ -55,7 +55,7 @@ def check_enough_tokens(data: LmDataConfig, seq_len: int) -> TokenCounts:
 
 
 def is_trained_on(data: LmDataConfig, name: str) -> bool:
-    """Whether a component has a weight in any phase of training."""
+    """Whether a component has a non-zero weight in any phase of training."""
     if data.train_weights is None:
         return True
     phases = [data.train_weights] if isinstance(data.train_weights, Mapping) else [w for _, w in data.train_weights]
@@ -67,7 +67,7 @@ def _counts(data: LmDataConfig, caches: Mapping[str, TreeCache[dict]], seq_len: 
     for name, cache in caches.items():
         component = _component(data, name)
         tokens = cache.flat_field_length(component.format.token_data_key) if len(cache) else 0
-        # Packed and chat data is padded: there each document makes a sequence.
+        # Packed and chat data is padded: each document is one sequence.
         is_stream = isinstance(component.format, TextLmDatasetFormat) and not component.pack
         needed = seq_len if is_stream else 1
         if tokens < needed:

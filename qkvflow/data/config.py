@@ -1,4 +1,4 @@
-"""The `data:` section: Levanter's keys, and shortcuts for those who just have a file."""
+"""The `data:` section: Levanter's keys, and shortcuts for local files."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping
@@ -67,7 +67,7 @@ class DataConfig(LmDataConfig):
             raise UserError("`validation` is given without `train`: also give `train`.")
 
     def control_field(self, dim: int | None) -> ControlField | None:
-        """Where the records hold their control, for a model with `dim` components of it; None without `control_key`.
+        """Where records hold the control, for a model with `dim` control components; None without `control_key`.
 
         Raises:
             UserError: the model has no control (`dim` is None).
@@ -82,7 +82,7 @@ class DataConfig(LmDataConfig):
         return ControlField(self.control_key, dim)
 
     def evaluating(self, validation: str | list[str]) -> "DataConfig":
-        """The same data, to evaluate on other files and to train on none."""
+        """The same data, with other files for evaluation and none for training."""
         source = FilesSource(validation=_as_list(validation), text_key=self.text_key)
         return dataclasses.replace(
             self,
@@ -97,20 +97,20 @@ class DataConfig(LmDataConfig):
     def resolve(self, tokenizer_folder: Path, control_dim: int | None = None) -> ResolvedDataConfig:
         """An ordinary Levanter configuration with the tokenizer in `tokenizer_folder` and safe cache folders.
 
-        The tokenizer is put into the folder if it is not there yet (`resolve_tokenizer`). Each component's
-        tokens go to `<cache_dir>/<component>-<fingerprint>`; the fingerprint covers the tokenizer's content,
-        the format, bos and eos, the control, and the data, so that a cache never serves tokens of anything else.
+        Puts the tokenizer into the folder if it is not there yet (`resolve_tokenizer`). Each component's tokens go to
+        `<cache_dir>/<component>-<fingerprint>`. The fingerprint covers the tokenizer's content, the format, bos and
+        eos, the control and the data, so that a cache never serves the tokens of other data or settings.
 
         Args:
-            control_dim: components of the model's control; None for a model without.
+            control_dim: components of the model's control; None for a model without control.
 
         Raises:
-            UserError: everything that can be seen before tokenising: missing, empty or unreadable files, a tokenizer
-                that cannot be had, components without data, a control that cannot be.
+            UserError: errors that can be detected before tokenising: missing, empty or unreadable files, a tokenizer
+                that is not available, components without data, an impossible control.
         """
         plain = self._with_shortcuts()
         control = self.control_field(control_dim)
-        # Levanter's name for data that is tokenised already.
+        # Levanter's name for tokenised data.
         if self.tokenizer == "passthrough":
             tokenizer, content = "passthrough", f"passthrough {self.vocab_size}"
         else:
@@ -151,7 +151,7 @@ class DataConfig(LmDataConfig):
             validation_fraction=0.0 if validation else self.validation_fraction,
             text_key=self.text_key,
         )
-        # These settings name components, which are all replaced.
+        # These settings name components, all of which are replaced.
         return dataclasses.replace(
             self,
             components={"text": DatasetComponent(source=source)},
@@ -174,7 +174,7 @@ def _resolve_component(
             for child_name, child in component.children.items()
         }
         return dataclasses.replace(component, children=children)
-    # Without a source, or with `flat_cache`, the component names a cache made elsewhere; it stays as it is.
+    # Without a source, or with `flat_cache`, the component names an existing cache, which stays unchanged.
     if not isinstance(component, DatasetComponent) or component.source is None or component.flat_cache:
         return component if control is None else with_control(name, component, control)
     base = component.cache_dir or cache_dir
@@ -196,7 +196,7 @@ def _resolve_component(
 
 
 def _with_text_format(name: str, component: DatasetComponent) -> DatasetComponent:
-    """Local text gets the format `document`; the key of the text may stand in the source or in the format."""
+    """Local text gets the format `document`; the text key may be given in the source or in the format."""
     source, format = component.source, component.format
     if not isinstance(source, FilesSource | BuiltinSource):
         return component

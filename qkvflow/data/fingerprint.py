@@ -16,18 +16,18 @@ from levanter.utils.fsspec_utils import expand_glob
 from qkvflow.data.sources import BuiltinSource, FilesSource
 from qkvflow.errors import UserError
 
-# Raise it when the same text would be written as other tokens.
+# Increment it when the same text would produce different tokens.
 _CACHE_FORMAT = 1
 _WHOLE_CONTENT_BYTES = 256 << 20
 _PART_BYTES = 1 << 20
 
 
 def cache_fingerprint(source: LmDatasetSourceConfigBase, settings: dict[str, Any]) -> str:
-    """16 hexadecimal digits that change with the data and with every setting that makes tokens of it.
+    """16 hexadecimal digits that depend on the data and on every setting that affects its tokens.
 
     Args:
-        source: where the data comes from.
-        settings: what else decides the tokens (tokenizer content, bos and eos, format), as JSON-like data.
+        source: the source of the data.
+        settings: what else determines the tokens (tokenizer content, bos and eos, format), as JSON-like data.
     """
     description = json.dumps([_CACHE_FORMAT, source_identity(source), settings], sort_keys=True, default=repr)
     return hashlib.sha256(description.encode()).hexdigest()[:16]
@@ -36,8 +36,8 @@ def cache_fingerprint(source: LmDatasetSourceConfigBase, settings: dict[str, Any
 def source_identity(source: LmDatasetSourceConfigBase) -> Any:
     """JSON-like data that changes when the data does.
 
-    Local files: absolute path, size, time of change and sha256 of the content (beyond 256 MB: of its first
-    and last MB). Built-in text: sha256 of the text. Hugging Face and remote files: their names.
+    Local files: absolute path, size, modification time and sha256 of the content (beyond 256 MB: of its first and last
+    MB). Built-in text: sha256 of the text. Hugging Face and remote files: their names.
     """
     if isinstance(source, FilesSource):
         splits = [[file_identity(path) for path in source.files(split)] for split in ("train", "validation")]
@@ -57,7 +57,7 @@ def source_identity(source: LmDatasetSourceConfigBase) -> Any:
 
 
 class FileIdentity(NamedTuple):
-    """path: absolute. changed: in ns. sha256: of the content, of its ends if it is very big."""
+    """path: absolute. changed: in ns. sha256: of the content, or of the two ends of a very large file."""
 
     path: str
     size: int
@@ -66,7 +66,7 @@ class FileIdentity(NamedTuple):
 
 
 def file_identity(path: Path) -> FileIdentity:
-    """Path, size, time of change and hash of a file.
+    """Path, size, modification time and hash of a file.
 
     Raises:
         UserError: the file cannot be read.
@@ -82,16 +82,16 @@ def file_identity(path: Path) -> FileIdentity:
 
 
 def file_identities_below(folder: Path) -> list[FileIdentity]:
-    """The identities of all files in a folder, in the order of their names."""
+    """The identities of all files in a folder, ordered by name."""
     return [file_identity(path) for path in sorted(folder.rglob("*")) if path.is_file()]
 
 
 def source_record(name: str, source: LmDatasetSourceConfigBase) -> dict[str, str]:
-    """What a run writes down of the data of its component `name`: each file and its content, in order.
+    """The record that a run keeps of the data of its component `name`: each file and its content, in order.
 
-    A file of up to 256 MB is known by its size and hash, whatever its place and time; a bigger one also by its
-    time, because only its ends are hashed. The version of Python is told of a built-in text, which changes with it.
-    Data on a network has nothing to be known by.
+    A file of up to 256 MB is identified by size and hash, independent of path and time; a larger file also by its time,
+    because only its two ends are hashed. For a built-in text, which depends on the Python version, the record includes
+    that version. Remote data cannot be identified.
     """
     if isinstance(source, BuiltinSource):
         python = platform.python_version()
@@ -107,7 +107,7 @@ def _content(file: FileIdentity) -> str:
 
 @functools.cache
 def _content_hash(path: Path, size: int, changed: int) -> str:
-    """Read once for each content; `changed` is the time that the file system sets and no program can."""
+    """Reads each content only once; `changed` is a time that only the file system can set."""
     with path.open("rb") as file:
         if size <= _WHOLE_CONTENT_BYTES:
             return hashlib.file_digest(file, "sha256").hexdigest()
@@ -118,7 +118,7 @@ def _content_hash(path: Path, size: int, changed: int) -> str:
 
 
 def _url_identity(pattern: str) -> list[Any]:
-    """One entry for each local file that the pattern names; a remote one stands for itself."""
+    """One entry for each local file that matches the pattern; a remote pattern is its own entry."""
     remote = "://" in pattern and not pattern.startswith("file://")
     if remote:
         return [pattern]

@@ -16,10 +16,10 @@ from qkvflow.data.readers import BEGINS, ENDS
 @LmDatasetFormatBase.register_subclass("document")
 @dataclass(frozen=True)
 class DocumentFormat(TextLmDatasetFormat):
-    """Text whose tokens end with the end-of-text token itself.
+    """Text whose token sequence ends with the end-of-text token.
 
-    Differs from Levanter's `text`, which tokenises `text + " " + eos`: no space token is added to the
-    document, and a text of any length is tokenised in bounded memory (`qkvflow.data.pieces`).
+    Differs from Levanter's `text`, which tokenises `text + " " + eos`: no space token is added to the document, and a
+    text of any length is tokenised in bounded memory (`qkvflow.data.pieces`).
     """
 
     def build_preprocessor(
@@ -31,8 +31,8 @@ class DocumentFormat(TextLmDatasetFormat):
 class DocumentTokenizer(BatchProcessor[dict, dict]):
     """Records `{text_key: text}` to `{"input_ids": int32 [tokens]}`: bos (if there is one), text, eos.
 
-    A record with `document_begins` or `document_ends` false is a piece of a longer document and gets no
-    bos or eos on that side; the pieces follow each other in the token stream as the document's text does.
+    A record with `document_begins` or `document_ends` false is a piece of a longer document and gets no bos or eos on
+    that side; the pieces follow each other in the token stream in the order of the document's text.
     """
 
     def __init__(self, tokenizer: MarinTokenizer, text_key: str, *, enforce_bos: bool, enforce_eos: bool):
@@ -64,5 +64,5 @@ class DocumentTokenizer(BatchProcessor[dict, dict]):
 
     @property
     def metadata(self) -> dict[str, Any]:
-        # The tokenizer's folder is not named: it differs from run to run while its content is the same.
+        # The tokenizer's folder is left out: it differs between runs while its content is the same.
         return {"vocab_size": self.tokenizer.vocab_size, "bos": self._bos, "eos": self._eos}

@@ -15,10 +15,10 @@ _WINDOW_BYTES = 1 << 16
 
 
 def text_boundary(path: Path, fraction: float) -> int:
-    """The byte offset in a plain text where its last part, about `fraction` of the bytes, begins.
+    """The byte offset at which the last part of a plain text, about `fraction` of the bytes, begins.
 
-    It is the first line end at or after `(1 - fraction) * size`, or else the last one before it, or else a
-    space, or else a place between two characters: neither part is empty wherever the text has two characters.
+    This is the first line end at or after `(1 - fraction) * size`; failing that, the last line end before it, then a
+    space, then a position between two characters. Neither part is empty if the text has at least two characters.
     """
     size = path.stat().st_size
     if size < 2:
@@ -26,7 +26,7 @@ def text_boundary(path: Path, fraction: float) -> int:
     target = min(max(int(size * (1 - fraction)), 1), size - 1)
     with path.open("rb") as file:
         for mark in (b"\n", b" "):
-            # A line that ends right at the target counts.
+            # A line that ends exactly at the target counts.
             for start in range(target - 1, size, _WINDOW_BYTES):
                 file.seek(start)
                 found = file.read(_WINDOW_BYTES).find(mark)
@@ -40,7 +40,7 @@ def text_boundary(path: Path, fraction: float) -> int:
                 found = file.read(stop - start).rfind(mark)
                 if found >= 0:
                     return start + found + 1
-        # Bytes 0b10xxxxxx continue a UTF-8 character, which has four at most.
+        # Bytes 0b10xxxxxx continue a UTF-8 character of at most four bytes.
         near = [*range(target, min(target + 4, size)), *range(target - 1, max(target - 4, 0), -1)]
         for place in near:
             file.seek(place)
@@ -50,16 +50,16 @@ def text_boundary(path: Path, fraction: float) -> int:
 
 
 def record_hash(record: dict[str, Any], text_key: str | None) -> int:
-    """64 bits of a record's content: equal documents fall on the same side of the split."""
+    """64 bits of a record's content: equal documents are always in the same split."""
     content = record[text_key] if text_key is not None else json.dumps(record, sort_keys=True, default=str)
     return int.from_bytes(hashlib.blake2b(content.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "big")
 
 
 def record_threshold(files: tuple[Path, ...], text_key: str | None, fraction: float) -> int:
-    """The largest `record_hash` held out, so that `fraction` of the distinct documents is, at least one.
+    """The largest `record_hash` held out, such that `fraction` of the distinct documents (at least one) is held out.
 
     Raises:
-        UserError: there are not two distinct documents.
+        UserError: there are fewer than two distinct documents.
     """
     stamps = tuple((path.stat().st_size, path.stat().st_mtime_ns) for path in files)
     return _record_threshold(files, stamps, text_key, fraction)

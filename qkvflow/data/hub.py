@@ -9,12 +9,12 @@ _CONNECT_SECONDS = 5.0
 
 
 def check_dataset_reachable(name: str) -> None:
-    """Asks the hub once about the data set `name`, unless it is a local folder or the hub is switched off.
+    """Asks the hub once for the dataset `name`, unless it is a local folder or the hub is switched off.
 
-    `datasets` itself asks again and again for each file, half a minute and more, before it gives up.
+    `datasets` itself retries for each file, for half a minute and more, before it gives up.
 
     Raises:
-        UserError: there is no way to the hub. A data set that the hub does not know is left to `datasets`, which knows
+        UserError: the hub cannot be reached. If the hub does not know the dataset, `datasets` decides: it accepts
             more kinds of names.
     """
     from huggingface_hub import HfApi, constants
@@ -37,12 +37,12 @@ def check_dataset_reachable(name: str) -> None:
 def download(name: str, files: Sequence[str], first: str, what: str, instead: str) -> Path:
     """The local folder with files of the repository `name`, from the hub or its local cache.
 
-    Differs from Levanter, which asks its mirrors and the hub again and again (46 s) before it gives up.
+    Differs from Levanter, which retries its mirrors and the hub (46 s) before it gives up.
 
     Args:
-        files: names, or patterns of them; those are fetched that there are.
-        first: the file without which a local cache is not whole.
-        what, instead: what is wanted, and what else the user can do, for messages.
+        files: names or patterns; those that exist are fetched.
+        first: the file without which a local cache is incomplete.
+        what, instead: what is requested, and the alternative for the user, for messages.
 
     Raises:
         UserError: it cannot be fetched.
@@ -68,7 +68,7 @@ def download(name: str, files: Sequence[str], first: str, what: str, instead: st
 
 
 def download_tokenizer(name: str, files: Sequence[str]) -> Path:
-    """The local folder with the tokenizer `name` from the hub or its local cache (those of `files` it has).
+    """The local folder with the tokenizer `name` from the hub or its local cache (the `files` that it has).
 
     Raises:
         UserError: it cannot be fetched or has no `tokenizer.json`.

@@ -14,7 +14,7 @@ from qkvflow.data.pieces import PIECE_CHARACTERS, cut
 from qkvflow.errors import UserError
 
 ENDINGS = (".txt", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".json", ".parquet")
-# Keys of a record that is one piece of a longer document.
+# Keys of a record that is a piece of a longer document.
 BEGINS, ENDS = "document_begins", "document_ends"
 _BLOCK_BYTES = 1 << 20
 
@@ -27,10 +27,10 @@ def is_plain_text(path: Path) -> bool:
 def read_text(path: Path, text_key: str, start: int = 0, stop: int | None = None) -> Iterator[dict[str, Any]]:
     """One document (bytes `start` to `stop` of the file) as pieces `{text_key, BEGINS, ENDS}`, streamed.
 
-    Line ends stay as they are; a byte order mark at the start of the file is left out.
+    Line endings stay unchanged; a byte order mark at the start of the file is left out.
 
     Raises:
-        UserError: the file is not UTF-8; with the byte offset.
+        UserError: the file is not UTF-8; the message gives the byte offset.
     """
     begins, pending = True, ""
     for block in _decoded_blocks(path, start, stop):
@@ -65,12 +65,12 @@ def _decoded_blocks(path: Path, start: int, stop: int | None) -> Iterator[str]:
 def read_records(path: Path, text_key: str | None, control: ControlField | None = None) -> Iterator[dict[str, Any]]:
     """The records of a .jsonl (also .gz, .zst), .json or .parquet file.
 
-    With `text_key` each record is cut down to `{text_key: text}`, and its control (fp32 [dim]) if `control` says
-    where that is; with None it comes whole.
+    With `text_key` each record is reduced to `{text_key: text}`, plus its control (fp32 [dim]) if `control` is given;
+    with None whole records are returned.
 
     Raises:
-        UserError: broken content, a record without the text, half of a character, or a control that is none; with
-            file and line (or record).
+        UserError: broken content, a record without text, an incomplete character, or an invalid control; the message
+            gives file and line (or record).
     """
     for where, record in _records(path, text_key, control):
         if not isinstance(record, dict):

@@ -24,15 +24,15 @@ from qkvflow.data.tokenizers import load_tokenizer
 
 @dataclass(frozen=True)
 class ResolvedDataConfig(LmDataConfig):
-    """What `DataConfig.resolve` returns: an `LmDataConfig` whose caches are complete or absent.
+    """The result of `DataConfig.resolve`: an `LmDataConfig` whose caches are complete or absent.
 
-    Each process of a run may call `build_caches`: a lock lets one build while the others wait.
-    With `control` its training and validation sets yield `ControlledExample`, else Levanter's `LmExample`.
+    Each process of a run may call `build_caches`: a lock lets one process build while the others wait.
+    With `control` its training and validation sets yield `ControlledExample`, otherwise Levanter's `LmExample`.
     """
 
     control: ControlField | None = None
     record: Mapping[str, str] = field(default_factory=dict)
-    """What the data is, file by file, see `source_record`; a run writes it down and compares it later."""
+    """Identifies the data, file by file; see `source_record`. A run records it and compares it later."""
     rebuild_caches: bool = False
     verify_caches: bool = False
 
@@ -92,14 +92,14 @@ class ResolvedDataConfig(LmDataConfig):
 
 
 def _parts(name: str, component: object) -> Iterator[tuple[str, DatasetComponent]]:
-    """The cache-backed parts of a component with source and local cache folder, all or none of them."""
+    """The parts of a component that have a cache, with source and local cache folder: all or none of them."""
     if isinstance(component, DatasetComponent):
         parts = [(name, component)]
     elif isinstance(component, ConcatDatasetComponent):
         parts = [(f"{name}/{child_name}", child) for child_name, child in component.children.items()]
     else:
         return
-    # A component without a source, or with a cache on an object store, is Levanter's business.
+    # Levanter handles components without a source, or with a cache on an object store.
     if all(
         part.source is not None and not part.flat_cache and part.cache_dir and "://" not in part.cache_dir
         for _, part in parts

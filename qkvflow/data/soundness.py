@@ -12,28 +12,28 @@ from qkvflow.errors import UserError
 from qkvflow.places import Place
 
 LEDGER = "shard_ledger.json"
-# Up to this size of a cache all of it is compared whenever it is opened, which takes less than a second.
+# A cache up to this size is compared completely whenever it is opened, which takes less than a second.
 _WHOLE_BYTES = 256 << 20
 _SMALL_BYTES = 1 << 20
 
 
 def seal(cache: Path) -> None:
-    """Writes the checksums of a cache that is complete."""
+    """Writes the checksums of a complete cache."""
     write_checksums(cache)
 
 
 def damage(cache: Path, *, whole: bool = False) -> str | None:
-    """What is wrong with the files of a finished cache, for people; None if nothing is.
+    """A readable description of what is wrong with the files of a finished cache; None if they are intact.
 
-    Sizes of all files are compared with `checksums.json`, and the content of a cache of up to 256 MB. Of a bigger one,
-    unless `whole`, it is the content of small files only, which say where tokens begin and end. Asked again in the same
-    process, only a cache whose files have other sizes or times is read again.
+    Compares the sizes of all files with `checksums.json`, and the content of a cache of up to 256 MB. Of a larger
+    cache, unless `whole`, it only compares the content of small files, which hold the token boundaries. Within one
+    process, a cache is only read again if its files changed in size or time.
     """
     return _damage(cache, _stamp(cache), whole)
 
 
 def refusal(cache: Path, what: str) -> UserError:
-    """What to tell the user of a damaged cache."""
+    """The error for a damaged cache."""
     return UserError(
         f"the token cache {cache} is damaged: {what}. To rebuild it from the data, run the same command with"
         " `--data.rebuild_caches true`; or restore the file"
@@ -41,7 +41,7 @@ def refusal(cache: Path, what: str) -> UserError:
 
 
 def check_counts(cache: Path, tree: TreeCache[dict]) -> None:
-    """For a cache of an older version, which has no checksums: that all tokens are there; then it gets checksums.
+    """Checks that a cache from an older version, without checksums, has all its tokens; then writes its checksums.
 
     Raises:
         UserError: files are missing.
@@ -60,7 +60,7 @@ def check_counts(cache: Path, tree: TreeCache[dict]) -> None:
     if sum(size for _, size, _ in _stamp(cache)) <= _WHOLE_BYTES:
         try:
             seal(cache)
-        except OSError:  # may be read-only
+        except OSError:  # the folder may be read-only
             return
 
 
@@ -75,7 +75,7 @@ def _damage(cache: Path, stamp: tuple, whole: bool) -> str | None:
 
 
 def _first_changed_soon(place: Place, expected: dict[str, Checksum]) -> str | None:
-    """`first_changed`, but of a big cache of its small files only."""
+    """`first_changed`, but for a large cache only of its small files."""
     is_whole = sum(checksum.bytes for checksum in expected.values()) <= _WHOLE_BYTES
     small = {name: checksum for name, checksum in expected.items() if checksum.bytes < _SMALL_BYTES}
     return first_changed(place, expected if is_whole else small)

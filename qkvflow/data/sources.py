@@ -21,11 +21,11 @@ from qkvflow.ranges import ProperShare, check_ranges
 @LmDatasetSourceConfigBase.register_subclass("files")
 @dataclass(frozen=True)
 class FilesSource(LmDatasetSourceConfigBase):
-    """Local files: .txt (one file is one document), .jsonl (.gz, .zst), .json, .parquet (one record is one).
+    """Local files: .txt (one document per file), .jsonl (.gz, .zst), .json, .parquet (one document per record).
 
-    Without `validation`, `validation_fraction` of the training data is held out: of records, whole documents
-    chosen by a hash of their content (equal documents stay together); of each .txt, its last part, cut at a
-    line end. Train and validation are disjoint and together everything.
+    Without `validation`, `validation_fraction` of the training data is held out: of records, whole documents chosen by
+    a hash of their content (equal documents stay together); of each .txt, its last part, cut at a line end. Train and
+    validation are disjoint and together contain all data.
     """
 
     train: list[str] = field(default_factory=list)
@@ -33,7 +33,7 @@ class FilesSource(LmDatasetSourceConfigBase):
     validation: list[str] = field(default_factory=list)
     validation_fraction: ProperShare = 0.0
     text_key: str | None = "text"
-    """The key of a record that holds its text. None: records come whole, for formats other than text."""
+    """The key of a record that holds its text. None: whole records, for formats other than text."""
 
     def __post_init__(self):
         check_ranges(self)
@@ -44,11 +44,11 @@ class FilesSource(LmDatasetSourceConfigBase):
             )
 
     def check(self) -> None:
-        """Looks at every file before any work.
+        """Checks every file before any work.
 
         Raises:
-            UserError: no or missing files, folders, empty files, unsupported endings, a file in both splits, and a
-                first record without the text.
+            UserError: no or missing files, folders, empty files, unsupported extensions, a file in both splits, or a
+                first record without text.
         """
         if not self.train and not self.validation:
             raise UserError("a source of type `files` needs files: give `train` a path or a list of paths")
@@ -63,7 +63,7 @@ class FilesSource(LmDatasetSourceConfigBase):
             raise UserError(f"{min(shared)} is given both for training and for validation; remove it from one")
 
     def files(self, split: str) -> list[Path]:
-        """The files given for a split, globs expanded, each once, in the given order."""
+        """The files given for a split: globs expanded, no duplicates, in the given order."""
         patterns = {"train": self.train, "validation": self.validation}.get(split)
         if patterns is None:
             raise ValueError(f"Unknown split {split}")
@@ -86,7 +86,7 @@ class FilesSource(LmDatasetSourceConfigBase):
 
 
 class FilesDataSource(ShardedDataSource[dict]):
-    """One shard for each file: its part on one side of the split, as records."""
+    """One shard per file: its part of one split, as records."""
 
     def __init__(self, source: FilesSource, files: list[Path], *, held_out: bool):
         self.source = source
@@ -122,11 +122,11 @@ class FilesDataSource(ShardedDataSource[dict]):
 @LmDatasetSourceConfigBase.register_subclass("builtin")
 @dataclass(frozen=True)
 class BuiltinSource(LmDatasetSourceConfigBase):
-    """Text that every Python carries, about a tenth of it for validation.
+    """Text that ships with Python, about a tenth of it for validation.
 
     Attributes:
-        text: `topics`, the English of its help, about 465 kB; `library`, the source of its standard library without
-            tests, about 11 MB.
+        text: `topics`, the English text of Python's help, about 465 kB; `library`, the source of the standard library
+            without tests, about 11 MB.
     """
 
     text: str = "topics"
@@ -144,7 +144,7 @@ class BuiltinSource(LmDatasetSourceConfigBase):
 
 
 class BuiltinDataSource(ShardedDataSource[dict]):
-    """One shard; one record for each document."""
+    """One shard; one record per document."""
 
     def __init__(self, source: BuiltinSource, split: str):
         self.source = source

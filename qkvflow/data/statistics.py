@@ -21,9 +21,9 @@ class UnigramEntropy:
     nats_per_token: float
     """Cross-entropy -sum_v m(v)/M log((n(v) + 1) / (N + V)): comparable with a validation loss."""
     entropy_per_token: float
-    """Plain entropy of the validation tokens, -sum_v m(v)/M log(m(v)/M): the best that a unigram can do."""
+    """Entropy of the validation tokens, -sum_v m(v)/M log(m(v)/M): the minimum for any unigram model."""
     nats_per_byte: float | None
-    """`nats_per_token` times M over the bytes of the validation text; None without byte lengths."""
+    """`nats_per_token` times M divided by the bytes of the validation text; None without byte lengths."""
 
 
 def unigram_entropy(
@@ -32,8 +32,8 @@ def unigram_entropy(
     """Cross-entropy of the validation tokens under the unigram distribution of the training tokens.
 
     Args:
-        train: int [vocab], how often each token occurs in the training data (`token_counts`); one is added to
-            each, so that a token never seen in training has a probability.
+        train: int [vocab], count of each token in the training data (`token_counts`); one is added to each count, so
+            that a token not seen in training has non-zero probability.
         validation: int [vocab], the same for the validation data.
         byte_lengths: int [vocab], UTF-8 bytes of each token (`token_byte_lengths`).
 
@@ -69,10 +69,10 @@ def token_counts(
 
 
 def token_byte_lengths(tokenizer: MarinTokenizer) -> np.ndarray:
-    """int64 [vocab]: the UTF-8 bytes that each token stands for; special tokens stand for none.
+    """int64 [vocab]: the number of UTF-8 bytes of each token; 0 for special tokens.
 
-    Differs from Levanter's `eval/bpb`, which decodes each token by itself and so counts three bytes for a
-    token that is a part of a character. The tokens of a byte-level vocabulary have one letter for each byte.
+    Differs from Levanter's `eval/bpb`, which decodes each token separately and therefore counts three bytes for a
+    token that is part of a character. The tokens of a byte-level vocabulary have one letter per byte.
     """
     special = set(tokenizer.all_special_ids)
     tokens = [

@@ -1,8 +1,8 @@
 """From a tiktoken encoding to a `tokenizers` tokenizer that gives the same ids on every text.
 
-Differs from transformers' TikTokenConverter: that one keeps every split of a token as a merge (another order
-of merges), hands Rust-only regular expressions to Oniguruma (which reads `{1,3}+` as "again and again"), and
-numbers special tokens by position, which is wrong where the vocabulary has gaps.
+Differs from transformers' TikTokenConverter, which keeps every split of a token as a merge (a different merge order),
+passes Rust-only regular expressions to Oniguruma (which takes `{1,3}+` as "one or more times"), and numbers special
+tokens by position, which is wrong for vocabularies with gaps.
 """
 
 import re
@@ -32,8 +32,8 @@ _PROBES = (
 def convert(encoding: tiktoken.Encoding) -> Tokenizer:
     """The byte-level BPE tokenizer with the ids of `encoding.encode(text, allowed_special="all")`.
 
-    `len(vocabulary)` is the largest id + 1: numbers that the encoding leaves out get an entry that no text
-    reaches, because an embedding has one row for each number.
+    `len(vocabulary)` is the largest id + 1: ids that the encoding leaves out get an entry that no text reaches, because
+    an embedding has one row for each id.
 
     Raises:
         UserError: the result differs from the encoding on a list of probing texts.
@@ -41,7 +41,7 @@ def convert(encoding: tiktoken.Encoding) -> Tokenizer:
     alphabet = byte_alphabet()
     ranks, special_tokens, pattern = definition(encoding)
     text_of = {token: "".join(alphabet[byte] for byte in token) for token in ranks}
-    # o200k_harmony has two names for one number, which `tokenizers` cannot store: the one given first counts.
+    # o200k_harmony has two names for one id, which `tokenizers` cannot store: the first counts.
     specials = {number: name for name, number in reversed(special_tokens.items())}
     vocab = {text_of[token]: rank for token, rank in ranks.items()}
     vocab |= {name: number for number, name in sorted(specials.items())}
@@ -50,7 +50,7 @@ def convert(encoding: tiktoken.Encoding) -> Tokenizer:
     merges = []
     for token in sorted(ranks, key=ranks.__getitem__):
         parts = _parts(ranks, token) if len(token) > 1 else ()
-        # A token of three parts or more is reached as a whole word only, which `ignore_merges` does.
+        # A token of three or more parts is only reached as a whole word, which `ignore_merges` handles.
         if len(parts) == 2:
             merges.append((text_of[parts[0]], text_of[parts[1]]))
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=True))
@@ -61,7 +61,7 @@ def convert(encoding: tiktoken.Encoding) -> Tokenizer:
     names = [name for _, name in sorted(specials.items())]
     tokenizer.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in names])
     for probe in (*_PROBES, *(f"a{name} b" for name in names)):
-        # The words too: a small vocabulary can give the same ids for other words.
+        # Test the words too: a small vocabulary can give the same ids for different words.
         found = [word for word, _ in words.pre_tokenize_str(probe)], tokenizer.encode(probe).ids
         wanted = regex.findall(pattern, probe), encoding.encode(probe, allowed_special="all")
         if found != wanted:
@@ -74,7 +74,7 @@ def convert(encoding: tiktoken.Encoding) -> Tokenizer:
 
 
 def _parts(ranks: dict[bytes, int], token: bytes) -> list[bytes]:
-    """What BPE makes of `token`'s bytes with the merges that are older than the token itself."""
+    """The result of BPE on `token`'s bytes with only the merges that precede the token itself."""
     parts = [bytes([byte]) for byte in token]
     limit = ranks[token]
     while len(parts) > 1:

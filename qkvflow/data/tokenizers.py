@@ -16,7 +16,7 @@ from qkvflow.data.hub import download_tokenizer
 from qkvflow.errors import UserError
 from qkvflow.files import local_path, replacing
 
-# The files of a tokenizer in the layout of Hugging Face; the first must be there.
+# The files of a tokenizer in Hugging Face's layout; the first is required.
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -24,27 +24,27 @@ TOKENIZER_FILES = (
     "added_tokens.json",
     "chat_template.jinja",
 )
-# Says from which spec a folder was made, so that a run is continued without asking for the source again.
+# Records the spec from which a folder was made, so that a run can resume without its source.
 ORIGIN_FILE = "origin.json"
-# Texts on which tokenizers with one vocabulary, but other rules, part.
+# Texts on which tokenizers with the same vocabulary but different rules differ.
 _PROBES = ("Hello, world! It's 12345.67 of them.", "  two  spaces\n\n\tand a tab", "naïve Ünïcödé 漢字 🙂 ﬁ")
 
 
 def resolve_tokenizer(spec: str, folder: Path) -> Path:
-    """Makes `folder` hold the tokenizer that `spec` names, in the layout of Hugging Face.
+    """Writes the tokenizer that `spec` names to `folder`, in Hugging Face's layout.
 
     Args:
-        spec: `byte` (ids are the bytes, 256 ends a document), `tiktoken:gpt2` (or another name that tiktoken
-            knows; same ids), a local folder with `tokenizer.json`, or a name on the Hugging Face hub.
-        folder: where the files go. If it was already made from the same spec it is used as it is.
+        spec: `byte` (ids are the bytes, 256 ends a document), `tiktoken:gpt2` (or another name that tiktoken knows;
+            same ids), a local folder with `tokenizer.json`, or a name on the Hugging Face hub.
+        folder: destination. If it was already made from the same spec, it is used unchanged.
 
     Returns:
-        `folder`; `levanter.tokenizers.load_tokenizer(str(folder))` and `transformers.AutoTokenizer`
-        read it without a network.
+        `folder`; `levanter.tokenizers.load_tokenizer(str(folder))` and `transformers.AutoTokenizer` read it without a
+        network.
 
     Raises:
-        UserError: an unknown name, an incomplete folder, a source that cannot be reached, and a `folder` that holds
-            another tokenizer.
+        UserError: an unknown name, an incomplete folder, a source that cannot be reached, or a `folder` with another
+            tokenizer.
     """
     folder = Path(folder)
     if (folder / "tokenizer.json").is_file():
@@ -56,7 +56,7 @@ def resolve_tokenizer(spec: str, folder: Path) -> Path:
             made = Path(scratch)
             _make(spec, made)
             (made / ORIGIN_FILE).write_text(json.dumps({"spec": spec}) + "\n", encoding="utf-8")
-            # tokenizer.json comes last: its presence says that the folder is complete.
+            # tokenizer.json is written last: if it exists, the folder is complete.
             for file in sorted(made.iterdir(), key=lambda file: file.name == "tokenizer.json"):
                 os.replace(file, folder / file.name)
     except OSError as error:
@@ -65,15 +65,15 @@ def resolve_tokenizer(spec: str, folder: Path) -> Path:
 
 
 def copy_tokenizer(source: Path, folder: Path) -> Path:
-    """Makes `folder` hold the tokenizer of another run, and say of it what that run says: where it came from.
+    """Copies the tokenizer of another run to `folder`, together with the record of its origin.
 
-    If `folder` holds a tokenizer already it is used as it is. Returns: `folder`.
+    If `folder` already holds a tokenizer, it is used unchanged. Returns: `folder`.
     """
     if not (folder / "tokenizer.json").is_file():
         check_folder(source)
         folder.mkdir(parents=True, exist_ok=True)
         files = [name for name in (*TOKENIZER_FILES, ORIGIN_FILE) if (source / name).is_file()]
-        # tokenizer.json comes last: its presence says that the folder is complete.
+        # tokenizer.json is written last: if it exists, the folder is complete.
         for name in sorted(files, key=lambda name: name == "tokenizer.json"):
             with replacing(folder / name) as fresh:
                 shutil.copyfile(source / name, fresh)
@@ -81,7 +81,7 @@ def copy_tokenizer(source: Path, folder: Path) -> Path:
 
 
 def same_tokenizer(one: Path, other: Path) -> bool:
-    """Whether two folders hold the same tokenizer: the same files, or the same ids on whatever is tried."""
+    """Whether two folders hold the same tokenizer: the same files, or the same ids on all probing texts."""
     if tokenizer_fingerprint(one) == tokenizer_fingerprint(other):
         return True
     first, second = (Tokenizer.from_file(str(folder / "tokenizer.json")) for folder in (one, other))
@@ -91,10 +91,10 @@ def same_tokenizer(one: Path, other: Path) -> bool:
 
 
 def load_tokenizer(folder: Path) -> MarinTokenizer:
-    """Levanter's tokenizer from a local folder; never looks on a network.
+    """Levanter's tokenizer from a local folder; never uses the network.
 
     Raises:
-        UserError: there is no `tokenizer.json` in `folder` or it cannot be read.
+        UserError: `folder` has no `tokenizer.json`, or it cannot be read.
     """
     check_folder(Path(folder))
     try:
@@ -114,10 +114,10 @@ def tokenizer_fingerprint(folder: Path) -> str:
 
 
 def check_folder(folder: Path) -> None:
-    """Looks for the tokenizer in a folder.
+    """Checks that a folder holds a tokenizer.
 
     Raises:
-        UserError: `folder` is no folder with a `tokenizer.json`.
+        UserError: `folder` is not a folder with a `tokenizer.json`.
     """
     if not folder.is_dir():
         raise UserError(f"the tokenizer folder {folder} does not exist (current folder: {Path.cwd()})")
@@ -144,7 +144,7 @@ def _make(spec: str, made: Path) -> None:
 
 
 def _save(tokenizer: Tokenizer, end_of_text: str | None, made: Path) -> None:
-    """Writes the two files; an end-of-text token is named, but none for the begin of a text."""
+    """Writes the two files; names an end-of-text token, but no begin-of-text token."""
     tokenizer.save(str(made / "tokenizer.json"))
     added = {
         str(number): {

@@ -14,7 +14,7 @@ from qkvflow.generation.state import State
 
 @partial(jax.jit, static_argnames=("options", "kinds"), donate_argnums=1)
 def decode(model, state, steps, options, *, kinds):
-    """Makes up to `steps` decoding steps: (state, (last token, length, limit), what the last one has added)."""
+    """Runs up to `steps` decoding steps: (state, (last token, length, limit), what the last step added)."""
     model, start = kinds[0].join(model), kinds[1].join(state)
     add = drafting.add_tokens if isinstance(model, drafting.DraftedModel) else states.add_token
     shape = jax.eval_shape(lambda: add(model, start, *options)[1])
@@ -34,7 +34,7 @@ def decode(model, state, steps, options, *, kinds):
 
 @partial(jax.jit, static_argnames=("chunk", "kinds"), donate_argnums=1)
 def prefill_all(model, state, chunk, *, kinds):
-    """Reads all prompts to their ends."""
+    """Reads all prompts to the end."""
     model, start = kinds[0].join(model), kinds[1].join(state)
     piece = lambda state: states.prefill(model, state, chunk)[1]  # noqa: E731
     return jax.tree.leaves(jax.lax.while_loop(lambda state: jnp.any(state.unread > 0), piece, start))
@@ -42,20 +42,20 @@ def prefill_all(model, state, chunk, *, kinds):
 
 @partial(jax.jit, static_argnames=("chunk", "kinds"), donate_argnums=1)
 def prefill(model, state, chunk, *, kinds):
-    """Reads a piece of each prompt: (state, what the model gives there [batch, chunk, embed])."""
+    """Reads a piece of each prompt: (state, the model's activations there [batch, chunk, embed])."""
     x, state = states.prefill(kinds[0].join(model), kinds[1].join(state), chunk)
     return jax.tree.leaves(state), x
 
 
 @partial(jax.jit, static_argnames=("kind", "vocab_size"))
 def score(model, x, tokens, *, kind, vocab_size) -> Logprobs:
-    """Log-probabilities of the tokens [position] that stand behind the positions of x [1, position, embed]."""
+    """Log-probabilities of the tokens [position] that follow the positions of x [1, position, embed]."""
     model = kind.join(model)
     return in_blocks(lambda x: states.logits_at(model, x[None])[0, :, :vocab_size], x[0], tokens)
 
 
 def _admit(arrays, row, content, *, kind):
-    """Puts a text into a row, with nothing of it read, whatever was there."""
+    """Puts an unread text into a row, replacing what was there."""
     state: State = kind.join(arrays)
     text, length, limit, chosen, control = content
     rows = state.length.shape[0]
@@ -81,14 +81,14 @@ begin = jax.jit(_admit, static_argnames="kind")  # the same, for an empty state 
 
 @partial(jax.jit, static_argnames=("kind",), donate_argnums=0)
 def end(arrays, row, *, kind):
-    """Ends the text of a row where it is."""
+    """Ends the text of a row at its current length."""
     state: State = kind.join(arrays)
     return jax.tree.leaves(state.replace(limit=state.limit.at[row].set(0)))
 
 
 @partial(jax.jit, donate_argnums=0)
 def put(arrays, text, row):
-    """Puts a text, a state of one row, into a row."""
+    """Copies a text, given as a state of one row, into a row."""
     return [_put(a, b, row) for a, b in zip(arrays, text, strict=True)]
 
 
@@ -100,15 +100,16 @@ def take(arrays, row, *, rows):
 
 @partial(jax.jit, static_argnames=("rows", "kind"))
 def regroup(arrays, picks, *, rows, kind):
-    """A state whose rows are the rows `picks` of this one; -1 for a row without a text."""
-    # One copy for each row: a gather would look up the row of every single number.
+    """A state whose rows are the rows `picks` of this one; -1 for an empty row."""
+    # One copy per row: a gather would look up the row for every single number.
     picked = [jnp.concatenate([_take(a, jnp.maximum(row, 0), rows) for row in picks]) for a in arrays]
     state: State = kind.join(picked)
     return jax.tree.leaves(state.replace(limit=jnp.where(picks < 0, 0, state.limit)))
 
 
 def _take(array, row, rows: int):
-    """What belongs to a row: an equal share of the first axis, which may hold several entries for each (heads)."""
+    """The part of an array that belongs to a row: an equal share of the first axis, which may have several entries per
+    row (heads)."""
     share = array.shape[0] // rows
     return jax.lax.dynamic_slice_in_dim(array, row * share, share)
 

@@ -1,10 +1,10 @@
 """Self-speculative decoding: the same flow on a coarse grid proposes tokens, one pass of the full grid checks them.
 
-    drafts d_1 .. d_k from the coarse grid, one by one;  the full grid reads the last token and d_1 .. d_k in one
-    window;  `rejection` says how many stay, and which token stands behind them
+    drafts d_1 .. d_k from the coarse grid, one by one;  the full grid processes the last token and d_1 .. d_k in one
+    window;  `rejection` determines how many drafts are accepted, and which token follows them
 
-Each grid has a memory of its own. Memories go back with the text: keys behind its end are not seen, and recurrences
-take up the state that they had at the last token that stays.
+Each grid has its own memory. Memories are truncated with the text: keys after its end are masked, and recurrences
+resume from their state at the last accepted token.
 """
 
 import dataclasses
@@ -27,13 +27,13 @@ from qkvflow.generation.rejection import judge, propose
 from qkvflow.generation.state import Added, State, extend, logits_at
 from qkvflow.models.cached import CachedFlow, CachedModel
 
-MOST = 64  # drafts of one pass; so much room behind a text, where a window may reach
-_BEHIND = 2  # tokens that the coarse grid may not have read when it begins: its last draft, and the one behind it
+MOST = 64  # drafts per pass; a window may extend this far beyond a text
+_BEHIND = 2  # tokens that the coarse grid may not have read when it begins: its last draft and the token after it
 
 
 @dataclass(frozen=True)
 class Drafting:
-    """How texts are drafted. steps: of the coarse grid. tokens: drafts for each pass of the full grid, at most."""
+    """How texts are drafted. steps: of the coarse grid. tokens: maximum number of drafts per pass of the full grid."""
 
     steps: int
     tokens: int = 4
@@ -61,10 +61,12 @@ class Drafting:
 
 @dataclass(frozen=True)
 class Drafted:
-    """What drafting came to.
+    """Counts of drafting.
 
     Attributes:
-        tokens: that were made. passes: of the full grid. proposed, accepted: drafts.
+        tokens: generated.
+        passes: of the full grid.
+        proposed, accepted: drafts.
     """
 
     tokens: int = 0
@@ -88,8 +90,8 @@ class DraftMemory(eqx.Module):
     """The memories of both grids.
 
     Attributes:
-        filled: how many tokens are in the coarse one.
-        counts: {batch, 4}, a `Drafted` for each text.
+        filled: number of tokens in the coarse memory.
+        counts: {batch, 4}, one `Drafted` per text.
     """
 
     full: Any
@@ -99,27 +101,27 @@ class DraftMemory(eqx.Module):
 
 
 class DraftedModel(eqx.Module):
-    """A model, and its flow on a coarse grid beside it. Everything else of the model serves both."""
+    """A model and the same flow on a coarse grid. Both share all other parts of the model."""
 
     full: CachedModel
     flow: CachedFlow
     tokens: int = eqx.field(static=True)
 
     def memory(self, Batch: Axis, length: int) -> DraftMemory:
-        """An empty memory for `length` positions of each sequence, and for windows that reach beyond."""
+        """An empty memory for `length` positions per sequence, plus the windows that extend beyond."""
         room = length + MOST
         zeros = jnp.zeros(Batch.size, jnp.int32), jnp.zeros((Batch.size, 4), jnp.int32)
         return DraftMemory(self.full.memory(Batch, room), self.coarse.memory(Batch, room), *zeros)
 
     def extend(self, tokens: NamedArray, inputs: Inputs, memory: DraftMemory) -> tuple[NamedArray, DraftMemory]:
-        """As `CachedModel.extend`, for a prompt: both grids read it."""
+        """Like `CachedModel.extend`, for a prompt: both grids read it."""
         x, full = self.full.extend(tokens, inputs, memory.full)
         _, coarse = self.coarse.extend(tokens, inputs, memory.coarse)
         filled = (inputs.window.start + inputs.window.count).array
         return x, DraftMemory(full, coarse, filled, memory.counts)
 
     def logits(self, x: NamedArray) -> NamedArray:
-        """As `CachedModel.logits`."""
+        """Like `CachedModel.logits`."""
         return self.full.logits(x)
 
     @property
@@ -130,7 +132,7 @@ class DraftedModel(eqx.Module):
 def add_tokens(
     model: DraftedModel, state: State, stop_tokens: tuple[int, ...], vocab_size: int | None
 ) -> tuple[State, Added]:
-    """Adds 1 to `model.tokens` + 1 tokens to every active row, by one pass of the full grid."""
+    """Adds 1 to `model.tokens` + 1 tokens to every active row with one pass of the full grid."""
     rows, active, memory = jnp.arange(state.text.shape[0]), state.active, state.memory
     left = jnp.minimum(jnp.minimum(state.sampling.draft_tokens, model.tokens), state.limit - state.length - 1)
     wanted = jnp.where(active, left, 0)
@@ -157,7 +159,7 @@ def add_tokens(
     last = jnp.maximum(count - 1, 0)
     at = jnp.where(places < count[:, None], state.length[:, None] + places, state.text.shape[1])
     length = state.length + count
-    # Of what was drafted the coarse grid has read all but the last draft.
+    # The coarse grid has read all drafts except the last one.
     read = jnp.minimum(last, jnp.maximum(wanted - 1, 0))
     counts = jnp.stack([count, active.astype(jnp.int32), wanted, jnp.minimum(stay, count)], axis=1)
     after = DraftMemory(
@@ -181,7 +183,7 @@ def _draft(model: DraftedModel, state: State, wanted: Int[Array, "batch"], vocab
     coarse, filled = model.coarse, state.memory.filled
 
     def chosen(x, place, at):
-        """The draft from what the model gives at a place of its window."""
+        """The draft from the model's output at a place of its window."""
         x = jnp.take_along_axis(x, place[:, None, None], axis=1)
         logits = state.bias.add(logits_at(model, x)[:, 0, :vocab_size], wanted > at)
         return propose(logits, state.sampling, state.length + at, wanted > at)

@@ -1,8 +1,8 @@
-"""The engine of generation: texts in slots, continued side by side by compiled steps whose memory is donated.
+"""The engine of generation: texts in slots, continued together by compiled steps whose memory is donated.
 
-Slots are filled and freed independently of each other, so texts of any length share a batch. Two ways lead into it:
-`admit` and `prefill_all` read many prompts together; `begin` and `prefill` read a prompt on its own, piece by piece,
-`insert` puts it beside the texts that go on, and `take` takes one out, to be put back later with the same numbers.
+Slots are filled and freed independently, so texts of any length share a batch. There are two ways to add texts:
+`admit` and `prefill_all` read many prompts together; `begin` and `prefill` read one prompt on its own, piece by piece,
+and `insert` adds it to the batch. `take` removes a text, which can be inserted again later with identical results.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,29 +22,29 @@ from qkvflow.generation.sampling import Bias, Sampling, SamplingOptions
 from qkvflow.generation.state import State
 from qkvflow.models.exits import Exited, ExitMemory
 
-CHUNKS = (16, 64, 256)  # numbers of positions of a prompt that are read at once; each is compiled once
+CHUNKS = (16, 64, 256)  # numbers of prompt positions read at once; each is compiled once
 
 
 @dataclass
 class Text:
-    """A text on its own. unread: tokens of it that must be read before it can be continued."""
+    """A text outside the batch. unread: number of its tokens to read before it can be continued."""
 
     arrays: list
     unread: int
 
     def park(self) -> None:
-        """Moves it to the memory of the host, until it is used again."""
+        """Moves it to host memory until it is used again."""
         self.arrays = jax.device_get(self.arrays)
 
 
 @dataclass(frozen=True)
 class Step:
-    """What a decoding step has left: for each slot its last token, its length, and whether it is complete.
+    """The result of decoding: for each slot its last token, its length, and whether it is complete.
 
     Attributes:
-        tokens: [slot, width], of which the first `count` [slot] were added by the step (the last one, of several).
-        logprobs: of these tokens, if one of the texts wanted them.
-        drafted: of the whole text, for each slot; none where the engine does not draft.
+        tokens: [slot, width]; the step added the first `count` [slot] (the last step, if there were several).
+        logprobs: of these tokens, if any text requested them.
+        drafted: counts for the whole text in each slot; None if the engine does not draft.
     """
 
     token: np.ndarray
@@ -56,7 +56,7 @@ class Step:
     drafted: Sequence[Drafted] = ()
 
     def added(self, slot: int) -> Iterator[tuple[int, bool, tuple[int, int]]]:
-        """(token, whether the text ends with it, its place in `logprobs`) of all that the slot got."""
+        """(token, whether it ends the text, its index in `logprobs`) for all tokens added to the slot."""
         count = int(self.count[slot])
         for i in range(count):
             yield int(self.tokens[slot, i]), bool(self.complete[slot]) and i == count - 1, (slot, i)
@@ -66,9 +66,9 @@ class Engine:
     """Generates in `slots` slots with room for `length` tokens each.
 
     model: a `CachedModel`, `DraftedModel` or `RecomputedModel`.
-    stop_tokens: after one of these a text is complete; it is part of the text.
-    vocab_size: tokens from this one on are never chosen (models may have more than their tokenizer).
-    control_dim: components of the model's control; None for a model without.
+    stop_tokens: any of these completes a text; it is part of the text.
+    vocab_size: tokens from this one on are never chosen (a model may have more tokens than its tokenizer).
+    control_dim: components of the model's control; None for a model without control.
     elastic: compute only about as many rows as there are texts (see `qkvflow.generation.rows`).
     """
 
@@ -96,14 +96,14 @@ class Engine:
         self._empty = empty
         arrays, self._model_kind = flat(model)
         self._kinds = {rows: kind_of(lambda rows=rows: empty(rows)) for rows in {1, *self._rows.sizes}}
-        self.rows = self._rows.size  # how many a step computes
+        self.rows = self._rows.size  # number of rows that a step computes
         self._model, self._sharding = _placed(arrays)
         self._state = jax.device_put(jax.tree.leaves(empty(self.rows)), self._sharding)
         self._wants_logprobs: set[int] = set()
 
     @property
     def compile_lengths(self) -> list[int]:
-        """Lengths of prompts whose reading needs each of the compiled steps."""
+        """Prompt lengths that together use each of the compiled prefill steps."""
         return [min(chunk + 1, self.length - 1) for chunk in self._chunks]
 
     def admit(
@@ -114,16 +114,16 @@ class Engine:
         options: SamplingOptions,
         control: np.ndarray | None = None,
     ) -> None:
-        """Puts a prompt into a slot, whatever was in it; `prefill_all` reads it.
+        """Puts a prompt into a slot, replacing what was there; `prefill_all` reads it.
 
-        control: [control], or [position, control] for each position of the text to come.
+        control: [control], or [position, control] with one row per position of the future text.
         """
         content = self._content(tokens, max_new_tokens, options, control)
         row = self._place(slot, options.logprobs)
         self._state = compiled.admit(self._state, np.int32(row), content, kind=self._kind)
 
     def prefill_all(self, remaining: int) -> None:
-        """Reads all prompts that were admitted, of which the longest has `remaining` unread tokens."""
+        """Reads all admitted prompts; the longest has `remaining` unread tokens."""
         if remaining > 0:
             self._state = compiled.prefill_all(self._model, self._state, self._chunk(remaining), kinds=self._both)
 
@@ -134,16 +134,16 @@ class Engine:
         options: SamplingOptions,
         control: np.ndarray | None = None,
     ) -> Text:
-        """A text on its own, of which nothing is read. control: as for `admit`."""
+        """An unread text outside the batch. control: as for `admit`."""
         content = self._content(tokens, max_new_tokens, options, control)
         arrays = compiled.begin(self._blank, np.int32(0), content, kind=self._kinds[1])
         return Text(arrays, len(tokens) - 1)
 
     def prefill(self, text: Text, next_tokens: Sequence[int] | None = None) -> Logprobs | None:
-        """Reads a piece of the prompt of a text.
+        """Reads a piece of a text's prompt.
 
-        next_tokens: the tokens behind those that are unread (the prompt from its second token on, where nothing is
-            read): their log-probabilities are given back, as far as they were read.
+        next_tokens: the tokens that follow the unread ones (for an unread prompt, the prompt from its second token on).
+            Returns their log-probabilities for the positions read.
         """
         chunk, count = self._chunk(text.unread), text.unread
         self._bring(text)
@@ -158,7 +158,7 @@ class Engine:
         return Logprobs(*(a[: len(given)] for a in jax.device_get(told)))
 
     def insert(self, slot: int, text: Text, logprobs: bool = False) -> None:
-        """Puts a text whose prompt is read into a slot. It can be inserted into others, too.
+        """Puts a text with a fully read prompt into a slot. The same text can be inserted into other slots too.
 
         logprobs: as in its options.
         """
@@ -167,7 +167,7 @@ class Engine:
         self._state = compiled.put(self._state, text.arrays, np.int32(row))
 
     def take(self, slot: int) -> Text:
-        """The text of a slot, which is then free."""
+        """Removes the text from a slot and returns it."""
         row = self._rows.row(slot)
         assert row is not None
         text = Text(compiled.take(self._state, np.int32(row), rows=self.rows), 0)
@@ -175,18 +175,18 @@ class Engine:
         return text
 
     def cancel(self, slot: int) -> None:
-        """Ends the text in a slot where it is. Harmless if there is none."""
+        """Ends the text in a slot at its current length. Harmless if the slot is empty."""
         row = self._rows.free(slot)
         self._wants_logprobs.discard(slot)
         if row is not None:
             self._state = compiled.end(self._state, np.int32(row), kind=self._kind)
 
     def decode(self, steps: int = 1) -> Step:
-        """Adds up to `steps` tokens, or what as many full passes give, to every text that is neither complete nor
-        unread, and waits for them."""
+        """Adds up to `steps` tokens (or the tokens of as many full passes) to every text that is read and not complete,
+        and waits for the result."""
         out = compiled.decode(self._model, self._state, np.int32(steps), self._options, kinds=self._both)
         self._state, newest, added = out
-        # All that every step needs, in one transfer.
+        # All data that every step needs, in one transfer.
         token, length, limit, tokens, count = self._by_slot(jax.device_get((*newest, added.tokens, added.count)))
         logprobs = Logprobs(*self._by_slot(jax.device_get(added.logprobs))) if self._wants_logprobs else None
         drafted = () if added.drafted is None else [Drafted(*row) for row in self._by_slot([added.drafted])[0].tolist()]
@@ -196,7 +196,7 @@ class Engine:
         return Step(token, length, length >= limit, tokens, count, logprobs, drafted)
 
     def exited(self) -> Exited | None:
-        """What exits came to for the texts that are or were last in the rows, prompts included; None without exits."""
+        """Exit counts of the texts that are in the rows or were last, prompts included; None without exits."""
         state: State = self._kind.join(self._state)
         full = state.memory.full if isinstance(state.memory, DraftMemory) else state.memory
         if not isinstance(full, tuple) or len(full) < 2 or not isinstance(full[1], ExitMemory):
@@ -205,7 +205,7 @@ class Engine:
         return Exited(steps, tokens, full[1].of)
 
     def wait(self) -> None:
-        """Waits for all steps so far, for those who measure time."""
+        """Waits for all steps so far, for timing."""
         jax.block_until_ready(self._state)
 
     def read(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -241,7 +241,7 @@ class Engine:
         return text, len(tokens), limit, (Sampling.of([options]), Bias.of([options])), given
 
     def _bring(self, text: Text) -> None:
-        """Where the steps expect it, or they would be compiled anew."""
+        """Moves a text to where the steps expect it, to avoid recompilation."""
         if isinstance(text.arrays[0], np.ndarray):
             text.arrays = jax.device_put(text.arrays, self._sharding)
 
@@ -257,7 +257,7 @@ class Engine:
         self._state = compiled.regroup(self._state, np.asarray(picks, np.int32), rows=before, kind=self._kind)
 
     def _by_slot(self, arrays) -> list[np.ndarray]:
-        """Arrays with an axis of rows in front, by slot; zeros where a slot has no text."""
+        """Arrays with a leading axis of rows, reordered by slot; zeros for empty slots."""
         occupied = self._rows.occupied
         slots, rows = [s for s, _ in occupied], [r for _, r in occupied]
         found = []
@@ -269,9 +269,9 @@ class Engine:
 
 
 def _placed(model: list) -> tuple[list, Sharding]:
-    """The model where the steps will leave it, and where a state is to be, or the second step would be compiled anew.
+    """The model and the sharding of states as the steps return them, so that the second step is not compiled again.
 
-    On the one device, or, if the model is spread over several, on each of them.
+    On one device, or, if the model is sharded over several, on each of them.
     """
     devices = {device for a in model for device in a.devices()}
     if len(devices) == 1:

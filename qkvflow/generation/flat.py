@@ -13,7 +13,7 @@ _ARRAY = "array"  # marks the place of an array
 
 @dataclass(frozen=True)
 class Kind:
-    """What a pytree is besides its arrays. Compared by identity first, hashed once: both happen at each step."""
+    """The structure of a pytree without its arrays. Compared by identity first, hashed once: each step does both."""
 
     structure: Any
     rest: tuple
@@ -38,7 +38,7 @@ class Kind:
 
 
 def flat(tree) -> tuple[list, Kind]:
-    """The arrays of a pytree, or their shapes, and what it is besides them."""
+    """The arrays of a pytree, or their shapes, and its structure."""
     leaves, structure = jax.tree.flatten(tree)
     shape = jax.ShapeDtypeStruct
     arrays = [leaf if isinstance(leaf, shape) else jnp.asarray(leaf) for leaf in leaves if _is_array(leaf)]
@@ -46,7 +46,7 @@ def flat(tree) -> tuple[list, Kind]:
 
 
 def kind_of(make) -> Kind:
-    """The kind of what `make()` gives, without making its arrays."""
+    """The structure of the result of `make()`, without computing its arrays."""
     leaves, structure = jax.tree.flatten(jax.eval_shape(make))
     return Kind(structure, tuple(_ARRAY for _ in leaves))
 

@@ -20,17 +20,18 @@ from qkvflow.models.exits import ExitConfig, ExitMemory
 from qkvflow.models.neuralode import NeuralOdeLMHeadModel
 from qkvflow.models.shared_cache import CacheSharing
 
-_CHUNK = 64  # positions that are read at once
-_HALVINGS = 8  # of the interval of the threshold, in logarithms
-_LOWEST, _HIGHEST = 1e-6, 1e2  # thresholds between which it is looked for
+_CHUNK = 64  # positions read at once
+_HALVINGS = 8  # bisection steps for the threshold, on a logarithmic scale
+_LOWEST, _HIGHEST = 1e-6, 1e2  # range of thresholds that is searched
 
 
 @dataclass(frozen=True)
 class ExitReading:
-    """A text read with exits. loss: nats per token.
+    """The result of reading a text with exits. loss: nats per token.
 
     Attributes:
-        evaluations: of the vector field per token, in the mean. of: those of the full model.
+        evaluations: mean number of evaluations of the vector field per token.
+        of: evaluations of the full model.
     """
 
     rule: str
@@ -42,11 +43,11 @@ class ExitReading:
 
 @dataclass(frozen=True)
 class CacheReading:
-    """A text read with a cache that evaluations share. loss: nats per token.
+    """The result of reading a text with a cache shared by evaluations. loss: nats per token.
 
     Attributes:
-        kept: evaluations of the flow that keep keys and values, of `of`.
-        bytes_per_token: that the cache of the whole model grows by.
+        kept: number of evaluations of the flow, out of `of`, that keep keys and values.
+        bytes_per_token: growth of the whole model's cache per token.
     """
 
     cache: str
@@ -57,13 +58,13 @@ class CacheReading:
 
 
 def read_with_cache(model: NeuralOdeLMHeadModel, sharing: CacheSharing, examples: Sequence[LmExample]) -> CacheReading:
-    """The text, read as generation reads it. With `latest` token by token, as what is generated is.
+    """Reads the text as generation does. With `latest` token by token, as generated text is.
 
     Args:
         model: in inference mode.
 
     Raises:
-        UserError: it has adaptive steps.
+        UserError: the model has adaptive steps.
     """
     cached = eqx.filter_jit(CachedModel.of)(model, None, sharing)
     chunk = _CHUNK if sharing.every else 1
@@ -79,23 +80,23 @@ def _memory_bytes(model: CachedModel, length: int) -> int:
 
 
 class ForcedReader:
-    """Reads a text with exits by a rule, at any threshold.
+    """Reads a text with exits by one rule, at any threshold.
 
     model: in inference mode.
 
     Raises:
-        UserError: it has adaptive steps, or cannot have such exits.
+        UserError: the model has adaptive steps, or does not support such exits.
     """
 
     def __init__(self, model: NeuralOdeLMHeadModel, exits: ExitConfig):
-        # At 0 there would be no rule, and nothing to give another threshold to.
+        # At 0 there would be no rule whose threshold could be changed.
         asked = dataclasses.replace(exits, threshold=exits.threshold or 1.0)
         self._model = eqx.filter_jit(CachedModel.of)(model, asked)
         assert self._model.exit is not None
         self._exit, self._plan = self._model.exit, self._model.flow.plan
 
     def read(self, examples: Sequence[LmExample], threshold: float) -> ExitReading:
-        """The text at this threshold."""
+        """Reads the text at this threshold."""
         exits = dataclasses.replace(self._exit, threshold=jnp.asarray(threshold, jnp.float32))
         model = dataclasses.replace(self._model, exit=exits)
         total = sum(np.asarray(_sums(model, example, _CHUNK), np.float64) for example in examples)
@@ -127,7 +128,7 @@ class ForcedReader:
 
 @eqx.filter_jit
 def _sums(model: CachedModel, example: LmExample, chunk_size: int):
-    """(loss, weight, steps, tokens), summed over a batch; read `chunk_size` positions at a time."""
+    """(loss, weight, steps, tokens), summed over a batch; reads `chunk_size` positions at a time."""
     tokens = example.tokens.rearrange((BATCH, POSITION)).array
     weight = example.loss_weight.rearrange((BATCH, POSITION)).array
     rows, length = tokens.shape
@@ -156,7 +157,7 @@ def _sums(model: CachedModel, example: LmExample, chunk_size: int):
 
     start = (model.memory(Batch, tokens.shape[1]), jnp.float32(0))
     (memory, loss), _ = jax.lax.scan(chunk, start, jnp.arange(0, tokens.shape[1], chunk_size, dtype=jnp.int32))
-    # Sequences that fill up the last batch have no weight.
+    # Sequences that pad the last batch have weight zero.
     real = jnp.any(weight > 0, axis=1)[:, None]
     spent = memory[1].spent if isinstance(memory[1], ExitMemory) else jnp.zeros((rows, 2))
     steps, count = jnp.sum(jnp.where(real, spent, 0), axis=0)

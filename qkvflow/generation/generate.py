@@ -41,32 +41,32 @@ def generate(
     """Continues each sequence of `tokens` by up to `max_new_tokens` tokens.
 
     Args:
-        model: of qkvflow, or Levanter's own. W(t) is evaluated once, before the first token.
+        model: of qkvflow or Levanter. W(t) is evaluated once, before the first token.
         tokens: {batch, position} or {position}, int; the prompts.
         temperature, top_k, top_p: how tokens are chosen, see `qkvflow.generation.sampling`; 0 is greedy.
-        seed: sequence i of the batch draws with seed + i, so that it can be had again on its own.
-        use_cache: False reads the whole text again for each token: the same tokens, far slower.
-        lengths: [batch], for prompts of different lengths: how many tokens of each row are its prompt; the rest of the
-            row is not read. Each text goes on right behind its prompt.
-        control: {batch, control} or {control}, constant along the text; with an axis `position` it may change, and is 0
-            behind its end. None is zero control.
-        stop_token: a text ends with this token, if it comes.
-        dtype: `f32` or `bf16`: what is computed in, by default the precision of the weights.
-        draft_steps: the same flow on a grid of so few steps drafts `draft_tokens` tokens (4 by default), which one pass
-            of the full grid checks: what is greedy stays the same, what is drawn has the same distribution.
+        seed: sequence i of the batch uses seed + i, so that it can be reproduced on its own.
+        use_cache: False recomputes the whole text for each token: the same tokens, far slower.
+        lengths: [batch], for prompts of different lengths: the number of prompt tokens in each row; the rest of the row
+            is not read. Each text continues directly after its prompt.
+        control: {batch, control} or {control}, constant along the text; with an axis `position` it may vary, and is 0
+            after its end. None is zero control.
+        stop_token: a text ends when it generates this token.
+        dtype: `f32` or `bf16`: the precision of the computation; by default that of the weights.
+        draft_steps: the same flow on a grid of this many steps drafts `draft_tokens` tokens (4 by default), which one
+            pass of the full grid checks: greedy results stay the same, sampled tokens have the same distribution.
         exit: `{"rule": "kl", "threshold": 0.01}`: a token stops integrating when the rule says so, see
             `qkvflow.models.exits`.
-        cache: `latest` or `every N`: keys and values of only some evaluations are kept, see
-            `qkvflow.models.shared_cache`; all by default.
-        report: called at the end with what drafting came to, and what exits came to.
+        cache: `latest` or `every N`: only some evaluations keep keys and values, see `qkvflow.models.shared_cache`; all
+            by default.
+        report: called at the end with the counts of drafting and of exits.
 
     Returns:
-        {batch, position = that of `tokens` + max_new_tokens}, prompts included; behind the end of a text
-        `stop_token` is repeated, or 0 if there is none.
+        {batch, position = that of `tokens` + max_new_tokens}, prompts included; after the end of a text `stop_token`
+        is repeated, or 0 if there is none.
 
     Raises:
-        UserError: prompt and new tokens are more than `model.max_seq_len`; for adaptive steps; for `draft_steps` that
-            are not below the steps of the model.
+        UserError: prompt and new tokens exceed `model.max_seq_len`; adaptive steps; `draft_steps` that are not below
+            the model's number of steps.
     """
     Pos = tokens.resolve_axis(POSITION)
     others = [a for a in tokens.axes if a.name != POSITION]
@@ -131,7 +131,7 @@ def _lengths(lengths, batch: int, longest: int) -> list[int]:
 def _controls(prepared: PreparedModel, control: NamedArray | None, Batch: Axis) -> list[np.ndarray | None]:
     if control is None:
         return [None] * Batch.size
-    prepared.check_control([0.0] * (prepared.control_dim or 0))  # refuses a model without control
+    prepared.check_control([0.0] * (prepared.control_dim or 0))  # rejects a model without control
     names = {a.name for a in control.axes}
     if CONTROL not in names or not names <= {BATCH, POSITION, CONTROL}:
         raise UserError(f"The control needs the axis control, and may have batch and position; got {control.axes}.")

@@ -29,25 +29,25 @@ from qkvflow.generation.sampling import SamplingOptions
 from qkvflow.generation.text import Continuation
 from qkvflow.generation.writer import Writer
 
-_NEW_TOKENS = 256  # of a text whose task does not say: the harness's own default
-_LENGTHS = (64, 256)  # texts are filled up to one of these, or to a multiple of the last: each is compiled once
+_NEW_TOKENS = 256  # if the task does not say: the harness's own default
+_LENGTHS = (64, 256)  # texts are padded to one of these, or to a multiple of the last: each is compiled once
 _SEED = 0
 
 
 class HarnessModel(TemplateLM):
-    """What the harness asks a model for: `loglikelihood`, `loglikelihood_rolling` and `generate_until`.
+    """The methods that the harness calls: `loglikelihood`, `loglikelihood_rolling` and `generate_until`.
 
-    Texts are tokenized without special tokens; an empty context is the token that begins a text, or the one that ends
-    it. What is longer than the model's context loses its beginning. Both as the harness does for models of
-    transformers.
+    Texts are tokenized without special tokens; an empty context becomes the begin-of-text token, or the end-of-text
+    token. Texts longer than the model's context are truncated from the left. Both match the harness's behaviour for
+    transformers models.
     """
 
     def __init__(self, model: LmHeadModel, writer: Writer, batch_size: int):
         """
         Args:
-            model: in inference mode, its weights evaluated.
-            writer: the same model made ready to write.
-            batch_size: texts at a time.
+            model: in inference mode, with its weights evaluated.
+            writer: the same model prepared for generation.
+            batch_size: number of texts per batch.
         """
         super().__init__()
         self._model, self._writer, self._size = model, writer, batch_size
@@ -71,7 +71,7 @@ class HarnessModel(TemplateLM):
         return self._writer.name
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **options) -> list[int]:
-        """Without special tokens unless they are asked for."""
+        """Without special tokens by default."""
         return list(self._codec.encode(string, add_special_tokens=bool(add_special_tokens)))
 
     def loglikelihood_rolling(self, requests, disable_tqdm: bool = False) -> list[float]:
@@ -88,11 +88,11 @@ class HarnessModel(TemplateLM):
         return total
 
     def _loglikelihood_tokens(self, requests, disable_tqdm: bool = False, **options) -> list[tuple[float, bool]]:
-        """Of each (texts, context, continuation): log p of the continuation, and whether greedy decoding writes it."""
+        """For each (texts, context, continuation): log p of the continuation, and whether greedy decoding gives it."""
         rows = [(list(context) + list(behind))[-(self.max_length + 1) :] for _, context, behind in requests]
         counts = [min(len(behind), len(row) - 1) for row, (_, _, behind) in zip(rows, requests, strict=True)]
         found: list[tuple[float, bool]] = [(0.0, True)] * len(rows)
-        longest_first = sorted(range(len(rows)), key=lambda i: -len(rows[i]))  # so that neighbours are as long
+        longest_first = sorted(range(len(rows)), key=lambda i: -len(rows[i]))  # batches of similar lengths
         for start in range(0, len(rows), self._size):
             batch = longest_first[start : start + self._size]
             value, greedy = self._score([rows[i] for i in batch])
@@ -103,7 +103,7 @@ class HarnessModel(TemplateLM):
         return found
 
     def _score(self, rows: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
-        """log p of the token behind each position of each row, and whether none is likelier: [rows, positions]."""
+        """log p of the next token at each position of each row, and whether it is the likeliest: [rows, positions]."""
         longest = max(len(row) for row in rows) - 1
         length = next((n for n in _LENGTHS if longest <= n), -(-longest // _LENGTHS[-1]) * _LENGTHS[-1])
         length = min(length, self.max_length)
@@ -115,7 +115,7 @@ class HarnessModel(TemplateLM):
         return jax.device_get(told)
 
     def generate_until(self, requests, disable_tqdm: bool = False) -> list[str]:
-        """The texts behind contexts, each up to the first of its stop strings."""
+        """The texts generated after the contexts, each up to the first of its stop strings."""
         jobs = [self._job(*request.args) for request in requests]
         texts = [""] * len(jobs)
         longest_first = sorted(range(len(jobs)), key=lambda i: -len(jobs[i][0]))
@@ -126,7 +126,7 @@ class HarnessModel(TemplateLM):
         return texts
 
     def _job(self, context: str, options: dict[str, Any]) -> tuple[list[int], int, list[str], SamplingOptions]:
-        """The prompt, the number of new tokens, the stop strings, and how tokens are chosen."""
+        """The prompt, the number of new tokens, the stop strings, and the sampling options."""
         until = options.get("until") or []
         stops = [until] if isinstance(until, str) else [stop for stop in until if stop]
         new = min(int(options.get("max_gen_toks", _NEW_TOKENS)), self.max_length - 1)
@@ -154,10 +154,10 @@ class HarnessModel(TemplateLM):
 
 
 def task_manager(names: Sequence[str], folder: str | None) -> TaskManager:
-    """The harness's tasks, with those of a folder; their data is there.
+    """The harness's tasks plus those of a folder; checks that their data is available.
 
     Raises:
-        UserError: there is no task of one of these names, or its data cannot be had.
+        UserError: a task name is unknown, or its data is not available.
     """
     manager = _manager_of(names, folder)
     missing = [name for name in names if not manager.match_tasks([name])]
@@ -180,11 +180,11 @@ def task_manager(names: Sequence[str], folder: str | None) -> TaskManager:
 def run_tasks(
     model: HarnessModel, manager: TaskManager, names: Sequence[str], limit: int | None = None, shots: int | None = None
 ) -> dict[str, dict[str, float]]:
-    """What the harness finds: task -> name of the number -> its value (`acc`, `acc_stderr`, ...).
+    """The harness's results: task -> name of the metric -> value (`acc`, `acc_stderr`, ...).
 
     Args:
-        limit: of the documents of each task; all by default.
-        shots: examples in front of each question; as the task says by default.
+        limit: number of documents per task; all by default.
+        shots: number of examples before each question; the task's own default if not given.
     """
     found = simple_evaluate(
         model,
@@ -193,14 +193,14 @@ def run_tasks(
         num_fewshot=shots,
         limit=limit,
         log_samples=False,
-        torch_random_seed=None,  # nothing here draws with torch
+        torch_random_seed=None,  # nothing here uses torch's random numbers
     )
     assert found is not None
     return {task: _numbers(values) for task, values in (found.get("results") or {}).items()}
 
 
 def _manager_of(names: Sequence[str], folder: str | None) -> TaskManager:
-    if folder is not None:  # reading the harness's own takes half a minute
+    if folder is not None:  # loading the harness's own tasks takes half a minute
         own = TaskManager(include_path=folder, include_defaults=False)
         if all(own.match_tasks([name]) for name in names):
             return own
@@ -215,11 +215,11 @@ def _numbers(values: dict[str, Any]) -> dict[str, float]:
 @eqx.filter_jit
 def _told(model: LmHeadModel, tokens: NamedArray, targets: jax.Array, vocab: int):
     x = model.activations(tokens, AttentionMask.causal())
-    x = x[0] if isinstance(x, tuple) else x  # some of Levanter's models add a loss
+    x = x[0] if isinstance(x, tuple) else x  # some Levanter models add a loss
     x, head = x.rearrange((BATCH, POSITION, EMBED)), model.get_lm_head()
 
     def row(x_and_targets):
-        """One row's logits at a time: those of all rows would be the largest array by far."""
+        """Logits for one row at a time: those of all rows would be by far the largest array."""
         x, targets = x_and_targets
         logits = hax.dot(hax.named(x, (POSITION, EMBED)), head, axis=EMBED, preferred_element_type=jnp.float32)
         logits = logits.rearrange((POSITION, ...)).array[:, :vocab]

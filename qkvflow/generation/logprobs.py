@@ -6,12 +6,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-MOST = 20  # likeliest tokens that are told beside the one that stands there
+MOST = 20  # most likely tokens reported in addition to the token itself
 _BLOCK = 16  # positions whose logits exist at once when a prompt is scored
 
 
 class Logprobs(NamedTuple):
-    """log p of a token, and the likeliest tokens with theirs, the largest first. Equal logits give equal numbers."""
+    """log p of a token, and the most likely tokens with theirs, in descending order. Equal logits give equal values."""
 
     token: Float[Array, "..."]
     top: Int[Array, "... most"]
@@ -27,14 +27,14 @@ class Logprobs(NamedTuple):
 
     @staticmethod
     def none(*shape: int) -> "Logprobs":
-        """What stands where nothing was asked for. shape: of the logits."""
+        """A placeholder where no log-probabilities were requested. shape: of the logits."""
         *places, vocab_size = shape
         likeliest = (*places, min(MOST, vocab_size))
         return Logprobs(jnp.zeros(places), jnp.zeros(likeliest, jnp.int32), jnp.zeros(likeliest))
 
 
 def in_blocks(logits_of, x: Float[Array, "position embed"], tokens: Int[Array, "position"]) -> Logprobs:
-    """Of a token at each position. logits_of: x [block, embed] -> [block, vocab]; for a few positions at a time."""
+    """For a token at each position. logits_of: x [block, embed] -> [block, vocab], for a few positions at a time."""
     blocks = (x.reshape(-1, _BLOCK, x.shape[-1]), tokens.reshape(-1, _BLOCK))
     found = jax.lax.map(lambda block: Logprobs.of(logits_of(block[0]), block[1]), blocks)
     return jax.tree.map(lambda a: a.reshape(len(x), *a.shape[2:]), found)

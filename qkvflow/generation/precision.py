@@ -25,7 +25,7 @@ def dtype_by_name(name: str):
 
 
 def cast(tree, dtype: str | None):
-    """The pytree with its floating-point arrays in `dtype`; None leaves it as it is."""
+    """The pytree with its floating-point arrays in `dtype`; unchanged for None."""
     if dtype is None:
         return tree
     target = dtype_by_name(dtype)

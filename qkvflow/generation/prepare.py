@@ -18,27 +18,27 @@ from qkvflow.models.exits import ExitConfig
 from qkvflow.models.levanter_twin import twin
 from qkvflow.models.shared_cache import EXACT, CacheSharing
 
-# Room for texts is made in these amounts, so that calls of about the same length share one compiled step.
+# Room for texts is allocated in multiples of this, so that calls of similar length share one compiled step.
 LEAST_ROOM, ROOM_UNIT, RECOMPUTED_UNIT = 1024, 256, 1024
 
 
 class PreparedModel:
-    """A model made ready to generate by any number of engines.
+    """A model prepared for generation by any number of engines.
 
     Attributes:
         model: of qkvflow or of Levanter.
-        draft_steps: of the grid that drafts; 0 where nothing is drafted.
-        draft_tokens: drafts for each pass of the full grid; 0 where nothing is drafted.
+        draft_steps: of the drafting grid; 0 without drafting.
+        draft_tokens: drafts per pass of the full grid; 0 without drafting.
 
-    use_cache: False reads the whole text again for each token. Levanter's models other than GPT-2 and Llama are always
-        read so.
-    dtype: `f32` or `bf16`, what is computed in; None for that of the weights.
-    drafting: texts are drafted on a coarse grid of the same flow.
-    exits: when tokens stop on their way through the flow.
+    use_cache: False recomputes the whole text for each token. Levanter models other than GPT-2 and Llama are always
+        recomputed.
+    dtype: `f32` or `bf16`, the precision of the computation; None for that of the weights.
+    drafting: draft texts on a coarse grid of the same flow.
+    exits: when tokens stop integrating the flow.
     sharing: which evaluations keep keys and values.
 
     Raises:
-        UserError: the model has adaptive steps; or it cannot be drafted, have exits, or share its cache, so.
+        UserError: the model has adaptive steps, or does not support this drafting, these exits or this cache sharing.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class PreparedModel:
         vocab_size: int | None = None,
         elastic: bool = False,
     ) -> Engine:
-        """An engine for texts of up to `length` tokens, prompt included."""
+        """An engine for texts of up to `length` tokens, including the prompt."""
         unit = ROOM_UNIT if self.is_cached else RECOMPUTED_UNIT
         room = min(self.max_seq_len, max(LEAST_ROOM, -(-length // unit) * unit))
         return Engine(
@@ -105,7 +105,7 @@ class PreparedModel:
         """Checks a prompt and the number of new tokens against the context.
 
         Raises:
-            UserError: a prompt of `prompt` tokens and the new ones do not fit the context.
+            UserError: `prompt` tokens and the new ones do not fit the context.
         """
         if max_new_tokens < 1:
             raise UserError(f"max_new_tokens must be at least 1, got {max_new_tokens}.")
@@ -175,5 +175,5 @@ def _evaluate_weights(
 
 def _recomputed(model: LmHeadModel, dtype: str | None) -> RecomputedModel:
     if dtype is not None and isinstance(model, NeuralOdeLMHeadModel):
-        model = model.discretise()  # what makes W(t) is not rounded, only W(t) itself
+        model = model.discretise()  # only W(t) is rounded, not the parameters that generate it
     return RecomputedModel(cast(model, dtype))

@@ -9,13 +9,13 @@ from typing import TextIO
 from qkvflow.errors import UserError
 from qkvflow.files import local_path
 
-_MARK = "\ufeff"  # the byte order mark that some editors put in front
+_MARK = "\ufeff"  # the byte order mark that some editors prepend
 _ESCAPES = {"\\n": "\n", "\\t": "\t", "\\r": "\r", "\\\\": "\\"}
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """A text to be continued. control: its own control, if the file gives one. where: for messages."""
+    """A text to continue. control: its own control, if the file gives one. where: for messages."""
 
     text: str
     control: list[float] | None
@@ -23,10 +23,10 @@ class Prompt:
 
 
 def read_prompts(prompt: str | None, file: str | None, stdin: TextIO | None = None) -> list[Prompt]:
-    """The prompt, or those of the file, or standard input as one prompt (without its last line break).
+    """The prompt, those of the file, or standard input as one prompt (without its last line break).
 
     Raises:
-        UserError: there is none or more than one source, or it is empty or cannot be read.
+        UserError: no source or more than one, or the source is empty or cannot be read.
     """
     if prompt is not None and file is not None:
         raise UserError("prompt and prompt_file are both given: leave one of them out")
@@ -77,7 +77,7 @@ def _from_file(path: Path) -> list[Prompt]:
         raise UserError(f"there is no prompt_file {path}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"cannot read the prompt_file {path}: {error}") from None
-    # Not `splitlines`, which also breaks at form feeds and at U+2028, which JSON may have in a text.
+    # Not `splitlines`, which also breaks at form feeds and at U+2028, which JSON text may contain.
     lines = [line.removesuffix("\r") for line in text.split("\n")]
     numbered = [(f"{path}, line {i}", line) for i, line in enumerate(lines, start=1) if line.strip()]
     if not numbered:

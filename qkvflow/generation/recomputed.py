@@ -16,19 +16,19 @@ from qkvflow.blocks import Inputs, Window
 
 
 class RecomputedModel(eqx.Module):
-    """The interface of `CachedModel`; what it remembers of a sequence is its tokens, and its control."""
+    """The interface of `CachedModel`; its memory of a sequence is the tokens and the control."""
 
     model: LmHeadModel
 
     def memory(self, Batch: Axis, length: int) -> tuple[NamedArray, NamedArray | None]:
-        """No tokens yet, and room for `length`."""
+        """An empty memory with room for `length` tokens."""
         Pos = Axis(POSITION, length)
         control = getattr(self.model.config, "control", None)
         controls = None if control is None else hax.zeros((Batch, Pos, Axis(CONTROL, control.dim)))
         return hax.zeros((Batch, Pos), dtype=jnp.int32), controls
 
     def extend(self, tokens: NamedArray, inputs: Inputs, memory):
-        """The last activations at the new positions, {batch, position, embed}, and the memory with them."""
+        """The final activations at the new positions, {batch, position, embed}, and the memory including them."""
         (text, controls), window = memory, inputs.window
         text = _write(text, tokens, window)
         whole = {}
@@ -36,7 +36,7 @@ class RecomputedModel(eqx.Module):
             controls = _write(controls, inputs.control, window)
             whole["control"] = controls
         x = self.model.activations(text, AttentionMask.causal(), **whole)
-        x = x[0] if isinstance(x, tuple) else x  # some of Levanter's models add a loss
+        x = x[0] if isinstance(x, tuple) else x  # some Levanter models add a loss
         New = tokens.resolve_axis(POSITION)
 
         def read(x, start):
@@ -47,7 +47,7 @@ class RecomputedModel(eqx.Module):
         return hax.named(new, (Batch, New, Embed)), (text, controls)
 
     def logits(self, x: NamedArray) -> NamedArray:
-        """{..., vocab}, fp32, from what `extend` gives."""
+        """{..., vocab}, fp32, from the activations that `extend` returns."""
         return hax.dot(x, self.model.get_lm_head(), axis=EMBED, preferred_element_type=jnp.float32)
 
 

@@ -1,14 +1,14 @@
 """Rejection sampling of drafted tokens: which are accepted, and which token follows them.
 
-    a draft x ~ q stays with probability min(1, p(x) / q(x));  in place of the first that does not stands a draw from
-    the rest, max(p - q, 0) / sum max(p - q, 0);  if all stay, a draw from p stands behind them
+    a draft x ~ q is accepted with probability min(1, p(x) / q(x));  the first rejected draft is replaced by a sample
+    from the residual, max(p - q, 0) / sum max(p - q, 0);  if all are accepted, a sample from p follows them
 
-What stands there then has the distribution p, whatever q is. p and q are what is drawn from: after bias, temperature,
-top-k and top-p. Greedy tokens are the case of all mass on one token: a draft stays if it is the likeliest.
+The resulting tokens have the distribution p, whatever q is. p and q are the sampling distributions: after bias,
+temperature, top-k and top-p. Greedy decoding has all mass on one token: a draft is accepted if it is the most likely.
 Sources: Leviathan et al. (arXiv 2211.17192), algorithm 1; Chen et al. (arXiv 2302.01318), theorem 1.
 
-All draws at a position depend on its seed and on the position alone. Noise behind a draft that does not stay is used
-again by the next draft there; nothing that stays has depended on it.
+All draws at a position depend only on its seed and the position. The noise of a rejected draft is reused by the next
+draft at that position; no accepted token depended on it.
 """
 
 import jax
@@ -17,13 +17,13 @@ from jaxtyping import Array, Bool, Float, Int
 
 from qkvflow.generation.sampling import Sampling, choose, draw, log_probabilities, noise_key
 
-_DRAFT, _VERDICT = 1, 2  # streams of noise at a position besides that of the token itself
+_DRAFT, _VERDICT = 1, 2  # noise streams at a position, in addition to that of the token itself
 
 
 def propose(
     logits: Float[Array, "batch vocab"], sampling: Sampling, position: Int[Array, "batch"], active: Bool[Array, "batch"]
 ) -> tuple[Int[Array, "batch"], Float[Array, "batch vocab"]]:
-    """A draft at `position`, and log q up to a constant; zeros if no sequence is drawn at random."""
+    """A draft at `position`, and log q up to a constant; zeros if no sequence is sampled."""
     log_q = jax.lax.cond(
         _any_drawn(sampling, active),
         lambda: log_probabilities(logits, sampling, active),
@@ -41,9 +41,9 @@ def judge(
     position: Int[Array, "batch"],
     active: Bool[Array, "batch"],
 ) -> tuple[Int[Array, "batch"], Int[Array, "batch"]]:
-    """How many of the first `count` drafts stay, and the token behind those.
+    """The number of accepted drafts among the first `count`, and the token that follows them.
 
-    logits: with their bias, at the places of the drafts (the first at `position`) and behind the last.
+    logits: including bias, at the places of the drafts (the first at `position`) and after the last one.
     """
     proposed = jnp.arange(drafts.shape[1])[None] < count[:, None]
     likeliest = jnp.argmax(logits, axis=-1).astype(jnp.int32)
@@ -56,9 +56,9 @@ def judge(
         u = jax.vmap(_uniform, (None, 0))(sampling.seed, position[None] + jnp.arange(drafts.shape[1])[:, None]).T
         p_of, q_of = (jnp.take_along_axis(d, drafts[..., None], axis=-1)[..., 0] for d in (p[:, :-1], q))
         stay = _leading(proposed & (u * q_of < p_of))
-        # In place of a draft what q has too much of is left out.
+        # The replacement of a draft leaves out the excess of q.
         rest = jnp.maximum(_at(p, stay) - _at(jnp.pad(q, ((0, 0), (0, 1), (0, 0))), stay), 0.0)
-        is_rest = (stay < count) & (rest.sum(axis=-1) > 0)  # equal but for rounding, they leave no rest
+        is_rest = (stay < count) & (rest.sum(axis=-1) > 0)  # if p and q are equal up to rounding, there is no residual
         log_of = jnp.where(is_rest[:, None], jnp.log(rest), _at(log_p, stay))
         behind = jax.vmap(draw)(log_of, sampling.seed, position + stay)
         return tuple(jnp.where(sampling.temperature > 0, *pair) for pair in zip((stay, behind), greedy, strict=True))

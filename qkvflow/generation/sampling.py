@@ -1,9 +1,9 @@
-"""From logits to the next token: bias, temperature, then top-k, then top-p, then a draw that its seed reproduces.
+"""From logits to the next token: bias, temperature, then top-k, then top-p, then a draw reproducible by its seed.
 
-    p = softmax((logits + bias) / temperature);  top-k keeps the k likeliest tokens;  top-p keeps, of those and by
-    their probabilities, the smallest set of likeliest tokens whose mass reaches p
+    p = softmax((logits + bias) / temperature);  top-k keeps the k most likely tokens;  top-p keeps, of these, the
+    smallest set of most likely tokens whose probabilities sum to at least p
 
-Temperature 0 is greedy: the likeliest token, the first of equals. The order is that of Hugging Face's `generate`.
+Temperature 0 is greedy: the most likely token, the first one on ties. The order is that of Hugging Face's `generate`.
 """
 
 import math
@@ -20,20 +20,20 @@ from jaxtyping import Array, Bool, Float, Int
 from qkvflow.errors import UserError
 
 ALL = 2**31 - 1  # the top-k that keeps every token; as a biased token: none
-MAX_BIASES = 300  # tokens of one sequence that may have a bias
+MAX_BIASES = 300  # maximum number of tokens with a bias per sequence
 
 
 @dataclass(frozen=True)
 class SamplingOptions:
-    """How the tokens of one sequence are chosen. top_k, top_p: None for no limit. seed: any integer.
+    """Sampling options of one sequence. top_k, top_p: None for no limit. seed: any integer.
 
     Attributes:
-        bias: what is added to the logits of single tokens.
-        logprobs: whether the log-probabilities of what is chosen are wanted too.
-        draft_tokens: drafts for each pass of the full grid (see `qkvflow.generation.drafting`), at most as many as the
-            engine makes; None for as many. An engine that does not draft does not read it.
+        bias: added to the logits of single tokens.
+        logprobs: whether to return the log-probabilities of the chosen tokens too.
+        draft_tokens: drafts per pass of the full grid (see `qkvflow.generation.drafting`), limited by the engine's own
+            number, which None selects. An engine that does not draft ignores it.
 
-    The draw at a position depends on seed and position alone, not on what else is in the batch.
+    The draw at a position depends only on seed and position, not on the rest of the batch.
     """
 
     temperature: float = 0.0
@@ -73,7 +73,7 @@ class Sampling(eqx.Module):
 
     @staticmethod
     def of(options: Sequence[SamplingOptions]) -> "Sampling":
-        # NumPy's arrays: single ones go to the device with the call that takes them.
+        # NumPy arrays: each is transferred to the device with the call that uses it.
         return Sampling(
             np.asarray([o.temperature for o in options], np.float32),
             np.asarray([min(o.top_k or ALL, ALL) for o in options], np.int32),
@@ -85,9 +85,9 @@ class Sampling(eqx.Module):
 
 
 class Bias(eqx.Module):
-    """What is added to the logits of single tokens of each sequence of a batch."""
+    """Added to the logits of single tokens of each sequence of a batch."""
 
-    tokens: Int[Array, "batch biases"]  # `ALL` fills up
+    tokens: Int[Array, "batch biases"]  # padded with `ALL`
     values: Float[Array, "batch biases"]
 
     @staticmethod
@@ -99,7 +99,7 @@ class Bias(eqx.Module):
         return Bias(tokens, values)
 
     def add(self, logits: Float[Array, "batch vocab"], active: Bool[Array, "batch"]) -> Float[Array, "batch vocab"]:
-        """The logits with it. active: the sequences that are asked for; what others have costs nothing."""
+        """The logits including the bias. active: the sequences that need it; the bias of others costs nothing."""
         rows = jnp.arange(len(logits))[:, None]
 
         def added():
@@ -115,7 +115,7 @@ def choose(
     active: Bool[Array, "batch"] | None = None,
     stream: int = 0,
 ) -> Int[Array, "batch"]:
-    """The token at `position` of each sequence. active: as for `Bias.add`; all, if it is not given. stream: which of
+    """The token at `position` of each sequence. active: as for `Bias.add`; all by default. stream: selects one of
     several independent draws at the position."""
     wanted = jnp.ones(len(logits), bool) if active is None else active
     greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
@@ -131,9 +131,9 @@ def choose(
 def log_probabilities(
     logits: Float[Array, "batch vocab"], sampling: Sampling, active: Bool[Array, "batch"] | None = None
 ) -> Float[Array, "batch vocab"]:
-    """The logarithm, up to a constant, of the distribution that is drawn from; -inf for what is never drawn.
+    """The logarithm, up to a constant, of the sampling distribution; -inf for tokens that are never drawn.
 
-    logits: with their bias. A temperature of 0 counts as 1 here.
+    logits: including bias. A temperature of 0 counts as 1 here.
     """
     wanted = jnp.ones(len(logits), bool) if active is None else active
     logits = logits.astype(jnp.float32)
@@ -149,20 +149,20 @@ def _restricted(scaled, sampling: Sampling):
     keep = jnp.arange(scaled.shape[-1])[None] < sampling.top_k[:, None]
     probability = jax.nn.softmax(jnp.where(keep, ranked, -jnp.inf), axis=-1)
     likelier = jnp.cumsum(probability, axis=-1) - probability
-    # At p = 1 nothing goes, although the sum of rounded probabilities may reach 1 before the last token.
+    # At p = 1 all tokens stay, although the sum of rounded probabilities may reach 1 before the last one.
     keep &= (likelier < sampling.top_p[:, None]) | (sampling.top_p[:, None] >= 1.0)
     rank_of_token = jnp.argsort(order, axis=-1)
     return jnp.where(jnp.take_along_axis(keep, rank_of_token, axis=-1), scaled, -jnp.inf)
 
 
 def draw(log_probabilities: Float[Array, "vocab"], seed, position, stream: int = 0) -> Int[Array, ""]:
-    """A token by the noise of a position."""
+    """A token drawn with the noise of a position."""
     return jax.random.categorical(noise_key(seed, position, stream), log_probabilities).astype(jnp.int32)
 
 
 def noise_key(seed, position, stream: int = 0):
-    """The key of the noise at a position; `stream` 0 is that of its token."""
-    # By this generator alone the draws of a row are the same in any batch.
+    """The key of the noise at a position; `stream` 0 is for its token."""
+    # Only with this generator are the draws of a row the same in any batch.
     key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), position)
     return jax.random.fold_in(key, stream) if stream else key
 

@@ -1,8 +1,8 @@
-"""What a batch of texts is while it is made, and the two things that happen to it: prompts are read, tokens added.
+"""The state of a batch of texts during generation, and its two operations: reading prompts and adding tokens.
 
-A text stands in a row. All tokens of it but the last are in the model's memory; a decoding step reads the last one and
-writes the next. A state of one row is a text on its own, and rows are copied between states: all arrays have the rows
-in front, or an equal number of heads of each.
+Each text has a row. The model's memory holds all its tokens except the last; a decoding step reads the last token and
+writes the next. A state of one row is a single text, and rows are copied between states: the leading axis of all arrays
+is that of the rows, or an equal number of heads per row.
 """
 
 from typing import Any, NamedTuple
@@ -21,11 +21,12 @@ from qkvflow.generation.sampling import Bias, Sampling, SamplingOptions, choose
 
 
 class State(eqx.Module):
-    """What a batch of rows holds.
+    """The contents of a batch of rows.
 
     Attributes:
-        text: {batch, position}, `length` tokens each. filled: how many of them are in the memory.
-        limit: the length at which a text is complete; 0 for a row without a text.
+        text: {batch, position}, with `length` tokens each.
+        filled: number of these tokens in the memory.
+        limit: the length at which a text is complete; 0 for an empty row.
     """
 
     text: Int[Array, "batch position"]
@@ -54,20 +55,20 @@ class State(eqx.Module):
 
     @property
     def unread(self) -> Int[Array, "batch"]:
-        """How many tokens must be read before the text can be continued."""
+        """The number of tokens to read before the text can be continued."""
         return jnp.maximum(self.length - 1 - self.filled, 0)
 
     def replace(self, **fields) -> "State":
-        """With other fields."""
+        """A copy with other fields."""
         return State(**{**vars(self), **fields})
 
 
 class Added(NamedTuple):
-    """What a decoding step has added to each row: the first `count` of `tokens`.
+    """The tokens that a decoding step added to each row: the first `count` of `tokens`.
 
     Attributes:
-        logprobs: of the tokens, zeros if no row wants them.
-        drafted: {batch, 4}, see `qkvflow.generation.drafting`; None where nothing is drafted.
+        logprobs: of the tokens; zeros if no row requested them.
+        drafted: {batch, 4}, see `qkvflow.generation.drafting`; None without drafting.
     """
 
     tokens: Int[Array, "batch width"]
@@ -77,7 +78,7 @@ class Added(NamedTuple):
 
 
 def prefill(model, state: State, chunk: int) -> tuple[Array, State]:
-    """Reads up to `chunk` unread tokens of each row: what the model gives there [batch, chunk, embed], the state."""
+    """Reads up to `chunk` unread tokens of each row: the model's activations there [batch, chunk, embed], the state."""
     count = jnp.minimum(state.unread, chunk)
     padded = jnp.pad(state.text, ((0, 0), (0, chunk)))
     tokens = jax.vmap(lambda row, start: jax.lax.dynamic_slice_in_dim(row, start, chunk))(padded, state.filled)
@@ -112,9 +113,9 @@ def logits_at(model, x: Array) -> Array:
 def extend(
     model, state: State, tokens: Int[Array, "batch new"], count, memory, start: Int[Array, "batch"], trial: bool = False
 ) -> tuple[Array, Any]:
-    """The model at new positions from `start` on, of which `count` [batch] are real: (x, memory).
+    """Runs the model at new positions from `start` on, of which `count` [batch] are real: (x, memory).
 
-    The one place where generation calls the model. trial: as of `Window`.
+    The only place where generation calls the model. trial: as in `Window`.
     """
     Batch, New = (Axis(name, size) for name, size in zip((BATCH, POSITION), tokens.shape, strict=True))
     window = Window(hax.named(start, Batch), hax.named(count.astype(jnp.int32), Batch), trial)

@@ -8,15 +8,15 @@ from levanter.tokenizers import MarinTokenizer
 from qkvflow.errors import UserError
 from qkvflow.generation.vocabulary import Vocabulary
 
-_WINDOW, _CONTEXT = 32, 8  # tokens that are decoded together, and those of them that stay when the window moves on
-_LONGEST = 4  # bytes of a character, so at most as many tokens
-_CHARACTERS, _CUT = 8, 64  # characters that a token has, at a guess; tokens that a word may have
+_WINDOW, _CONTEXT = 32, 8  # tokens decoded together, and how many of them stay when the window moves on
+_LONGEST = 4  # bytes per character, and so the maximum number of tokens
+_CHARACTERS, _CUT = 8, 64  # estimated characters per token; maximum tokens per word
 
 
 def encode_prompt(tokenizer: MarinTokenizer, text: str) -> list[int]:
-    """The tokens of a prompt, as a document begins in training: with the begin-of-text token if there is one.
+    """The tokens of a prompt, like a document in training: with the begin-of-text token if there is one.
 
-    An empty prompt is the beginning of a new document: begin-of-text, or else end-of-text, which ends the one before.
+    An empty prompt starts a new document: begin-of-text, or else end-of-text, which ends the previous document.
     """
     try:
         text.encode("utf-8")
@@ -34,12 +34,12 @@ def encode_prompt(tokenizer: MarinTokenizer, text: str) -> list[int]:
 
 
 def clearly_longer(tokenizer: MarinTokenizer, text: str, length: int) -> bool:
-    """Whether a text has more than `length` tokens, found by reading little more than that. False if it is not sure."""
+    """Whether a text has more than `length` tokens, from reading little more than that. False if uncertain."""
     characters = _CHARACTERS * (length + _CUT)
     while characters < len(text):
-        # Half characters, which no tokenizer takes, are told by `encode_prompt`.
+        # `encode_prompt` reports lone surrogates, which no tokenizer accepts.
         beginning = text[:characters].encode(errors="replace").decode()
-        # Where the text is cut a word has more tokens than in the whole.
+        # A word that is cut has more tokens than within the whole text.
         if len(tokenizer.encode(beginning)) > length + _CUT:
             return True
         characters *= 4
@@ -47,11 +47,11 @@ def clearly_longer(tokenizer: MarinTokenizer, text: str, length: int) -> bool:
 
 
 class TextStream:
-    """The text of tokens that come one by one, as far as nothing that may come can change it.
+    """The text of tokens that arrive one by one, up to where no later token can change it.
 
-    The pieces together are what the tokenizer makes of all tokens at once. Prompt tokens only give context: some
-    tokenizers write a token differently at the beginning of a text. What is incomplete at the end of a prompt of
-    tokens belongs to the text behind it.
+    The pieces together equal the tokenizer's text of all tokens at once. Prompt tokens only give context: some
+    tokenizers write a token differently at the beginning of a text. An incomplete character at the end of a prompt of
+    tokens belongs to the text after it.
     """
 
     def __init__(self, vocabulary: Vocabulary | MarinTokenizer, prompt: Sequence[int] = ()):
@@ -59,20 +59,20 @@ class TextStream:
         self._vocabulary = vocabulary
         ids = list(prompt)
         if ids[:1] == [vocabulary.tokenizer.bos_token_id]:
-            del ids[0]  # it is no text, but what stands behind text may begin with a space
+            del ids[0]  # it is no text, but text after it may begin with a space
         self._ids = self._context(ids)
         run = self._run()
         held = bool(run) and not _is_text(run)
-        self._known = len(self._decode(self._ids[: -len(run)] if held else self._ids))  # characters given out before
+        self._known = len(self._decode(self._ids[: -len(run)] if held else self._ids))  # characters already returned
         self._known -= not run and self._ends_open()
 
     @property
     def held(self) -> int:
-        """How many characters are held back."""
+        """Number of characters held back."""
         return len(self._decode(self._ids)) - self._known
 
     def push(self, token: int) -> str:
-        """The text that is complete with this token."""
+        """The text that this token completes."""
         self._ids.append(int(token))
         if self._vocabulary.is_fallback(token):
             return ""
@@ -85,21 +85,21 @@ class TextStream:
         return new
 
     def finish(self) -> str:
-        """What is held back when no more tokens come."""
+        """The text held back, if no more tokens come."""
         return self._decode(self._ids)[self._known :]
 
     def _decode(self, ids: list[int]) -> str:
         return self._vocabulary.decode(ids)
 
     def _context(self, ids: list[int]) -> list[int]:
-        """The last tokens, from one on where no run of bytes is cut."""
+        """The last tokens, starting where no run of bytes is cut."""
         start = max(0, len(ids) - _CONTEXT)
         while start > 0 and self._vocabulary.is_fallback(ids[start]):
             start -= 1
         return ids[start:]
 
     def _run(self) -> bytes:
-        """The bytes of the run of byte tokens at the end."""
+        """The bytes of the final run of byte tokens."""
         run = []
         for token in reversed(self._ids):
             if not self._vocabulary.is_fallback(token):
@@ -108,7 +108,7 @@ class TextStream:
         return b"".join(reversed(run))
 
     def _ends_open(self) -> bool:
-        """Whether the last character, of a byte-level tokenizer, may still become another one."""
+        """Whether the last character, of a byte-level tokenizer, may still change."""
         end = b"".join(self._vocabulary.bytes(token) for token in self._ids[-_LONGEST:])
         return codecs.utf_8_decode(end, "replace", False)[1] < len(end)
 
@@ -122,14 +122,14 @@ def _is_text(raw: bytes) -> bool:
 
 
 class StopStrings:
-    """Cuts a text that comes in pieces before the first of `stops`, which may be spread over pieces."""
+    """Cuts a text that arrives in pieces before the first of `stops`, which may span pieces."""
 
     def __init__(self, stops: Sequence[str] = ()):
         self._stops = tuple(stops)
         self._held = ""
 
     def push(self, text: str) -> tuple[str, bool]:
-        """(what can be shown, whether a stop string is reached)."""
+        """(text that can be shown, whether a stop string was reached)."""
         self._held += text
         found = [at for at in (self._held.find(stop) for stop in self._stops) if at >= 0]
         if found:
@@ -141,17 +141,17 @@ class StopStrings:
         return shown, False
 
     def finish(self) -> str:
-        """What is held back when no more text comes."""
+        """The text held back, if no more text comes."""
         shown, self._held = self._held, ""
         return shown
 
 
 class Continuation:
-    """The text behind one prompt, token by token: what to show, and why it ended.
+    """The text after one prompt, token by token: what to show, and why it ended.
 
     Attributes:
-        reason: None while it goes on; `stop` after the end-of-text token or a stop string, `length` at its full length.
-        made, shown: characters of the text so far, and those of them that were shown; a stop string that may have begun
+        reason: None while it continues; `stop` after the end-of-text token or a stop string, `length` at full length.
+        made, shown: numbers of characters of the text so far, and of those shown; a possible beginning of a stop string
             is held back.
     """
 
@@ -165,7 +165,7 @@ class Continuation:
         self.reason: str | None = None
 
     def push(self, token: int, complete: bool) -> str:
-        """The text that this token adds. complete: it is the last one."""
+        """The text that this token adds. complete: whether it is the last one."""
         self.tokens += 1
         if token in self._stop_tokens:
             return self._show(self._end("stop", ""))
@@ -177,7 +177,7 @@ class Continuation:
         return self._show(self._end("length", shown) if complete and not stopped else shown)
 
     def offset_of(self, token: int, before: int) -> int:
-        """Where in the text the token begins that was pushed last. before: `made` before it."""
+        """The offset in the text at which the last pushed token begins. before: `made` before it."""
         if token in self._stop_tokens:
             return self.made
         return max(before, self.made - len(self._vocabulary.text(token)))
@@ -195,5 +195,5 @@ class Continuation:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """The length of the longest end of `text` with which `stop` begins."""
+    """The length of the longest suffix of `text` that is a prefix of `stop`."""
     return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)

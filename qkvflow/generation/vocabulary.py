@@ -4,24 +4,24 @@ from levanter.tokenizers import MarinTokenizer
 
 from qkvflow.data.byte_level import byte_alphabet
 
-BROKEN = "\ufffd"  # what a decoder puts for bytes that are no character, or not yet
+BROKEN = "\ufffd"  # what a decoder returns for bytes that are not a (complete) character
 _BYTES = {character: byte for byte, character in enumerate(byte_alphabet())}
 
 
 class Vocabulary:
     """The tokens of a tokenizer.
 
-    Bytes that are no text of their own come in two kinds. Byte-level tokenizers (GPT-2, Llama-3) write all bytes one
-    after another and read the whole as UTF-8: only a character at the end can be incomplete. Tokenizers with byte
-    fallback (Llama-2, Mistral, Gemma) have tokens `<0xE4>` beside those of text: a run of them is read as one, and if
-    any byte of it is wrong, all of it is. So a run says nothing until it has ended.
+    Bytes that are not text on their own come in two kinds. Byte-level tokenizers (GPT-2, Llama-3) concatenate all bytes
+    and decode the whole as UTF-8: only the last character can be incomplete. Tokenizers with byte fallback (Llama-2,
+    Mistral, Gemma) have tokens `<0xE4>` in addition to text tokens: a run of them is decoded as a unit, and one invalid
+    byte makes the whole run invalid. So a run has no text until it has ended.
     """
 
     def __init__(self, tokenizer: MarinTokenizer):
         self.tokenizer = tokenizer
         names = [f"<0x{byte:02X}>" for byte in range(256)]
         ids = zip(range(256), names, (tokenizer.convert_tokens_to_ids(name) for name in names), strict=True)
-        # A tokenizer may have such a token as plain text.
+        # A tokenizer may have such a token as ordinary text.
         self._fallback = {
             i: byte for byte, name, i in ids if i is not None and i >= 0 and tokenizer.decode([i]) != name
         }
@@ -37,11 +37,11 @@ class Vocabulary:
         return self.tokenizer.decode(tokens)
 
     def is_fallback(self, token: int) -> bool:
-        """Whether it is a token for one byte, beside tokens of text."""
+        """Whether the token stands for one byte, in a tokenizer with text tokens."""
         return token in self._fallback
 
     def text(self, token: int) -> str:
-        """What it adds behind other text, where some tokenizers write it differently."""
+        """The text it adds after other text, where some tokenizers write it differently."""
         if token not in self._texts:
             whole = self.decode([*self._anchor, token])
             behind = whole.startswith(self._before)
@@ -49,7 +49,7 @@ class Vocabulary:
         return self._texts[token]
 
     def bytes(self, token: int) -> bytes:
-        """Its bytes, which may be a part of a character."""
+        """Its bytes, possibly only part of a character."""
         if token in self._fallback:
             return bytes([self._fallback[token]])
         text = self.text(token)
@@ -60,7 +60,7 @@ class Vocabulary:
         return text.encode()
 
     def name(self, token: int) -> str:
-        r"""How it stands in a list of tokens: its text, or `bytes:\xe4\xb8` if its bytes are no text."""
+        r"""Its name in a list of tokens: its text, or `bytes:\xe4\xb8` if its bytes are not text."""
         raw = self.bytes(token)
         try:
             return raw.decode()

@@ -24,7 +24,7 @@ from qkvflow.runs.load import Run, load_run
 
 @dataclass(frozen=True)
 class Writer:
-    """A model that writes text.
+    """A model prepared for generating text.
 
     Attributes:
         step: of the checkpoint.
@@ -39,11 +39,11 @@ class Writer:
 
     @cached_property
     def vocabulary(self) -> Vocabulary:
-        """What the tokens of the tokenizer are."""
+        """The tokenizer's vocabulary."""
         return Vocabulary(self.tokenizer)
 
     def engine(self, slots: int, length: int, elastic: bool = False) -> Engine:
-        """An engine for texts of up to `length` tokens. It never writes tokens that the tokenizer does not have."""
+        """An engine for texts of up to `length` tokens. It never generates tokens that the tokenizer does not have."""
         return self.prepared.engine(slots, length, self.stop_tokens, len(self.tokenizer), elastic)
 
 
@@ -58,11 +58,11 @@ def open_writer(
     exits: ExitConfig | None = None,
     sharing: CacheSharing = EXACT,
 ) -> Writer:
-    """Reads a run and evaluates its weights, at another depth, with another solver or in another precision if given;
-    with `drafting` on a coarse grid too, with `exits` for each token, with a cache shared by evaluations.
+    """Loads a run and evaluates its weights, optionally at another depth, with another solver or precision, with
+    `drafting` on a coarse grid, with `exits` for each token, or with a cache shared by evaluations.
 
     Raises:
-        UserError: there is no such run or checkpoint, or the model cannot be read in this way.
+        UserError: the run or checkpoint does not exist, or its model does not support these options.
     """
     if steps is not None:
         check_range("steps", steps, Steps)
@@ -92,7 +92,7 @@ def writer_of(
     exits: ExitConfig | None = None,
     sharing: CacheSharing = EXACT,
 ) -> Writer:
-    """The model of a run, as it is to be read, made ready to write."""
+    """A run's model with these options, prepared for generation."""
     end = run.tokenizer.eos_token_id
     prepared = PreparedModel(model, use_cache, dtype, drafting, exits, sharing)
     return Writer(run.path.name, run.step, prepared, run.tokenizer, () if end is None else (end,))

@@ -17,14 +17,14 @@ class Card:
     """
     Attributes:
         name: of the folder.
-        origin: which run, and which of its checkpoints.
+        origin: the run and its checkpoint.
         made: the command.
         trained: the run's own model; None for an ordinary one.
-        exported: what it is as ordinary layers.
+        exported: the model as ordinary layers.
         data: the run's `data`.
-        losses: by name, of the last step that had them.
-        reason: why the folder has code; None for a native class.
-        class_name: the class that reads it.
+        losses: by name, from the last step that recorded them.
+        reason: why the folder contains code; None for a native class.
+        class_name: the class that loads it.
     """
 
     name: str
@@ -38,7 +38,7 @@ class Card:
     class_name: str
 
     def text(self) -> str:
-        """The page, with its header for the hub."""
+        """The page, with its metadata header for the hub."""
         header = {"library_name": "transformers", "pipeline_tag": "text-generation", "tags": ["qkvflow"]}
         quoted = json.dumps(self.name, ensure_ascii=False)
         remote = "" if self.reason is None else ", trust_remote_code=True"

@@ -28,7 +28,7 @@ def custom(config: NeuralOdeConfig, arrays: Arrays, vocab_size: int) -> tuple[di
 
     Args:
         config: of a discretised model.
-        arrays: its arrays by our names, matrices [in, out].
+        arrays: its arrays with qkvflow's names, matrices [in, out].
     """
     block, tied = config.block, config.block.tie_word_embeddings
     settings = {
@@ -105,8 +105,8 @@ def _flow(config: NeuralOdeConfig) -> dict[str, Any]:
 
 
 def _rotation(rope: RotaryEmbeddingsConfig, size: int) -> tuple[np.ndarray, float]:
-    """The angle that each pair turns by from one position to the next, fp32 [size / 2], and a factor of the result; as
-    in `levanter.layers.rotary`."""
+    """The rotation angle of each pair per position, fp32 [size / 2], and a factor for the result; as in
+    `levanter.layers.rotary`."""
     plain = (1.0 / (np.float32(rope.theta) ** (np.arange(0, size, 2, dtype=np.float32) / np.float32(size)))).astype(
         np.float32
     )

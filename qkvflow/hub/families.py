@@ -1,7 +1,7 @@
 """Which models can be imported: for each `model_type` of a folder, the Levanter configuration.
 
-Checked against transformers' own logits in tests/hub/test_families.py. What Levanter's `from_hf_config` does not read
-is read here, or refused; a sliding window shortens the context to it, within which it changes nothing.
+Checked against transformers' own logits in tests/hub/test_families.py. Settings that Levanter's `from_hf_config`
+ignores are handled here or rejected; a sliding window limits the context to its length, within which it has no effect.
 """
 
 import dataclasses
@@ -33,14 +33,14 @@ _ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_new", "gelu_fast": "gelu_new"}
 
 
 def model_config(settings: Any, where: str) -> LmConfig:
-    """The configuration of Levanter's model that a folder's transformers configuration describes.
+    """The configuration of Levanter's model for a folder's transformers configuration.
 
     Args:
         settings: a `PretrainedConfig` of transformers.
         where: the folder, for messages.
 
     Raises:
-        UserError: a kind of model, or a setting of it, that cannot be read; it is named.
+        UserError: an unsupported kind of model or setting, with its name.
     """
     kind = settings.model_type
     if kind not in FAMILIES:
@@ -119,7 +119,7 @@ def _require(settings: Any, **values: Any) -> None:
 
 
 def _check_numbers(settings: Any) -> None:
-    """Refuses sizes and rates that are none. Their names are those of Llama; GPT-2 answers to them."""
+    """Rejects invalid sizes and rates. Uses Llama's names, which GPT-2's settings also accept."""
     for name in _SIZES:
         value = getattr(settings, name, None)
         if value is None and name in _OPTIONAL:
@@ -133,7 +133,7 @@ def _check_numbers(settings: Any) -> None:
 
 
 def _head_dim(settings: Any) -> int | None:
-    """The width of a head, where it is not an equal share of the state's."""
+    """The head size, if it is not an equal share of the state's width."""
     given = getattr(settings, "head_dim", None)
     return None if given in (None, settings.hidden_size // settings.num_attention_heads) else given
 

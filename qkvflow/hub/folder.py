@@ -20,7 +20,7 @@ class Stored:
     """An array in a file.
 
     Attributes:
-        dtype: as safetensors call it: F32, BF16, I8, ...
+        dtype: safetensors' name: F32, BF16, I8, ...
     """
 
     file: Path
@@ -30,21 +30,21 @@ class Stored:
 
 @dataclass(frozen=True)
 class HubFolder:
-    """`config.json`, `model.safetensors` (or several, and an index), and the tokenizer's files."""
+    """`config.json`, `model.safetensors` (or several files and an index), and the tokenizer's files."""
 
     path: Path
 
     @staticmethod
     def is_one(path: Path) -> bool:
-        """Whether there is a model in the format of Hugging Face, sound or not."""
+        """Whether there is a model in Hugging Face's format, valid or not."""
         return (path / CONFIG).is_file()
 
     @cached_property
     def settings(self) -> Any:
-        """`config.json`, as transformers' own class reads it; never by code of the folder.
+        """`config.json`, as read by transformers' own class; never runs code from the folder.
 
         Raises:
-            UserError: it is damaged, or of a model that transformers does not know.
+            UserError: it is damaged, or for a model that transformers does not know.
         """
         from transformers import CONFIG_MAPPING
 
@@ -64,7 +64,7 @@ class HubFolder:
         """The files with arrays.
 
         Raises:
-            UserError: there is none, or one that the index names is not there.
+            UserError: there is none, or a file named in the index is missing.
         """
         index = self.path / INDEX
         if not index.is_file():
@@ -111,7 +111,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file.
 
     Raises:
-        UserError: it cannot be read, or holds something else.
+        UserError: it cannot be read, or holds something other than an object.
     """
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))

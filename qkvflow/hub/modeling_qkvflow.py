@@ -1,11 +1,11 @@
-"""A continuous-depth language model as ordinary layers, for transformers: plain torch, and nothing else is needed.
+"""A continuous-depth language model as ordinary layers, for transformers; it needs nothing but plain torch.
 
     x(0) = embed(tokens);   dx/dt = B(x; W(t)), t in [0, 1];   logits = head(norm(x(1)))
 
-The flow is read by an explicit Runge-Kutta method on a fixed grid: `flow.blocks` are B at the distinct times of its
-stages, `config.flow` says which stage of which step reads which block. Before and after the flow may stand ordinary
-layers x + B(x). `control` of a model that has one moves the input of every block of the flow.
-Written by qkvflow with the folder that it lies in; weights are [in, out].
+The flow is computed by an explicit Runge-Kutta method on a fixed grid: `flow.blocks` are B at the distinct times of its
+stages, `config.flow` says which stage of which step uses which block. Ordinary layers x + B(x) may precede and follow
+the flow. In a model with control, `control` shifts the input of every block of the flow.
+qkvflow wrote this file with its folder; weights are [in, out].
 """
 
 # pyright: reportMissingImports=false
@@ -21,11 +21,11 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 class QkvflowConfig(PretrainedConfig):
     """
-    block: `kind` (gpt2, llama or ssm), its `form` (parallel, sequential, official) and sizes; `ordinary_form` is that
-        of the layers around the flow.
-    flow: `blocks`, how many; `a` and `b` of the tableau; `rows`, for each step the block of each stage; `back`, the
+    block: `kind` (gpt2, llama or ssm), its `form` (parallel, sequential, official) and sizes; `ordinary_form` is the
+        form of the layers around the flow.
+    flow: `blocks`, their number; `a` and `b` of the tableau; `rows`, for each step the block of each stage; `back`, the
         same for the second half of a reversible step, whose `coupling` is a number; `step`, the length of a step.
-    control: components of the control signal; None for a model without.
+    control: number of components of the control signal; None for a model without control.
     """
 
     model_type = "qkvflow"
@@ -36,7 +36,7 @@ class QkvflowConfig(PretrainedConfig):
         "max_position_embeddings": 16,
         "num_attention_heads": 2,
         "num_key_value_heads": 2,
-        "num_hidden_layers": 1,  # evaluations of B: each has a cache of its own
+        "num_hidden_layers": 1,  # evaluations of B: each has its own cache
         "prelude_layers": 0,
         "coda_layers": 0,
         "block": {"kind": "gpt2", "form": "parallel", "ordinary_form": "sequential", "bias": True, "norm_bias": True}
@@ -69,7 +69,7 @@ class FlowCache(DynamicCache):
 
 
 class Pass:
-    """What all blocks read in one forward pass, and which evaluation of B this is."""
+    """Inputs of all blocks in one forward pass, and the index of the current evaluation of B."""
 
     def __init__(self, mask, real, rotation, control, cache):
         self.mask, self.real, self.rotation, self.control, self.cache = mask, real, rotation, control, cache
@@ -183,7 +183,7 @@ class StateSpace(nn.Module):
 
 
 class Ssm(nn.Module):
-    """h_k = exp(Delta A) h_{k-1} + (exp(Delta A) - 1)/A B x_k,  y = C h + D x, in fp32, a position after the other."""
+    """h_k = exp(Delta A) h_{k-1} + (exp(Delta A) - 1)/A B x_k,  y = C h + D x, in fp32, position by position."""
 
     def __init__(self, config):
         super().__init__()
@@ -217,7 +217,7 @@ class Ssm(nn.Module):
 
 
 class Block(nn.Module):
-    """B(x; W): adds nothing to x, the step in depth does."""
+    """B(x; W), without adding x: the step in depth does that."""
 
     NAMES = {  # noqa: RUF012
         "gpt2": ("attn_ln", "attn", FusedAttention, "mlp_ln", "mlp", Mlp),
@@ -347,7 +347,7 @@ class QkvflowForCausalLM(PreTrainedModel, GenerationMixin):
 
     @classmethod
     def _supports_default_dynamic_cache(cls):
-        return False  # `forward` makes a FlowCache
+        return False  # `forward` creates a FlowCache
 
     def forward(
         self,

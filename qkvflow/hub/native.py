@@ -1,10 +1,10 @@
-"""Models that are exported as native transformers classes: GPT-2 and Llama, for steps of length 1.
+"""Models exported as native transformers classes: GPT-2 and Llama, for steps of length 1.
 
     a layer:                x' = x + a + mlp(ln(x + a)),       a = attn(ln(x))
     an Euler step of h:     x' = x + h (a + mlp(ln(x + a)))
 
-A factor h in the output projections would give mlp(ln(x + h a)), another function. So only steps of length 1 are layers
-of these classes: those of `step_size: residual`, a single step, and the ordinary layers around a flow.
+A factor h in the output projections would give mlp(ln(x + h a)), a different function. So only steps of length 1 are
+layers of these classes: those of `step_size: residual`, a single step, and the ordinary layers around a flow.
 """
 
 from typing import Any
@@ -21,7 +21,7 @@ _GPT2 = {"attn_ln": "ln_1", "mlp_ln": "ln_2"}
 
 
 def obstacle(config: NeuralOdeConfig) -> str | None:
-    """Why a discretised model is no native one; None if it is."""
+    """Why a discretised model is not a native one; None if it is."""
     block, plan = config.block, config.plan
     if not isinstance(block, Gpt2BlockConfig | LlamaBlockConfig):
         return "its block is neither GPT-2 nor Llama"
@@ -47,7 +47,7 @@ def native(config: NeuralOdeConfig, arrays: Arrays, vocab_size: int) -> tuple[di
 
     Args:
         config: of a discretised model without `obstacle`.
-        arrays: its arrays by our names, matrices [in, out].
+        arrays: its arrays with qkvflow's names, matrices [in, out].
     """
     of = _llama if isinstance(config.block, LlamaBlockConfig) else _gpt2
     return of(config, arrays, vocab_size)
@@ -79,7 +79,7 @@ def _gpt2(config: NeuralOdeConfig, arrays: Arrays, vocab_size: int) -> tuple[dic
     for (number, rest), array in _of_layers(config, arrays).items():
         first, _, others = rest.partition(".")
         inner[f"transformer.h.{number}.{_GPT2.get(first, first)}.{others}"] = array
-    if not block.use_bias:  # these have them always
+    if not block.use_bias:  # the native classes always have biases
         zeros = {name: np.zeros(array.shape[-1], array.dtype) for name, array in inner.items()}
         inner |= {f"{name.removesuffix('weight')}bias": zero for name, zero in zeros.items()}
     return settings, found | inner
@@ -123,7 +123,7 @@ def _layers(config: NeuralOdeConfig) -> int:
 
 
 def _of_layers(config: NeuralOdeConfig, arrays: Arrays) -> dict[tuple[int, str], np.ndarray]:
-    """(number of the layer, rest of the name) -> array, through prelude, flow and coda."""
+    """(layer index, rest of the name) -> array, for prelude, flow and coda."""
     first = {"prelude": 0, "flow": config.prelude_layers, "coda": config.prelude_layers + config.depth.reading_steps}
     found = {}
     for part, start in first.items():

@@ -16,21 +16,21 @@ from levanter.trainer import TrainerConfig
 from qkvflow.errors import UserError
 from qkvflow.hub.folder import HubFolder
 
-# What transformers once stored beside the parameters and finds out by itself.
+# Arrays that transformers once stored with the parameters and now computes itself.
 _BUFFERS = re.compile(r"(.*\.)?(attn\.(masked_)?bias|rotary_emb\.inv_freq)")
 _NUMBERS = ("F32", "BF16", "F16", "F64")
 _HEAD, _EMBEDDINGS = "lm_head.weight", ("wte.weight", "model.embed_tokens.weight")
-_PREFIX = "transformer"  # GPT-2 is stored with it or without
+_PREFIX = "transformer"  # GPT-2 is stored with or without it
 
 
 def read_model(folder: HubFolder, config: LmConfig, tokenizer: MarinTokenizer) -> LmHeadModel:
-    """The model, its parameters in fp32.
+    """The model, with parameters in fp32.
 
     Raises:
-        UserError: the arrays are not those of `config`, or cannot be read.
+        UserError: the arrays do not match `config`, or cannot be read.
     """
     layers, stored = folder.settings.num_hidden_layers, len(folder.arrays)
-    if layers > stored:  # before they are laid out one by one
+    if layers > stored:  # checked before Levanter builds them one by one
         raise UserError(
             f"{folder.path} does not match its config.json, which has {layers} layers, but there are {stored} arrays"
         )
@@ -38,7 +38,7 @@ def read_model(folder: HubFolder, config: LmConfig, tokenizer: MarinTokenizer) -
     _check_arrays(folder, _expected(shape), is_tied=getattr(shape, "lm_head", None) is None)
     converter = HFCheckpointConverter(
         type(config),
-        reference_checkpoint=str(folder.path.resolve()),  # absolute, so that it is never taken for a name on the hub
+        reference_checkpoint=str(folder.path.resolve()),  # absolute, so that it is never mistaken for a hub name
         HfConfigClass=type(folder.settings),
         tokenizer=tokenizer,
         ignore_prefix=_PREFIX,
@@ -46,17 +46,17 @@ def read_model(folder: HubFolder, config: LmConfig, tokenizer: MarinTokenizer) -
     trainer = TrainerConfig()
     with trainer.use_device_mesh():
         model = converter.load_pretrained(config.model_type, config=config, axis_mapping={})
-    # Its own `dtype` leaves bfloat16 as it is.
+    # The converter's own `dtype` leaves bfloat16 unchanged.
     return jax.tree.map(lambda a: a.astype(jnp.float32) if eqx.is_inexact_array(a) else a, model)
 
 
 def vocabulary(folder: HubFolder) -> int:
-    """Rows of the embedding; may be more than the tokenizer has tokens."""
+    """Rows of the embedding; may exceed the number of tokens of the tokenizer."""
     return int(folder.settings.vocab_size)
 
 
 def _expected(shape: LmHeadModel) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of the arrays of a model, as they stand in files."""
+    """Name -> shape of the arrays of a model, as stored in files."""
 
     def exported(model):
         return to_state_dict(flatten_modules_for_export(eqx.filter(model, is_jax_array_like)))

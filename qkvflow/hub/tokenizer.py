@@ -10,19 +10,19 @@ from qkvflow.data import load_tokenizer
 from qkvflow.data.tokenizers import ORIGIN_FILE, TOKENIZER_FILES, copy_tokenizer
 from qkvflow.errors import UserError
 
-# Of tokenizers that were stored before there was `tokenizer.json`.
+# For tokenizers stored before `tokenizer.json` existed.
 OLD_FILES = ("vocab.json", "merges.txt", "tokenizer.model", "vocab.txt")
 
 
 @contextlib.contextmanager
 def save_tokenizer(source: Path, name: str) -> Iterator[Path]:
-    """A folder with the tokenizer in `source`, for a `with` block to take; an older kind is converted by transformers.
+    """A folder with the tokenizer in `source`, as a context manager; transformers converts an older format.
 
     Args:
-        name: by which a run asks for it.
+        name: the name by which a run refers to it.
 
     Raises:
-        UserError: there is none, or it cannot be read.
+        UserError: there is no tokenizer, or it cannot be read.
     """
     with tempfile.TemporaryDirectory(prefix="qkvflow-") as scratch:
         made = Path(scratch) / "tokenizer"

@@ -27,10 +27,10 @@ def write_folder(
     """Writes a discretised model and its tokenizer into an empty folder; parameters in fp32.
 
     Args:
-        shard_bytes: of a file with arrays, at most.
+        shard_bytes: maximum size of a file with arrays.
 
     Returns:
-        why the folder needs code of its own; None if it is a class of transformers.
+        why the folder needs its own code; None if the model is a class of transformers.
     """
     config, reason = model.config, obstacle(model.config)
     named = to_torch_compatible_state_dict(inference_mode(model, True))
@@ -41,7 +41,7 @@ def write_folder(
     settings, arrays = (custom if reason else native)(config, arrays, model.Vocab.size)
     special = _special_tokens(tokenizer)
     write_json(folder / CONFIG, settings | special | {"torch_dtype": "float32"})
-    # Not in config.json, where Llama would take it for a token without an embedding.
+    # Not in config.json, where Llama would treat it as a token without an embedding.
     filler = {"pad_token_id": special["eos_token_id"]}
     write_json(folder / "generation_config.json", special | filler | {"do_sample": False})
     _save(arrays, folder, shard_bytes)
@@ -54,18 +54,18 @@ def write_folder(
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Writes a JSON file that people can read."""
+    """Writes a human-readable JSON file."""
     path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def _special_tokens(tokenizer: Path) -> dict[str, int | None]:
-    """Numbers of the tokens that begin and end a text."""
+    """Ids of the begin-of-text and end-of-text tokens."""
     loaded = load_tokenizer(tokenizer)
     return {"bos_token_id": loaded.bos_token_id, "eos_token_id": loaded.eos_token_id}
 
 
 def _save(arrays: Arrays, folder: Path, shard_bytes: int) -> None:
-    """One file, or several and an index."""
+    """Writes one file, or several and an index."""
     shards: list[Arrays] = [{}]
     for name, array in sorted(arrays.items()):
         if shards[-1] and sum(a.nbytes for a in shards[-1].values()) + array.nbytes > shard_bytes:

@@ -1,1 +1,1 @@
-"""Where the inside of other libraries is touched: each place once, with its reason. Contracts: tests/inside."""
+"""All uses of other libraries' internals: each in one place, with its reason. Contracts: tests/inside."""

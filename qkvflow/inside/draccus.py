@@ -1,19 +1,19 @@
-"""Of draccus: the choices of a class that are registered so far."""
+"""draccus internals: the registered choices of a class."""
 
 from collections.abc import Mapping
 
 
 def registered(cls: type) -> Mapping[str, type]:
-    """Name -> class of the choices that a class and its siblings have; empty for a class that is no choice.
+    """Name -> class of the choices of a class and its siblings; empty for a class that is not a choice.
 
-    Reason: draccus's `get_known_choices` first imports every module in which choices could be registered: for models of
-    Levanter that takes seconds and prints warnings of libraries that are not there.
+    Reason: draccus's `get_known_choices` first imports every module in which choices could be registered: for
+    Levanter's models that takes seconds and prints warnings about missing libraries.
     """
     return getattr(cls, "_choice_registry", {})
 
 
 def replace_choice(old: type, new: type) -> None:
-    """Lets the name of a registered choice stand for another class, a subclass with further keys.
+    """Replaces a registered choice with another class, a subclass with further keys.
 
     Reason: draccus refuses to register a name twice.
     """

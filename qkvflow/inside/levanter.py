@@ -1,4 +1,4 @@
-"""Of Levanter: its checkpointer's manager and paths, its training step, and what its trainer settles about devices."""
+"""Levanter internals: its checkpointer's manager and paths, its training step, and its trainer's device settings."""
 
 import functools
 import os
@@ -28,18 +28,18 @@ __all__ = [
 
 
 def set_manager(checkpointer: Checkpointer, manager: GlobalAsyncCheckpointManager) -> None:
-    """Lets `manager` write the arrays of checkpoints.
+    """Makes `manager` write the arrays of checkpoints.
 
-    Reason: the checkpointer makes its own, and asks for none.
+    Reason: the checkpointer creates its own and does not accept one.
     """
     checkpointer._manager = manager
 
 
 class StoppableCheckpointer(Checkpointer):
-    """Levanter's, which can save what the next start continues from; how it removes checkpoints is for a subclass.
+    """Levanter's checkpointer, able to save a state to resume from; a subclass defines how checkpoints are removed.
 
-    Reason: what Levanter saves on request stays for ever, so a run that is stopped often would fill its disk. And it
-    removes a checkpoint's files in any order: killed in between, it leaves one that looks complete.
+    Reason: Levanter keeps checkpoints saved on request for ever, so a run that is stopped often would fill its disk.
+    And it removes a checkpoint's files in any order: if killed in between, it leaves one that looks complete.
     """
 
     def remove(self, checkpoint: str) -> None:
@@ -62,9 +62,9 @@ class StoppableCheckpointer(Checkpointer):
 
 
 def checkpoint_of(specs: Sequence[Mapping[str, Any]]) -> str:
-    """The folder, or the URL, of the checkpoint that arrays with these TensorStore specs are written to.
+    """The folder or URL of the checkpoint to which arrays with these TensorStore specs are written.
 
-    Reason: a manager is told where arrays go, but not that they are a checkpoint.
+    Reason: a manager receives the paths of arrays, but not that they belong to a checkpoint.
     """
     base = specs[0]["kvstore"]["base"]
     scheme = {"gcs": "gs", "s3": "s3"}.get(base["driver"])
@@ -72,9 +72,9 @@ def checkpoint_of(specs: Sequence[Mapping[str, Any]]) -> str:
 
 
 def settle_devices(trainer: TrainerConfig) -> None:
-    """Fills in what follows from the mesh: parallelism per device, and batch sizes that are given as -1 (in place).
+    """Fills in what follows from the mesh: parallelism per device, and batch sizes given as -1 (in place).
 
-    Reason: `trainer.initialize()` does it too, but also starts Levanter's log on the terminal and its tracker.
+    Reason: `trainer.initialize()` does this too, but also starts Levanter's log on the terminal and its tracker.
 
     Raises:
         ValueError: batch size and devices do not fit.
@@ -83,13 +83,13 @@ def settle_devices(trainer: TrainerConfig) -> None:
 
 
 class StepTrainer(Trainer):
-    """Levanter's trainer, of whose step a subclass sees the result, inside the compiled program; with stages, each of
-    which has a compiled step of its own.
+    """Levanter's trainer, whose subclass sees the result of a step inside the compiled program; with stages, each of
+    which has its own compiled step.
 
-    Reason: Levanter has no place for work on the whole new state (its hooks see gradients only), and compiles one step.
+    Reason: Levanter has no hook for work on the whole new state (its hooks only see gradients), and compiles one step.
 
     Attributes:
-        stage: of a model whose depth grows; the loss reads it while a step is traced.
+        stage: of a model with growing depth; the loss uses it while a step is traced.
     """
 
     stage: int = 0
@@ -105,7 +105,7 @@ class StepTrainer(Trainer):
     def _jitted(self, *, no_hooks: bool):
         compiled = self.__dict__.setdefault("_steps_by_stage", {})
         if (self.stage, no_hooks) not in compiled:
-            # A function of its own: Haliax finds compiled programs again by their function.
+            # A separate function: Haliax identifies compiled programs by their function.
             step = functools.partial(self._train_step, _no_hooks=no_hooks)
             mapping = self.parameter_axis_mapping
             compiled[self.stage, no_hooks] = hax.named_jit(
@@ -114,7 +114,7 @@ class StepTrainer(Trainer):
         return compiled[self.stage, no_hooks]
 
     def see(self, state: TrainerState, result: Any) -> Any:
-        """The result of the step from `state`, or another in its place."""
+        """The result of the step from `state`, or a replacement."""
         return result
 
     def _train_step(self, state: TrainerState, batch: Any, batch_kwargs: Any, _no_hooks: bool = False) -> Any:
@@ -124,7 +124,7 @@ class StepTrainer(Trainer):
 def bare_step(trainer: Trainer, state: TrainerState, batch: Any) -> Any:
     """One step without hooks, to be traced.
 
-    Reason: what Levanter offers, `train_step`, is compiled already and wants arrays; shapes can only be given to this.
+    Reason: Levanter's `train_step` is already compiled and needs arrays; only this accepts shapes.
     """
     return trainer._train_step(state, (batch,), {}, _no_hooks=True)
 
@@ -134,7 +134,7 @@ def _file_system(path: Any, fs: Any = None) -> tuple[Any, str]:
 
 
 def _checkpoints_in(folder: str) -> list[str]:
-    """`folder` and what is in it, those that are checkpoints, in the order of their names."""
+    """The checkpoints among `folder` and its contents, ordered by name."""
     fs, plain = url_to_fs(str(folder))
     names = [os.path.basename(entry["name"]) for entry in fs.ls(plain, detail=True)] if fs.isdir(plain) else []
     places = [str(folder), *(os.path.join(folder, name) for name in names)]
@@ -142,7 +142,7 @@ def _checkpoints_in(folder: str) -> list[str]:
 
 
 # Reason: Levanter expands paths of checkpoints as globs. For a run in the folder `runs[1]` it would find, and delete,
-# checkpoints of the run in `runs1`; and in a folder with `*` in its name nothing could be saved. So whoever saves or
-# looks for checkpoints takes `Checkpointer` and `save_checkpoint` from here.
+# checkpoints of the run in `runs1`; and in a folder with `*` in its name nothing could be saved. So all code that saves
+# or searches checkpoints imports `Checkpointer` and `save_checkpoint` from here.
 levanter.checkpoint._get_fs_and_plain_path = _file_system
 levanter.checkpoint._discover_checkpoint_paths_single = _checkpoints_in

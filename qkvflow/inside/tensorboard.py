@@ -1,13 +1,13 @@
-"""Of tensorboardX: what its writing thread calls."""
+"""tensorboardX internals: the calls of its writing thread."""
 
 from collections.abc import Callable
 from typing import Any
 
 
 def on_os_errors(writer: Any, tell: Callable[[OSError], None]) -> None:
-    """Lets a `SummaryWriter` tell errors of its disk instead of raising them.
+    """Makes a `SummaryWriter` report disk errors instead of raising them.
 
-    Reason: they are raised in the thread that empties its queue, which ends there; the next metric waits for ever for
+    Reason: it raises them in the thread that empties its queue, which then ends; the next metric waits for ever for
     room in the queue.
     """
 

@@ -1,4 +1,4 @@
-"""Of JAX, Haliax and Levanter: the devices of a machine that is not here, in place of those of this process."""
+"""JAX, Haliax and Levanter internals: the devices of another machine in place of those of this process."""
 
 import contextlib
 import sys
@@ -13,14 +13,14 @@ from jax._src import core
 
 
 def be_elsewhere(devices: Sequence[Any], platform: str) -> None:
-    """Lets all that asks JAX for its devices find `devices`, for good: only for a process that compiles and ends.
+    """Makes JAX report `devices` to all callers, for good: only for a process that compiles and exits.
 
-    Reason: Levanter and Haliax ask for the devices of the process, and choose kernels by them; JAX compiles for devices
-    that are not here, but has no place to say that they are those of the process.
+    Reason: Levanter and Haliax ask for the devices of the process and choose kernels by them. JAX compiles for absent
+    devices, but cannot present them as those of the process.
 
     Args:
         devices: of a topology description.
-        platform: `tpu` or `gpu`, as `jax.default_backend()` would say there.
+        platform: `tpu` or `gpu`, as `jax.default_backend()` would return there.
     """
 
     def found(backend: Any = None) -> list[Any]:
@@ -32,17 +32,17 @@ def be_elsewhere(devices: Sequence[Any], platform: str) -> None:
     here |= {"default_backend": lambda: platform}
     for name, function in here.items():
         setattr(jax, name, function)
-    # Reason: Haliax makes an array to see whether it is traced, which would run on one of the devices.
+    # Reason: Haliax creates an array to check whether it is traced, which would run on one of the devices.
     for module in [m for name, m in sys.modules.items() if name.partition(".")[0] in ("haliax", "levanter")]:
         if getattr(module, "is_in_jit", None) is haliax.jax_utils.is_in_jit and module is not haliax.jax_utils:
             module.is_in_jit = _is_traced
     haliax.jax_utils.is_in_jit = _is_traced
-    # Reason: Levanter computes tables of rotary embeddings beforehand, on a device; here they are part of the program.
+    # Reason: Levanter precomputes tables of rotary embeddings on a device; here they are part of the program.
     levanter.layers.rotary.jax = _Untimely()
 
 
 class _Untimely:
-    """JAX, but for what is computed while a program is traced."""
+    """JAX, except for values computed while a program is traced."""
 
     ensure_compile_time_eval = contextlib.nullcontext
 

@@ -12,16 +12,16 @@ from haliax import NamedArray
 from qkvflow.axes import LAYERS
 from qkvflow.errors import UserError
 
-Row = tuple[str, str, int | None]  # name; key; row of the array of that key, None if it is all of it
+Row = tuple[str, str, int | None]  # name; key; row in the array of that key, None for the whole array
 
 
 class Cache(eqx.Module, Mapping):
-    """name -> value, in the order of the forward pass. A JAX tree, so that it may be an argument or a result under jit,
-    grad and vmap. Values of all steps are kept as they come out of the scan, in one array for each place.
+    """name -> value, in the order of the forward pass. A pytree, so that it can be an argument or a result under jit,
+    grad and vmap. Values of all steps are kept as the scan returns them, in one array per place.
 
     Attributes:
-        arrays: key -> value, or values of several steps along an axis in front.
-        rows: where each name is.
+        arrays: key -> value, or values of several steps along a leading axis.
+        rows: the location of each name.
     """
 
     arrays: dict[str, NamedArray]
@@ -41,11 +41,11 @@ class Cache(eqx.Module, Mapping):
         return len(self.rows)
 
     def stack(self, place: str) -> NamedArray:
-        """The values of a place at all steps that were asked for, {layers, ...}: `attn.pattern`, `1.attn.pattern` (of
-        stage 1), `prelude.mlp.out`; of `state` with the first one in front, if it was asked for.
+        """The values of a place at all requested steps, {layers, ...}: `attn.pattern`, `1.attn.pattern` (of stage 1),
+        `prelude.mlp.out`; for `state`, the initial state comes first if it was requested.
 
         Raises:
-            UserError: a place that was not asked for.
+            UserError: a place that was not requested.
         """
         keys = [key for key in (f"{place}.0", place) if key in self.arrays]
         if place.endswith("state") and keys:
@@ -71,6 +71,6 @@ def _all(array: NamedArray) -> tuple[slice, ...]:
 
 
 def _named(array, names: tuple[str, ...]) -> NamedArray:
-    """With these axes last: under `jax.vmap` an array has more than its names tell, in front."""
+    """With these as the last axes: under `jax.vmap` an array has further leading axes."""
     template = hax.named(np.zeros((1,) * len(names)), names)
     return jax.tree.unflatten(jax.tree.structure(template), [array])

@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from qkvflow.errors import UserError, shortened
 
 _STATE = re.compile(r"(?P<part>.*\.)?state\.(?P<time>\d*\.?\d+|\d+\.)(/(?P<of>\d+))?")
-_CLOSE = 1e-3  # layer-times closer than this are the same
+_CLOSE = 1e-3  # layer-times closer than this are equal
 _STEP = re.compile(r"^((?:prelude\.|coda\.)?)(\d+)\.")
 
 
@@ -21,7 +21,7 @@ def chosen(patterns: str | Iterable[str], known: Sequence[str]) -> frozenset[str
     """The names that match one of the patterns: globs (`*.attn.pattern`, `[0-2].mlp.*`), or names.
 
     Raises:
-        UserError: a pattern that no name matches, telling what there is.
+        UserError: a pattern that no name matches; the message lists the names.
     """
     patterns = [patterns] if isinstance(patterns, str) else list(patterns)
     return frozenset(name for pattern in patterns for name in _matches(pattern, known))
@@ -40,7 +40,7 @@ def _matches(pattern: str, known: Sequence[str]) -> list[str]:
 
 
 def _same_time(one: str, other: str) -> bool:
-    """Whether both are the state at the same layer-time, written in other ways (0.50, 1/3)."""
+    """Whether both are the state at the same layer-time in different notation (0.50, 1/3)."""
     a, b = _STATE.fullmatch(one), _STATE.fullmatch(other)
     if a is None or b is None:
         return False
@@ -52,7 +52,7 @@ def _time(match: re.Match) -> float:
 
 
 def summary(known: Sequence[str]) -> str:
-    """All names in a sentence: places of steps once, with the range of the steps."""
+    """All names in one sentence: places inside steps once, with the range of steps."""
     steps: dict[str, list[int]] = {}
     rest = []
     for name in known:

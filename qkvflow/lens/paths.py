@@ -1,6 +1,6 @@
-"""The path of the states through depth: how fast they move, how they turn, how the tokens gather. In float64.
+"""The path of the states through depth: how fast they move, how they turn, how the tokens cluster. In float64.
 
-States are x_0, ..., x_L at t = 0, 1/L, ..., 1: {layers = L+1, ..., position, embed}, as `lens.states` gives them.
+States are x_0, ..., x_L at t = 0, 1/L, ..., 1: {layers = L+1, ..., position, embed}, as returned by `lens.states`.
 """
 
 from collections.abc import Sequence
@@ -19,18 +19,18 @@ OTHER_LAYERS = "other_layers"
 
 
 def states(model: LmHeadModel, tokens: NamedArray, **inputs: Any) -> NamedArray:
-    """x_0, ..., x_L of the flow: {layers, ..., position, embed}. inputs: as of `lens.run_with_cache`."""
+    """x_0, ..., x_L of the flow: {layers, ..., position, embed}. inputs: as in `lens.run_with_cache`."""
     return run_with_cache(model, tokens, "state.*", **inputs)[1].stack("state")
 
 
 def speed(states: NamedArray) -> NamedArray:
-    """||v_k||, v_k = L (x_{k+1} - x_k), the mean velocity in step k on the axis t: {layers = L, ..., position}."""
+    """||v_k||, v_k = L (x_{k+1} - x_k), the mean velocity in step k with respect to t: {layers = L, ..., position}."""
     x = _array(states)
     return _named(np.linalg.norm(np.diff(x, axis=0), axis=-1) * (len(x) - 1), states)
 
 
 def turning(states: NamedArray) -> NamedArray:
-    """cos(v_k, v_{k+1}): {layers = L-1, ..., position}. 1 goes straight on; NaN where a state stands still."""
+    """cos(v_k, v_{k+1}): {layers = L-1, ..., position}. 1 is straight on; NaN where a state does not move."""
     v = np.diff(_array(states), axis=0)
     return _named(cosine(v[:-1], v[1:]), states)
 
@@ -57,7 +57,7 @@ def cosine_similarity(states: NamedArray) -> NamedArray:
 def effective_rank(states: NamedArray) -> NamedArray:
     """exp(-sum_i p_i log p_i), p_i = s_i / sum s, of the matrix of the tokens' states {position, embed}: {layers, ...}.
 
-    1 where all tokens point in one direction, at most min(position, embed). Not centred.
+    1 if all tokens point in one direction, at most min(position, embed). Not centred.
     Source: Roy and Vetterli, The effective rank (EUSIPCO 2007).
     """
     s = np.linalg.svd(_array(states), compute_uv=False)
@@ -68,9 +68,9 @@ def effective_rank(states: NamedArray) -> NamedArray:
 class Clustering(NamedTuple):
     """
     Attributes:
-        similarity: mean of cos(x_i, x_j) over all pairs of tokens i < j, {layers, ...}: 1 where all are one cluster.
-        clusters: {layers, ...}: how many there are if tokens with cos >= `closeness` belong together, and those that
-            are joined by others too; int.
+        similarity: mean of cos(x_i, x_j) over all pairs of tokens i < j, {layers, ...}: 1 if all are one cluster.
+        clusters: {layers, ...}: number of clusters if tokens with cos >= `closeness` belong together, also through
+            other tokens; int.
     """
 
     similarity: NamedArray
@@ -78,7 +78,7 @@ class Clustering(NamedTuple):
 
 
 def clustering(states: NamedArray, closeness: float = 0.99) -> Clustering:
-    """How far the tokens of a sequence have gathered: see `Clustering`. The length of a state does not count.
+    """How far the tokens of a sequence have clustered: see `Clustering`. The norm of a state is ignored.
 
     Source: Geshkovski et al., The emergence of clusters in self-attention dynamics (arXiv 2305.05465), and A
     mathematical perspective on transformers (arXiv 2312.10794).
@@ -93,7 +93,7 @@ def clustering(states: NamedArray, closeness: float = 0.99) -> Clustering:
     similar = cosine(x[..., :, None, :], x[..., None, :, :])
     upper = np.triu_indices(count, 1)
     reached = (similar >= closeness) | np.eye(count, dtype=bool)
-    for _ in range(count.bit_length()):  # who can be reached over twice as many tokens
+    for _ in range(count.bit_length()):  # doubles the length of the paths that join tokens
         reached = (reached.astype(np.float32) @ reached.astype(np.float32)) > 0
     clusters = np.rint(np.sum(1.0 / reached.sum(axis=-1), axis=-1)).astype(np.int32)
     names = _names(states)[:-2]
@@ -102,14 +102,14 @@ def clustering(states: NamedArray, closeness: float = 0.99) -> Clustering:
 
 def attention_entropy(pattern: NamedArray) -> NamedArray:
     """-sum_j p_ij log p_ij, nats, of attention patterns {..., heads, position, key_position}, such as
-    `cache.stack("attn.pattern")`: {..., heads, position}. Token i sees i + 1 tokens, so log(i + 1) is the most."""
+    `cache.stack("attn.pattern")`: {..., heads, position}. Token i sees i + 1 tokens, so the maximum is log(i + 1)."""
     names = (*_others(pattern, HEADS, POSITION, KEY_POSITION), HEADS, POSITION)
     p = _ordered(pattern, (*names, KEY_POSITION))
     return NamedArray(-np.sum(p * _log(p), axis=-1), names)
 
 
 def cosine(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Along the last axis; NaN where one of the two is zero."""
+    """Along the last axis; NaN where one of the two vectors is zero."""
     with np.errstate(invalid="ignore", divide="ignore"):
         return np.sum(a * b, axis=-1) / (np.linalg.norm(a, axis=-1) * np.linalg.norm(b, axis=-1))
 
@@ -127,13 +127,13 @@ def _others(array: NamedArray, *names: str) -> tuple[str, ...]:
 
 
 def _ordered(array: NamedArray, names: Sequence[str]) -> np.ndarray:
-    """In NumPy: JAX would round what is float64 already."""
+    """As a NumPy array: JAX would round float64."""
     values = array.array.astype(jnp.float32) if array.dtype == jnp.bfloat16 else array.array
     return np.asarray(values, np.float64).transpose([array.axis_names.index(name) for name in names])
 
 
 def _named(array: np.ndarray, states: NamedArray, first: tuple[str, ...] = (LAYERS,)) -> NamedArray:
-    """An array of numbers for each layer and token."""
+    """A named array with a number for each layer and token."""
     return NamedArray(array, (*first, *_names(states)[1:-1]))
 
 

@@ -1,7 +1,7 @@
 """Probes: record and edit named values while a forward pass is traced.
 
-A flow is one scan over its steps, so a place is traced once for all of them. What is noted leaves the scan with an axis
-of steps; an edit of some steps stands in a branch that the others do not take.
+A flow is one scan over its steps, so a place is traced once for all of them. Recorded values leave the scan with an
+axis of steps; an edit of some steps is in a branch that the others do not take.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -22,12 +22,13 @@ Edits = Sequence[tuple[frozenset[str], Edit]]
 
 @dataclass
 class Notes:
-    """What a forward pass tells, in all its parts.
+    """The records of a forward pass, in all its parts.
 
     Attributes:
-        asked: names that are noted; None for all. edits: names, and what changes the values there; in order.
-        arrays, rows: those of the `Cache`; each row with its place in the order of the pass, by part, step and place.
-        parts: of the pass that were told of so far.
+        asked: names to record; None for all.
+        edits: names, and the functions that change the values there; in order.
+        arrays, rows: those of the `Cache`; each row with its position in the pass, by part, step and place.
+        parts: of the pass seen so far.
     """
 
     asked: frozenset[str] | None
@@ -40,13 +41,13 @@ class Notes:
         return self.asked is None or name in self.asked
 
     def cache(self) -> Cache:
-        """Everything, in the order of the forward pass."""
+        """All records, in the order of the forward pass."""
         rows = tuple(row for _, *row in sorted(self.rows, key=lambda row: row[0]))
         return Cache(self.arrays, tuple((name, key, row) for name, key, row in rows))
 
 
 class Probe:
-    """For the places that stand outside of steps: `embed`, `state.0`, `norm`, `logits`."""
+    """For the places outside steps: `embed`, `state.0`, `norm`, `logits`."""
 
     def __init__(self, notes: Notes, part: str = ""):
         self._notes, self._part = notes, part
@@ -78,7 +79,7 @@ class Probe:
 
 
 class StepProbe:
-    """For the places inside the steps of one flow; `qkvflow.depth.Watch` of its solve."""
+    """For the places inside the steps of one flow; the `qkvflow.depth.Watch` of its solve."""
 
     def __init__(self, notes: Notes, part: str, count: int, stages: int):
         self._notes, self._part, self._count, self._stages = notes, part, count, stages
@@ -143,7 +144,7 @@ class StepProbe:
         return [f"{self._part}{k}.{place}" for k in range(self._count)]
 
     def _noted(self, key: str, names: list[str], value: NamedArray) -> NamedArray:
-        """The value with its edits, noted if it is asked for at any step."""
+        """The value with its edits; recorded if requested at any step."""
         for edited, edit in self._notes.edits:
             rows = [k for k, name in enumerate(names) if name in edited]
             value = self._where(rows, lambda v, f=edit, rows=rows: _edited(f, v, names[rows[0]]), value)
@@ -153,7 +154,7 @@ class StepProbe:
         return value
 
     def _where(self, rows: list[int], change: Callable[[NamedArray], NamedArray], value: NamedArray) -> NamedArray:
-        """`change(value)` in these steps. In others it is not computed: they stay as they are, bit for bit."""
+        """`change(value)` in these steps. Other steps do not compute it and stay unchanged, bit for bit."""
         if not rows:
             return value
         if len(rows) == self._count:
@@ -163,10 +164,10 @@ class StepProbe:
 
 
 def _edited(edit: Edit, value: NamedArray, name: str) -> NamedArray:
-    """What an edit gives, in the form of what it is given.
+    """The result of an edit, in the form of its input.
 
     Raises:
-        UserError: it is no named array, or has other axes.
+        UserError: it is not a named array, or has other axes.
     """
     given = edit(value)
     if not isinstance(given, NamedArray) or set(given.axes) != set(value.axes):

@@ -1,4 +1,4 @@
-"""What the model would predict if the flow ended early: the head on x_0, ..., x_L, or on translated states."""
+"""The prediction if the flow ended early: the head on x_0, ..., x_L, or on translated states."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -27,7 +27,7 @@ class LensReading(eqx.Module):
         loss: of the next token, nats, {layers = L+1, ..., position - 1}.
         kl: KL(p_L || p_k) of the predictions at the end and at layer k, nats, {layers = L+1, ..., position}.
         top_tokens, top_probabilities: the most likely next tokens, {layers = L+1, ..., position, top}.
-        rank: how many tokens are more likely than the next one, {layers = L+1, ..., position - 1}; 0 is a right
+        rank: number of tokens more likely than the next one, {layers = L+1, ..., position - 1}; 0 is a correct
             prediction.
         entropy: of the prediction, nats, {layers = L+1, ..., position}.
     """
@@ -41,7 +41,7 @@ class LensReading(eqx.Module):
 
 
 class TunedLens(eqx.Module):
-    """Translators x_k -> x_k + W_k x_k + b_k for k = 0..L-1, after which the head reads; x_L is read as it is.
+    """Translators x_k -> x_k + W_k x_k + b_k for k = 0..L-1, applied before the head; x_L is not translated.
 
     Source: Belrose et al., Eliciting latent predictions from transformers with the tuned lens (arXiv 2303.08112).
     """
@@ -60,9 +60,9 @@ def logit_lens(
     """Loss, distance to the end and most likely tokens along t: see `LensReading`. One layer at a time, jit-compatible.
 
     Args:
-        tuned: translators of `tuned_lens`; without them the head reads the states as they are, though it was trained on
-            x_L alone: that early states read badly does not mean that they know nothing.
-        inputs: as of `lens.run_with_cache`.
+        tuned: translators from `tuned_lens`; without them the head is applied to the states directly, though it was
+            trained on x_L only: poor predictions from early states do not mean that they hold nothing.
+        inputs: as in `lens.run_with_cache`.
 
     Raises:
         UserError: top is not in 1..vocab.
@@ -93,11 +93,11 @@ def logit_lens(
 def tuned_lens(
     model: LmHeadModel, batches: Sequence[NamedArray], *, epochs: int = 10, learning_rate: float = 1e-3, **inputs: Any
 ) -> TunedLens:
-    """Translators of all layers that bring their predictions close to those at the end: Adam on KL(p_L || p_k), mean
-    over tokens, from the identity, so that before any step it is `logit_lens`.
+    """Translators of all layers that bring their predictions close to the final ones: Adam on KL(p_L || p_k), averaged
+    over tokens, starting from the identity, so that before any step it equals `logit_lens`.
 
     Args:
-        batches: tokens {..., position} of equal shape; each is a step, `epochs` times. Not those that are read later.
+        batches: tokens {..., position} of equal shape; each is a step, `epochs` times. Use different data for analysis.
 
     Raises:
         UserError: no batches.
@@ -133,7 +133,7 @@ def tuned_lens(
 
 
 def _states(model: NeuralOdeLMHeadModel, tokens: NamedArray, inputs) -> tuple[jax.Array, tuple[str, ...]]:
-    """[layers, ..., position, embed], and the names of the axes between."""
+    """[layers, ..., position, embed], and the names of the axes in between."""
     x = states(model, tokens, **inputs).rearrange((LAYERS, ..., POSITION, EMBED))
     return x.array, x.axis_names[1:-2]
 
@@ -144,7 +144,7 @@ def _translated(lens: TunedLens, k, x: jax.Array) -> jax.Array:
 
 
 def _log_p(model: NeuralOdeLMHeadModel, x: jax.Array, batch: tuple[str, ...], inputs: Inputs) -> jax.Array:
-    """[..., position, vocab], fp32: what the model says if x is the end of the flow, after coda and norm."""
+    """[..., position, vocab], fp32: the prediction if x is the end of the flow, after coda and norm."""
     transformer, state = model.transformer, hax.named(x, (*batch, POSITION, EMBED))
     state = state if transformer.coda is None else transformer.coda(state, inputs)
     logits = hax.dot(transformer.norm(state), model.get_lm_head(), axis=EMBED)

@@ -20,7 +20,7 @@ from qkvflow.lens.probe import Edit, Edits, Notes, Probe
 from qkvflow.models import NeuralOdeLMHeadModel
 from qkvflow.models.levanter_twin import enter
 
-_known: dict[Any, tuple[str, ...]] = {}  # names of models of one structure
+_known: dict[Any, tuple[str, ...]] = {}  # names for each model structure
 
 
 def run_with_cache(
@@ -32,20 +32,20 @@ def run_with_cache(
     attn_mask=None,
     **inputs: Any,
 ) -> tuple[NamedArray, Cache]:
-    """Logits, and the values at places.
+    """Logits, and the recorded values.
 
     Args:
-        model: any that `qkvflow.models.levanter_twin.enter` takes; read as in evaluation, without dropout.
+        model: any that `qkvflow.models.levanter_twin.enter` accepts; used in evaluation mode, without dropout.
         tokens: {..., position}.
-        names: of places, as `lens.names(model)` lists them, or globs of them; `*` takes the dots in.
-        edits: as of `run_with_edits`. The cache has the edited values.
-        attn_mask, inputs: as of a call of the model: `control`, `pos_ids`.
+        names: of places, as listed by `lens.names(model)`, or globs; `*` also matches dots.
+        edits: as in `run_with_edits`. The cache holds the edited values.
+        attn_mask, inputs: as in a call of the model: `control`, `pos_ids`.
 
     Returns:
-        The logits are those of `model(tokens)` bit for bit where nothing is edited.
+        Without edits, the logits are bit for bit those of `model(tokens)`.
 
     Raises:
-        UserError: a name that the model does not have, an edit of another shape, or a model without fixed steps.
+        UserError: a name that the model does not have, an edit that changes the shape, or a model without fixed steps.
     """
     model = opened(model)
     asked = None if names == "*" else chosen(names, _names(model))
@@ -57,11 +57,11 @@ def run_with_cache(
 def run_with_edits(
     model: LmHeadModel, tokens: NamedArray, edits: Mapping[str, Edit], *, attn_mask=None, **inputs: Any
 ) -> NamedArray:
-    """Logits of a pass in which values at places are replaced: {name or glob: value -> value with the same axes}.
+    """Logits of a pass with values replaced at places: {name or glob: value -> value with the same axes}.
 
-    Several edits of one place follow each other in the alphabetical order of their keys, in which JAX keeps a dict.
-    Everything that does not come after an edit, in the pass and in the sequence, stays as it is. Arguments and errors
-    as of `run_with_cache`.
+    Several edits of one place are applied in the alphabetical order of their keys, in which JAX keeps a dict.
+    Everything that does not come after an edit, in the pass and in the sequence, is unchanged. Arguments and errors as
+    in `run_with_cache`.
     """
     if not edits:
         return opened(model)(tokens, attn_mask, **inputs)
@@ -76,10 +76,10 @@ def names(model: LmHeadModel, pattern: str = "*") -> tuple[str, ...]:
 
 
 def opened(model: LmHeadModel) -> NeuralOdeLMHeadModel:
-    """The model in our form, as in evaluation.
+    """The model in qkvflow's form, in evaluation mode.
 
     Raises:
-        UserError: a model that is no point of our product, or that finds its own steps.
+        UserError: an unsupported model, or one with adaptive steps.
     """
     ours = inference_mode(model if isinstance(model, NeuralOdeLMHeadModel) else enter(model), True)
     if not isinstance(ours.transformer.flow.plan, FixedPlan):

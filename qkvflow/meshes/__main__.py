@@ -23,12 +23,12 @@ from qkvflow.training.start import start_of
 class ChildConfig:
     """
     Attributes:
-        given: file of the configuration, as `write_config` writes it.
-        run: the run that it is of, if it is of one.
+        given: configuration file, as written by `write_config`.
+        run: the run that it belongs to, if any.
         tokens: size of the tokenizer's vocabulary.
-        found: where the report goes.
-        target: the machine to compile for; None for the virtual devices of this process.
-        slots: of a decoding step, which is compiled in place of one of training; dtype: of its model.
+        found: output file for the report.
+        target: the machine to compile for; None for this process's virtual devices.
+        slots: for a decoding step, compiled instead of a training step; dtype: of its model.
     """
 
     given: str

@@ -28,7 +28,7 @@ from qkvflow.training.mesh import check_mesh, complete_mesh
 from qkvflow.training.start import Start
 from qkvflow.training.step import batch_shape, lower_step, make_trainer, state_shape, vocabulary
 
-# Memory is settled before machine code is made; good code would only cost time.
+# Memory is determined before code generation; optimising the code would only cost time.
 _QUICK = {"xla_backend_optimization_level": 0}
 
 
@@ -43,14 +43,14 @@ def compile_ahead(
     """The report for `config` on all devices of this process; nothing is allocated.
 
     Args:
-        tokens: size of the tokenizer's vocabulary; what the model has follows as in training.
-        large: bytes above which an undivided array is told.
-        start: where the model comes from, if it is not drawn at random: what a fine-tune trains of it.
-        target: the machine that the devices stand for.
-        machine: for each of its devices the machine that it is in.
+        tokens: size of the tokenizer's vocabulary; the model's vocabulary follows as in training.
+        large: bytes above which an unsharded array is reported.
+        start: the start of the model if it is not randomly initialised: which part a fine-tune trains.
+        target: the machine that the devices represent.
+        machine: for each of its devices, the machine that contains it.
 
     Raises:
-        UserError: everything that training would refuse, before anything is compiled.
+        UserError: every error that training would raise, before anything is compiled.
     """
     check_config(config)
     trainer_config = config.trainer
@@ -110,7 +110,7 @@ def compile_ahead(
 
 
 def measured(compiled: Compiled, program: Program) -> dict[str, Any]:
-    """What a compiled step says of its memory, work and kernels, as fields of `MeshReport`. program: its text, read."""
+    """Memory, work and kernels of a compiled step, as fields of `MeshReport`. program: its parsed text."""
     memory: Any = compiled.memory_analysis()
     return {
         "arguments": memory.argument_size_in_bytes,
@@ -125,7 +125,7 @@ def measured(compiled: Compiled, program: Program) -> dict[str, Any]:
 
 
 def compiled_or_needed(lowered: Lowered) -> Compiled | int:
-    """The program, or the bytes that its compiler says a device would need, if that is more than it has."""
+    """The program, or the bytes that a device would need according to its compiler, if it has less."""
     try:
         return lowered.compile(_QUICK if jax.default_backend() == "cpu" else None)
     except jax.errors.JaxRuntimeError as error:
@@ -137,8 +137,8 @@ def compiled_or_needed(lowered: Lowered) -> Compiled | int:
 
 
 def _model_flops(config: TrainConfig, vocab_size: int) -> float:
-    """Of a step on all devices, as training counts them for its MFU: three times the forward pass, without the
-    generation of W(t) and what is computed again; 0 if the number of evaluations is not known."""
+    """FLOPs of a step on all devices, as training counts them for its MFU: three times the forward pass, without the
+    generation of W(t) and recomputation; 0 if the number of evaluations is unknown."""
     per_token = config.model.flops_per_token(vocab_size, config.Pos.size) or 0.0
     return 3.0 * per_token * config.Pos.size * config.trainer.batch_schedule.batch_size_at_step(0)
 

@@ -1,7 +1,7 @@
 """Peak rates of chips, for rooflines, each with its source.
 
-All figures are of one device as JAX counts them (a chip; the two cores of a TPU v4 or v5p work as one), without
-sparsity. Bandwidths between chips are of one direction: makers state the sum of both.
+All figures are for one device as JAX counts them (a chip; the two cores of a TPU v4 or v5p work as one), without
+sparsity. Bandwidths between chips are for one direction: vendors state the sum of both.
 
 Sources
     v4    docs.cloud.google.com/tpu/docs/v4: 275 TFLOP/s (bf16), 32 GiB, 1200 GB/s. Links: Jouppi et al., "TPU v4"
@@ -18,7 +18,7 @@ Sources
           1800 GB/s both ways, a ConnectX-7 of 400 Gb/s for each GPU.
 
 Matrix products of fp32 arrays run in one pass of bf16 on TPUs, and in TF32 on GPUs, at JAX's default precision.
-What a program may use of the memory is less: a TPU's compiler keeps some (v5e: 15.75 of 16 GiB).
+A program cannot use all of the memory: a TPU's compiler reserves some (v5e: 15.75 of 16 GiB available).
 """
 
 from dataclasses import dataclass
@@ -32,10 +32,11 @@ class Chip:
     """
     Attributes:
         platform: `tpu` or `gpu`, as JAX names it.
-        flops, flops_fp32: products of matrices per second, of bf16 and of fp32 arrays.
-        memory: bytes.  bandwidth: of the memory, bytes per second.
-        links: bytes per second to other chips of the same slice (TPU) or machine (GPU), one way, all links together.
-        network: bytes per second to other machines, one way; the same as `links` for a TPU slice.
+        flops, flops_fp32: matrix-product FLOPs per second, for bf16 and fp32 arrays.
+        memory: bytes.
+        bandwidth: of the memory, bytes per second.
+        links: bytes per second to other chips of the same slice (TPU) or machine (GPU), one way, all links combined.
+        network: bytes per second to other machines, one way; equal to `links` for a TPU slice.
         dimensions: of a slice's torus, for a TPU.
         name: as JAX names such a device.
     """

@@ -14,13 +14,13 @@ class Collective:
     """
     Attributes:
         kind: as XLA names it.
-        count: executions in one step.
-        bytes: summed over executions: for each the larger of what a device gives and what it gets.
-        axes: of the mesh, along which the devices lie; empty if it is not known.
-        sent: bytes that a device sends, by the best algorithm: (g-1)/g of `bytes` in a group of g, twice that to reduce
-            for all.
-        devices: of a group; 0 if it is not known.
-        machines: among how many machines the devices of a group are; 1 if not asked for.
+        count: executions per step.
+        bytes: summed over executions: each counts the larger of a device's input and output.
+        axes: mesh axes along which the devices lie; empty if unknown.
+        sent: bytes that a device sends, with the best algorithm: (g-1)/g of `bytes` in a group of g, twice that for an
+            all-reduce.
+        devices: per group; 0 if unknown.
+        machines: number of machines with devices of a group; 1 if not computed.
     """
 
     kind: str
@@ -35,11 +35,11 @@ class Collective:
 def collectives(
     program: Program, mesh: dict[str, int] | None = None, machine: list[int] | None = None
 ) -> list[Collective]:
-    """The collectives of one step on one device, the largest sum first; those among a single device are left out.
+    """The collectives of one step on one device, the largest sum first; those within a single device are left out.
 
     Args:
         mesh: axis -> size, all axes, in the order of the devices.
-        machine: for each device of the mesh the machine that it is in.
+        machine: for each device of the mesh, the machine that contains it.
     """
     sums: dict[tuple[str, str, int, int], list[float]] = {}
     seen: set[tuple[str, float]] = set()
@@ -51,12 +51,12 @@ def collectives(
                 continue
             group = first_group(i, None if machine is None else len(machine))
             channel = re.search(r"channel_id=(\d+)", i.rest)
-            # A TPU lets one collective go on through several fusions, in each of which it is written again.
+            # On a TPU one collective can continue through several fusions, and the text repeats it in each.
             again = (channel[1], i.times) if channel and "async_collective_fusion" in name else None
             if (group is not None and len(group) == 1) or (again is not None and again in seen):
                 continue
             seen |= set() if again is None else {again}
-            # A TPU's reduce-scatter is a fusion of that name, around an all-reduce.
+            # A TPU's reduce-scatter is a fusion of that name around an all-reduce.
             kind = "reduce-scatter" if kind == "all-reduce" and name.startswith("all-reduce-scatter") else kind
             size = _bytes(i, shapes)
             machines = 1 if machine is None or group is None else len({machine[d] for d in group if d < len(machine)})
@@ -70,7 +70,7 @@ def collectives(
 
 
 def group_size(collective: Instruction) -> int | None:
-    """How many devices take part in each group of a collective; None if it is not told."""
+    """The number of devices in each group of a collective; None if not given."""
     group = first_group(collective)
     return None if group is None else len(group)
 
@@ -79,7 +79,7 @@ def _bytes(i: Instruction, shapes: dict) -> int:
     given = sum(a.bytes for name in i.operands for a in shapes.get(name, ()))
     taken = sum(a.bytes for a in i.results)
     if i.op.endswith("-start") and taken > given:
-        taken -= given  # what it gives holds its operands too
+        taken -= given  # its output type includes its operands
     return max(given, taken)
 
 

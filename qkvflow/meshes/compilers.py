@@ -1,7 +1,7 @@
 """The compilers for TPUs and GPUs, which run without the hardware: their location, and how a process loads them.
 
-They lie in a folder of their own, where no process that trains or tests finds them: JAX loads every plugin that it can
-import. `make setup EXTRA=dev,targets` puts them there. On a TPU or GPU machine those of the environment serve.
+They are in a separate folder, where no process that trains or tests finds them: JAX loads every plugin that it can
+import. `make setup EXTRA=dev,targets` installs them there. On a TPU or GPU machine, those of the environment are used.
 """
 
 import importlib.util
@@ -18,18 +18,18 @@ _TPU = {
     "TPU_ACCELERATOR_TYPE": "v5litepod-16",
     "TPU_WORKER_HOSTNAMES": "localhost",
     "TPU_WORKER_ID": "0",
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # there is no TPU that two processes could want at once
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # there is no TPU for which two processes could compete
 }
 
 
 def compiler_environment(platform: str) -> dict[str, str]:
-    """Variables of the environment for a process that compiles for `tpu` or `gpu`; PYTHONPATH is to be prepended to.
+    """Environment variables for a process that compiles for `tpu` or `gpu`; prepend its PYTHONPATH to the existing one.
 
     Raises:
         UserError: the compiler is not installed.
     """
     folder = _folder(platform)
-    # What Levanter would measure on the device, which is not here.
+    # What Levanter would measure on the device, which is absent.
     common = {"LEVANTER_PALLAS_CE_AUTOTUNE_ON_MISS": "0", "TF_CPP_MIN_LOG_LEVEL": "3"}
     if platform == "tpu":
         return common | _TPU | {"TPU_LIBRARY_PATH": str(folder / "libtpu" / "libtpu.so")}

@@ -31,14 +31,14 @@ from qkvflow.training.checks import key_shape, tree_bytes
 
 
 def compile_decoding(config: TrainConfig, tokens: int, slots: int, dtype: str | None, target: Target) -> MeshReport:
-    """The report for one token of each of `slots` texts as long as the model was trained at.
+    """The report for one token in each of `slots` texts of the model's training length.
 
     Args:
         tokens: size of the tokenizer's vocabulary.
-        dtype: `bf16` or `f32`; that of the weights if not given.
+        dtype: `bf16` or `f32`; by default that of the weights.
 
     Raises:
-        UserError: the model keeps no keys and values.
+        UserError: the model does not cache keys and values.
     """
     Vocab, length = Axis("vocab", config.vocab_size or tokens), config.model.max_seq_len
 
@@ -82,14 +82,14 @@ def compile_decoding(config: TrainConfig, tokens: int, slots: int, dtype: str | 
         **common,
         **measured(done, program),
         xla_flops=0.0,
-        unknown_loops=0,  # the one over tokens is entered once
+        unknown_loops=0,  # the loop over tokens runs once
         collectives=collectives(program),
         whole_temporaries=[],
     )
 
 
 def _placed(tree):
-    """The shapes of a tree's arrays on the first device, and what it is besides them."""
+    """The shapes of a tree's arrays, placed on the first device, and the tree's structure."""
     here = SingleDeviceSharding(jax.devices()[0])
     shapes, kind = flat(tree)
     return [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=here) for a in shapes], kind

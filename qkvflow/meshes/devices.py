@@ -9,8 +9,8 @@ from qkvflow.errors import UserError
 from qkvflow.inside.topology import be_elsewhere
 from qkvflow.meshes.target import Target
 
-# Of NVIDIA's CUDA programming guide and architecture white papers: compute capability, multiprocessors, fp32 units and
-# shared memory of each, most shared memory of a block, level 2 cache, GHz.
+# From NVIDIA's CUDA programming guide and architecture white papers: compute capability, multiprocessors, fp32 units
+# and shared memory of each, maximum shared memory per block, L2 cache, GHz.
 _GPUS = {
     "a100": ("major: 8 minor: 0", 108, 64, 167936, 166912, 40 << 20, 1.41),
     "h100": ("major: 9 minor: 0", 132, 128, 233472, 232448, 50 << 20, 1.98),
@@ -20,10 +20,10 @@ _GPUS = {
 
 
 def move_to(target: Target) -> list[int]:
-    """Lets JAX, Levanter and Haliax find the target's devices; for each of these the machine that it is in.
+    """Makes JAX, Levanter and Haliax find the target's devices; returns the machine of each of them.
 
     Raises:
-        UserError: the compiler knows no such topology.
+        UserError: the compiler does not know this topology.
     """
     try:
         devices = _tpus(target) if target.chip.platform == "tpu" else _gpus(target)
@@ -44,7 +44,7 @@ def _tpus(target: Target) -> list[Any]:
 
 
 def _gpus(target: Target) -> list[Any]:
-    jax.devices()  # finds the plugin
+    jax.devices()  # loads the plugin
     options = {"target_config": _config(target), "topology": f"1x{target.topology}"}
     return topologies.get_topology_desc("x", "cuda", **options).devices
 

@@ -1,8 +1,8 @@
 """Finds changes that make a step fit: a few changes of the configuration, each compiled, the cheapest first.
 
-`per_device_parallelism` adds up gradients over parts of the batch, a mesh divides more of what is large, and the others
-compute again what they do not keep: the same training, but for `adjoint: reversible`, which travels by a scheme of its
-own.
+`per_device_parallelism` accumulates gradients over parts of the batch, a mesh shards more of the large arrays, and the
+others recompute what they do not keep. The training stays the same, except for `adjoint: reversible`, which uses its
+own scheme.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,7 +20,7 @@ class Change:
     """
     Attributes:
         what: `batch`, `mesh`, `adjoint`, `evaluate` or `remat`.
-        words: of a command line, that make it.
+        words: command-line words for the change.
     """
 
     what: str
@@ -32,7 +32,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Trial:
-    """A change, and what came of it: a report, or the reason why there is none."""
+    """A change and its result: a report, or the reason why there is none."""
 
     change: Change
     report: MeshReport | None
@@ -40,13 +40,13 @@ class Trial:
 
     @property
     def seconds(self) -> float | None:
-        """Of a step, at least; None if it does not fit."""
+        """Lower bound on the time of a step; None if it does not fit."""
         line = None if self.report is None or not self.report.fits_target else self.report.roofline
         return None if line is None else line.seconds
 
 
 def changes(config: TrainConfig, devices: int) -> Iterator[Change]:
-    """What may help, for a configuration as it is compiled for so many devices."""
+    """Changes that may help, for a configuration compiled for this number of devices."""
     model: Any = config.model
     depth = getattr(model, "depth", None)
     if depth is not None and not depth.is_general:
@@ -69,7 +69,7 @@ def changes(config: TrainConfig, devices: int) -> Iterator[Change]:
 
 
 def try_changes(found: Iterator[Change], compiled: Callable[[Change], MeshReport]) -> list[Trial]:
-    """Compiles each change; after the first of a kind that fits, no further one of that kind: it would cost more."""
+    """Compiles each change; skips further changes of a kind after the first that fits, since they would cost more."""
     trials: list[Trial] = []
     for change in found:
         if any(t.seconds is not None and t.change.what == change.what for t in trials):
@@ -99,7 +99,7 @@ def as_record(trials: list[Trial]) -> dict[str, Any]:
 
 
 def told(trials: list[Trial]) -> list[str]:
-    """Lines for a person: what was tried, and the cheapest that fits."""
+    """Human-readable lines: what was tried, and the cheapest change that fits."""
     lines = []
     for trial in trials:
         if trial.report is None:
@@ -116,6 +116,6 @@ def told(trials: list[Trial]) -> list[str]:
 
 
 def cheapest(trials: list[Trial]) -> Trial | None:
-    """Of those that fit the one whose step is the shortest."""
+    """Of the changes that fit, the one with the shortest step."""
     fitting = [t for t in trials if t.seconds is not None]
     return min(fitting, key=lambda t: t.seconds or 0.0) if fitting else None

@@ -9,10 +9,10 @@ from qkvflow.meshes.hlo import Instruction
 
 
 def first_group(collective: Instruction, devices: int | None = None) -> list[int] | None:
-    """Numbers of the devices of the first group, as the mesh counts them; None if they are not told.
+    """Indices in the mesh of the devices in the first group; None if not given.
 
     Args:
-        devices: how many there are; without groups all take part.
+        devices: number of devices; without groups all take part.
     """
     rest = collective.rest
     explicit = re.search(r"replica_groups=\{\{([\d,]*)\}", rest)
@@ -37,7 +37,7 @@ def first_group(collective: Instruction, devices: int | None = None) -> list[int
 
 
 def axes_of(group: list[int], mesh: dict[str, int]) -> str:
-    """The axes along which the devices of a group differ, with ` x ` between them; `mesh` has them in their order."""
+    """The axes along which the devices of a group differ, joined by ` x `; `mesh` gives their order."""
     if len(group) < 2 or max(group) >= prod(mesh.values()):
         return ""
     places = np.array(np.unravel_index(group, tuple(mesh.values())))
@@ -45,7 +45,7 @@ def axes_of(group: list[int], mesh: dict[str, int]) -> str:
 
 
 def _of_axes(mesh: str, order: str, chosen: str) -> list[int]:
-    """Of `mesh['a'=4,'b'=2] {'a'}`; a part of an axis is written 'a':(before)size."""
+    """Parses mesh['a'=4,'b'=2] {'a'}; a part of an axis is written 'a':(before)size."""
     sizes = {name: int(n) for name, n in re.findall(r"'([^']+)'=(\d+)", mesh)}
     numbers = np.arange(prod(sizes.values()))
     given = re.search(r"\[([\d,]+)\]T\(([\d,]+)\)", order)
@@ -68,7 +68,7 @@ def _of_axes(mesh: str, order: str, chosen: str) -> list[int]:
 
 
 def _cycle(pairs: list[tuple[int, int]]) -> list[int]:
-    """The devices that a permutation leads through, from the first one on."""
+    """The devices on a permutation's cycle, starting with the first."""
     following, found = dict(pairs), []
     at: int | None = pairs[0][0] if pairs else None
     while at is not None and at not in found:

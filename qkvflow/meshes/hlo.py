@@ -1,8 +1,8 @@
 """The text of a compiled XLA program as instructions, each with how often a run executes it.
 
-The program is that of one device: shapes are its own parts of arrays. Loops with a known number of turns multiply what
-is in them (CPU and GPU compilers write it down; a TPU's leaves a counter that is compared with a constant); the
-branches of a conditional share its executions evenly; other loops count once and are told.
+The program is that of one device: shapes are those of its shards. Loops with a known number of iterations multiply
+their contents (CPU and GPU compilers state the number; a TPU's leaves a counter that is compared with a constant); the
+branches of a conditional share its executions evenly; other loops count once and are reported.
 """
 
 import re
@@ -24,8 +24,8 @@ _BITS = {"pred": 8, "s4": 4, "u4": 4, "bf16": 16, "c64": 64, "c128": 128}
 
 @dataclass(frozen=True)
 class Array:
-    """The type of an array: its element type as XLA names it, its sizes, and the memory that it lies in, which is 0 for
-    that of the device and another one for what is on the chip itself."""
+    """The type of an array: its element type as XLA names it, its sizes, and its memory space: 0 is the device's
+    memory, others are on the chip itself."""
 
     dtype: str
     sizes: tuple[int, ...]
@@ -41,10 +41,10 @@ class Instruction:
     """
     Attributes:
         name, op: of the instruction, the latter as XLA names it (`dot`, `all-gather`, ...).
-        results: its result, or the parts of it if it is a tuple.
+        results: its result, or the parts of a tuple.
         rest: operands and attributes, as written.
-        times: executions in one run; a fraction under a conditional.
-        is_stored: whether its result is an array in memory; not so within a fusion.
+        times: executions per run; a fraction under a conditional.
+        is_stored: whether its result is an array in memory; false within a fusion.
     """
 
     name: str
@@ -61,7 +61,7 @@ class Instruction:
 
     @property
     def source(self) -> str:
-        """Where it stands in the traced program, as JAX names it; empty if unknown."""
+        """Its origin in the traced program, as JAX names it; empty if unknown."""
         found = re.search(r'op_name="([^"]*)"', self.rest)
         return found[1] if found else ""
 
@@ -70,8 +70,8 @@ class Instruction:
 class Program:
     """
     Attributes:
-        computations: instructions by the computation that they stand in.
-        unknown_loops: loops whose number of turns XLA does not know.
+        computations: instructions grouped by computation.
+        unknown_loops: number of loops whose iterations XLA does not know.
     """
 
     computations: dict[str, list[Instruction]]
@@ -103,13 +103,13 @@ class Program:
         return Program({name: found for name, found in computations.items() if found}, unknown)
 
     def instructions(self) -> Iterator[Instruction]:
-        """All that are executed."""
+        """All executed instructions."""
         for found in self.computations.values():
             yield from found
 
 
 def bits(dtype: str) -> int:
-    """Size of an element; 0 for what is no array (tokens)."""
+    """Size of an element; 0 for types that are not arrays (tokens)."""
     found = re.search(r"\d+", dtype)
     return _BITS.get(dtype) or (int(found[0]) if found else 0)
 
@@ -124,7 +124,7 @@ def _computations(text: str) -> tuple[dict[str, list[str]], str]:
             entry = header[2] if header[1] else entry
         elif line.rstrip() == "}":
             current = None
-        elif current and not line.startswith("  "):  # the attributes of a kernel can fill several lines
+        elif current and not line.startswith("  "):  # the attributes of a kernel can span several lines
             current[-1] += line
         elif current is not None:
             current.append(line)
@@ -132,7 +132,7 @@ def _computations(text: str) -> tuple[dict[str, list[str]], str]:
 
 
 def _callers_first(lines: dict[str, list[str]], entry: str) -> Iterator[str]:
-    """What the entry calls, directly or not, each after all that call it."""
+    """The computations that the entry calls, directly or not, each after all its callers."""
     called = {name: {c for line in found for c, _ in _called(line) if c in lines} for name, found in lines.items()}
     reached, waiting = {entry}, [entry]
     while waiting:
@@ -147,7 +147,7 @@ def _callers_first(lines: dict[str, list[str]], entry: str) -> Iterator[str]:
 
 
 def _turns(rest: str, here: list[str], lines: dict[str, list[str]]) -> int | None:
-    """How often a loop turns; None if it is not known."""
+    """The number of iterations of a loop; None if unknown."""
     known = _TURNS.search(rest)
     if known:
         return int(known[1])
@@ -163,18 +163,18 @@ def _turns(rest: str, here: list[str], lines: dict[str, list[str]]) -> int | Non
     inside = lines.get(body[1], []) if body else []
     start = _tuple_part(_definition(rest.partition(")")[0].lstrip("%"), here), int(place[1]))
     after = _tuple_part(next((line for line in inside if "ROOT " in line), ""), int(place[1]))
-    # Unless told otherwise it counts from 0 and by 1, as all loops that JAX makes.
+    # By default it counts from 0 in steps of 1, as all loops from JAX do.
     return -((_constant(start, here) or 0) - last) // (_step(after, inside) or 1)
 
 
 def _tuple_part(line: str, place: int) -> str:
-    """The name of a part of a tuple, given the line that makes it; empty if there is none."""
+    """The name of a part of a tuple, from the line that creates it; empty if there is none."""
     parts = re.findall(r"%([\w.\-]+)", line.partition(" tuple(")[2].partition(")")[0])
     return parts[place] if place < len(parts) else ""
 
 
 def _step(name: str, lines: list[str]) -> int:
-    """What a counter has been increased by where it is called `name`."""
+    """The increment of a counter at the point where it is called `name`."""
     line = _definition(name, lines)
     added = re.search(r"\b(add|copy|bitcast)\(%([\w.\-]+)(?:, %([\w.\-]+))?\)", line)
     if added is None:

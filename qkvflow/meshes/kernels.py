@@ -2,7 +2,7 @@
 
 from qkvflow.meshes.hlo import Program
 
-# Marks in names of instructions, or where they come from, and what they say; the first that is found.
+# Marks in names or origins of instructions, and their meaning; the first match counts.
 _ATTENTION = (
     ("splash_m", "splash (Pallas, TPU)"),
     ("cudnn", "cuDNN"),
@@ -14,6 +14,6 @@ _ATTENTION = (
 
 
 def attention_kernel(program: Program) -> str:
-    """What computes self-attention, in words; "none" in a model without."""
+    """The kernel of self-attention, in words; "none" for a model without attention."""
     texts = [f"{i.name} {i.source} {i.rest if i.op == 'custom-call' else ''}".lower() for i in program.instructions()]
     return next((words for mark, words in _ATTENTION if any(mark in text for text in texts)), "none")

@@ -11,7 +11,7 @@ from qkvflow.units import in_bytes
 
 GIB = 1 << 30
 DEVICES = (16, 32, 80)  # GiB
-TIGHT = 0.9  # of a device's memory: the runtime, fragmentation and other programs take the rest
+TIGHT = 0.9  # of a device's memory: the runtime, fragmentation and other programs use the rest
 NOTABLE = 0.05  # of the memory that a device needs
 
 
@@ -19,28 +19,28 @@ NOTABLE = 0.05  # of the memory that a device needs
 class MeshReport:
     """
     Attributes:
-        mesh: axis -> size; axes of one device are left out.
+        mesh: axis -> size; axes of size one are left out.
         parameters, optimizer: bytes on a device; all_parameters, all_optimizer: of the whole model.
-        arguments, outputs, donated, temporary: bytes on a device by XLA's count; donated is what outputs share with
-            arguments, temporary is everything else that lives during the step: activations, gradients, gathered
+        arguments, outputs, donated, temporary: bytes on a device by XLA's count; donated is memory that outputs share
+            with arguments, temporary is everything else that lives during the step: activations, gradients, gathered
             weights.
-        flops: of matrix products, on a device in a step; xla_flops: XLA's own count, which enters each loop once.
-        unknown_loops: loops that are counted once because their number of turns is not known (adaptive steps).
-        collectives: on a device in a step.
-        whole_arguments, whole_temporaries: arrays above `large` bytes that every device holds whole.
-        rematerialised: warnings of XLA that it gathers an array only to divide it in another way.
-        compile_seconds, compile_bytes: what compiling took on this machine.
-        devices: how many.
-        target: the machine that was compiled for; None for virtual CPUs.
+        flops: of matrix products, per device and step; xla_flops: XLA's own count, which counts each loop once.
+        unknown_loops: loops counted once because their number of iterations is unknown (adaptive steps).
+        collectives: per device and step.
+        whole_arguments, whole_temporaries: arrays above `large` bytes that every device holds in full.
+        rematerialised: XLA's warnings that it gathers an array only to shard it in another way.
+        compile_seconds, compile_bytes: time and memory of compilation on this machine.
+        devices: number of devices.
+        target: the machine compiled for; None for virtual CPUs.
         attention: the kernel of self-attention.
-        fp32_flops: the part of `flops` that multiplies fp32 arrays.
-        bytes_accessed: between a device and its memory in a step.
-        model_flops: of a step, all devices, as training counts them for its MFU.
-        compiled: whether there is a program: a TPU's compiler makes none that does not fit. Without one there are no
-            FLOPs and no traffic, and `temporary` is what that compiler asked for.
-        given: bytes of the arrays in `arguments`: a TPU fills up the tiles that they lie in.
-        fallbacks: why kernels that were tried first could not be taken, as Levanter tells it.
-        texts: that a decoding step continues; 0 for a step of training.
+        fp32_flops: the part of `flops` in products of fp32 arrays.
+        bytes_accessed: between a device and its memory, per step.
+        model_flops: per step on all devices, as training counts them for its MFU.
+        compiled: whether there is a program: a TPU's compiler produces none that does not fit. Without one there are no
+            FLOPs and no traffic, and `temporary` is what that compiler requested.
+        given: bytes of the arrays in `arguments` without padding: a TPU pads arrays to whole tiles.
+        fallbacks: why preferred kernels could not be used, from Levanter's messages.
+        texts: number of texts that a decoding step continues; 0 for a training step.
     """
 
     mesh: dict[str, int]
@@ -75,7 +75,7 @@ class MeshReport:
 
     @staticmethod
     def too_large(needed: int, **known) -> "MeshReport":
-        """Of a step that the compiler refused, since a device has less memory than the `needed` bytes."""
+        """The report of a step that the compiler rejected because a device has less memory than the `needed` bytes."""
         nothing: dict = {name: [] for name in ("collectives", "whole_temporaries")}
         nothing |= dict.fromkeys(("flops", "xla_flops", "unknown_loops", "outputs", "donated"), 0)
         arguments = known["given"]
@@ -94,12 +94,12 @@ class MeshReport:
 
     @property
     def memory(self) -> int:
-        """Bytes that a device needs: arguments, results that are no donated arguments, temporary memory."""
+        """Bytes that a device needs: arguments, outputs that are not donated arguments, temporary memory."""
         return self.arguments + self.outputs - self.donated + self.temporary
 
     @property
     def fits(self) -> dict[int, bool]:
-        """Device memory in GiB -> whether the step fits with room for the runtime."""
+        """Device memory in GiB -> whether the step fits, with room for the runtime."""
         return {size: self.memory <= TIGHT * size * GIB for size in DEVICES}
 
     @property
@@ -108,7 +108,7 @@ class MeshReport:
 
     @property
     def memory_limit(self) -> int | None:
-        """Bytes of the target's device that a step may take: the rest is for the runtime and fragmentation."""
+        """Bytes of the target's device that a step may use: the rest is for the runtime and fragmentation."""
         return None if self.chip is None else int(TIGHT * self.chip.memory)
 
     @property
@@ -124,7 +124,7 @@ class MeshReport:
         return roofline(self.chip, self.flops, self.fp32_flops, self.bytes_accessed, self.collectives)
 
     def sections(self) -> dict[str, dict[str, str | float | int | None]]:
-        """As rows of `describe`."""
+        """Rows of `describe`."""
         axes = " x ".join(f"{name} {n}" for name, n in self.mesh.items())
         return {
             "mesh": {"devices": axes or "1 device", **self._target_rows()},
@@ -158,7 +158,7 @@ class MeshReport:
         }
 
     def notes(self) -> list[str]:
-        """Lines for a person: the large arrays by name, and warnings."""
+        """Human-readable lines: the large arrays by name, and warnings."""
         lines = []
         for whole in self.whole_arguments:
             lines.append(f"whole on every device: {whole.name} {list(whole.sizes)}, {in_bytes(whole.bytes)}")
@@ -170,7 +170,7 @@ class MeshReport:
         return lines + [f"warning: {text}" for text in self.warnings()]
 
     def warnings(self) -> list[str]:
-        """What makes a device need much more than its part, or the numbers uncertain."""
+        """Causes of much higher memory use than a device's share, or of uncertain numbers."""
         found = [] if self.target is None else list(self.fallbacks)
         many = sum(w.bytes for w in self.whole_arguments)
         if many > NOTABLE * self.memory:
@@ -239,13 +239,13 @@ class MeshReport:
 
 
 def as_dict(report: MeshReport) -> dict:
-    """For JSON: the fields, and what follows from them."""
+    """For JSON: the fields and the values derived from them."""
     fits = {str(size): fit for size, fit in report.fits.items()}
     return dataclasses.asdict(report) | {"memory": report.memory, "fits_gib": fits, "warnings": report.warnings()}
 
 
 def summary(report: MeshReport) -> dict:
-    """What a target's report comes down to, for JSON; None where there is no program."""
+    """The summary of a target's report, for JSON; None without a program."""
     line, chip = report.roofline, report.chip
     assert chip is not None
     known = None if line is None else report

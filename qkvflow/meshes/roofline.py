@@ -1,4 +1,4 @@
-"""The shortest time that a step can take on a chip: its work at the chip's peak rates, all of them at the same time."""
+"""The shortest possible time of a step on a chip: its work at the chip's peak rates, all overlapping."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from qkvflow.meshes.collectives import Collective
 class Roofline:
     """
     Attributes:
-        compute, memory, links: seconds of a step, if nothing but that were to be done.
+        compute, memory, links: seconds per step for each part alone.
     """
 
     compute: float
@@ -20,28 +20,28 @@ class Roofline:
 
     @property
     def seconds(self) -> float:
-        """A lower bound: the longest of the three, as though they could be done at once."""
+        """A lower bound: the longest of the three, assuming perfect overlap."""
         return max(self.compute, self.memory, self.links)
 
     @property
     def bound(self) -> str:
-        """Which of them it is."""
+        """The part that determines the bound."""
         times = {"compute": self.compute, "memory": self.memory, "links": self.links}
         return max(times, key=lambda name: times[name])
 
     def mfu(self, model_flops: float, chip: Chip, devices: int) -> float:
-        """The largest possible share of the chips' peak that is spent on the model's own FLOPs (`model_flops`: of a
-        step, all devices)."""
+        """The largest possible share of the chips' peak spent on the model's own FLOPs (`model_flops`: per step, all
+        devices)."""
         return model_flops / (self.seconds * devices * chip.flops)
 
 
 def roofline(chip: Chip, flops: float, fp32_flops: float, traffic: float, sent: Sequence[Collective]) -> Roofline:
     """
     Args:
-        flops, fp32_flops: of products of matrices on a device, and of these the ones of fp32 arrays.
+        flops, fp32_flops: of matrix products on a device, and the part of them in products of fp32 arrays.
         traffic: bytes between a device and its memory.
-        sent: the collectives. Between machines a ring of all their GPUs crosses each machine's border once for each
-            network adapter, of which a GPU has one.
+        sent: the collectives. Between machines, a ring of all their GPUs crosses each machine's border once per network
+            adapter; each GPU has one.
     """
     compute = (flops - fp32_flops) / chip.flops + fp32_flops / chip.flops_fp32
     near = sum(c.sent for c in sent) / chip.links
@@ -50,5 +50,5 @@ def roofline(chip: Chip, flops: float, fp32_flops: float, traffic: float, sent: 
 
 
 def _adapters(collective: Collective) -> int:
-    """That of a group's GPUs in one machine; each has its own."""
+    """The number of a group's GPUs in one machine, each with its own adapter."""
     return max(1, min(GPUS_PER_MACHINE, collective.devices // collective.machines))

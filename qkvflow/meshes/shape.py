@@ -19,7 +19,7 @@ class MeshShape:
     """
     Attributes:
         devices: number of devices.
-        axes: sizes of the mesh axes that were named; none for a bare number of devices.
+        axes: sizes of the named mesh axes; none for a plain number of devices.
     """
 
     devices: int
@@ -30,7 +30,7 @@ class MeshShape:
         """From the command line.
 
         Raises:
-            UserError: anything else than one to three positive numbers with `x` between them, or too many devices.
+            UserError: anything but one to three positive numbers joined by `x`, or too many devices.
         """
         words = text.lower().split("x")
         sizes = [int(w[:20]) if w.isascii() and w.isdecimal() else 0 for w in words]
@@ -44,7 +44,7 @@ class MeshShape:
         """A copy of the trainer's configuration whose mesh has this shape.
 
         Raises:
-            UserError: the configuration has a mesh axis of its own that the shape does not speak of.
+            UserError: the configuration has its own mesh axis that the shape does not give.
         """
         if not self.axes:
             return dataclasses.replace(trainer)

@@ -6,7 +6,7 @@ from math import prod
 from qkvflow.errors import UserError, shortened
 from qkvflow.meshes.chips import CHIPS, GPUS_PER_MACHINE, Chip
 
-# Slices that Google's documentation of each TPU lists.
+# Slices listed in Google's documentation of each TPU.
 _FLAT = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
 _DEEP = ("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8", "8x8x8", "8x8x16", "8x16x16", "16x16x16")
 _LARGEST = 1 << 16
@@ -28,10 +28,10 @@ class Target:
         """From the command line.
 
         Args:
-            devices: how many the mesh has; None if there is no mesh, which the topology then gives.
+            devices: number of devices in the mesh; None without a mesh: the topology then gives it.
 
         Raises:
-            UserError: no such chip or topology, or one of another number of chips than the mesh has devices.
+            UserError: no such chip or topology, or its number of chips differs from the mesh's number of devices.
         """
         kind, _, topology = text.lower().partition(":")
         if kind not in CHIPS:

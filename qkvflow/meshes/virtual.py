@@ -1,6 +1,6 @@
 """Starts the compiling process, which must be separate from training.
 
-JAX fixes the number of virtual CPUs at startup, and a process that has loaded the compiler of another machine must not
+JAX fixes the number of virtual CPUs at startup, and a process that has loaded another machine's compiler must not
 train.
 """
 
@@ -39,17 +39,17 @@ def describe_mesh(
     slots: int | None = None,
     dtype: str | None = None,
 ) -> MeshReport:
-    """What a training step of `config` costs on a mesh of that shape; see `compile_ahead`.
+    """The cost of a training step of `config` on a mesh of that shape; see `compile_ahead`.
 
     Args:
-        run: the run whose configuration it is, if it is that of one.
-        target: the machine to compile for; virtual CPUs if not given.
-        slots: texts of a decoding step on one of the target's devices, which is compiled in place of the training step;
+        run: the run that the configuration belongs to, if any.
+        target: the machine to compile for; virtual CPUs by default.
+        slots: number of texts of a decoding step on one of the target's devices, compiled instead of the training step;
             dtype: of its model.
 
     Raises:
-        UserError: a configuration that cannot be trained on that mesh, a compiler that is not installed, and if this
-            machine has too little memory to compile.
+        UserError: a configuration that cannot be trained on that mesh, a missing compiler, or too little memory on this
+            machine to compile.
     """
     environment = compiler_environment(target.chip.platform) if target else _virtual(shape.devices)
     trainer = dataclasses.replace(shape.applied(config.trainer), require_accelerator=False)

@@ -1,7 +1,7 @@
 """Which large arrays every device holds in full: arguments by their sharding, others by their shape in the program.
 
-A temporary array is taken to be whole if a device's array has the sizes, in any order, of an array of the program
-before it was divided. That finds weights and gradients; sizes that agree by chance are found too.
+A temporary array counts as whole if a device's array has the sizes, in any order, of an array of the program before
+sharding. This finds weights and gradients, but also sizes that agree by chance.
 """
 
 import re
@@ -17,7 +17,7 @@ from qkvflow.meshes.hlo import Program
 from qkvflow.named import is_named
 
 LARGE = 1 << 20  # bytes
-# Instructions that make no new array.
+# Instructions that create no new array.
 _NO_ARRAY = {"parameter", "tuple", "get-tuple-element", "bitcast", "while", "conditional", "call", "constant"}
 
 
@@ -25,9 +25,9 @@ _NO_ARRAY = {"parameter", "tuple", "get-tuple-element", "bitcast", "while", "con
 class Whole:
     """
     Attributes:
-        name: path of an argument; for other arrays where it comes from, as JAX names it.
+        name: path of an argument; for other arrays their origin, as JAX names it.
         sizes, bytes: of one copy.
-        times: how often it is made in a step; 0 for an argument, which stays.
+        times: how often a step creates it; 0 for an argument, which persists.
     """
 
     name: str
@@ -37,7 +37,7 @@ class Whole:
 
 
 def whole_arguments(state: Any, large: int = LARGE) -> list[Whole]:
-    """Arrays of the training state, given as shapes with shardings, that are not divided; the largest first."""
+    """Unsharded arrays of the training state, given as shapes with shardings; the largest first."""
     found = []
     for path, leaf in jax.tree_util.tree_leaves_with_path(state, is_leaf=is_named):
         array: Any = leaf.array if isinstance(leaf, NamedArray) else leaf
@@ -51,10 +51,10 @@ def whole_arguments(state: Any, large: int = LARGE) -> list[Whole]:
 
 
 def whole_temporaries(program: Program, undivided: str, large: int = LARGE) -> list[Whole]:
-    """Arrays that the step makes and that are not divided, one entry for each shape and place; the largest first.
+    """Unsharded arrays that the step creates, one entry per shape and origin; the largest first.
 
     Args:
-        undivided: the text of the program as it was lowered (`jax.stages.Lowered.as_text()`).
+        undivided: the text of the lowered program (`jax.stages.Lowered.as_text()`).
     """
     known = _sizes(undivided)
     found: dict[tuple, Whole] = {}
@@ -71,7 +71,7 @@ def whole_temporaries(program: Program, undivided: str, large: int = LARGE) -> l
 
 
 def _sizes(lowered: str) -> set[tuple[int, ...]]:
-    """Sizes of all arrays outside of regions that are divided by hand (`shard_map`), sorted, without those of 1."""
+    """Sorted sizes, without ones, of all arrays outside manually sharded regions (`shard_map`)."""
     bodies: dict[str, list[str]] = {}
     name = ""
     for line in lowered.splitlines():
@@ -91,7 +91,7 @@ def _sizes(lowered: str) -> set[tuple[int, ...]]:
 
 
 def _outside_of_manual(lines: list[str]) -> Iterator[str]:
-    """Inside, shapes are those of a device."""
+    """Lines outside manually sharded regions: inside, shapes are those of one device."""
     depth = 0
     for line in lines:
         if "sdy.manual_computation" in line or depth:

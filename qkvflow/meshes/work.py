@@ -8,26 +8,26 @@ import numpy as np
 
 from qkvflow.meshes.hlo import Array, Instruction, Program
 
-# Instructions that move nothing; what they stand for is counted where it is made or read.
+# Instructions that move nothing; their arrays are counted where they are produced or read.
 _FREE = {
     *("parameter", "tuple", "get-tuple-element", "bitcast", "while", "conditional", "call", "constant", "after-all"),
     *("optimization-barrier", "partition-id", "replica-id", "async-start", "async-update", "add-dependency"),
 }
 _FREE_CALLS = {"AllocateBuffer", "ConcatBitcast", "AsyncCollectiveStart", "AsyncCollectiveDone"}
 _SLICES = {"dynamic-slice", "slice", "gather"}
-# Products of matrices in each of the kernels that splash attention consists of.
+# Matrix products in each kernel of splash attention.
 _SPLASH = {"splash_mha_fwd": 2, "splash_mha_dq": 3, "splash_mha_dkv": 4, "splash_mqa_fwd": 2}
 _SPLASH |= {"splash_mqa_dq": 3, "splash_mqa_dkv": 4}
 _SPLASH_BLOCK = 512  # Levanter's
 
 
 def matrix_flops(program: Program, dtype: str | None = None) -> float:
-    """Multiplications and additions in products of matrices, in one run on one device.
+    """Multiplications and additions in matrix products, per run on one device.
 
-    Those of splash attention are counted by its shapes, for a causal mask, whose empty blocks it leaves out.
+    Splash attention is counted by its shapes, with a causal mask, whose empty blocks it skips.
 
     Args:
-        dtype: counts only products of such arrays, as XLA names it (`f32`).
+        dtype: only count products of such arrays, in XLA's notation (`f32`).
     """
     total = 0.0
     for found in program.computations.values():
@@ -39,10 +39,10 @@ def matrix_flops(program: Program, dtype: str | None = None) -> float:
 
 
 def memory_traffic(program: Program) -> float:
-    """Bytes read from and written to the device's memory in one run: what each instruction reads and makes.
+    """Bytes read from and written to the device's memory in one run: the inputs and outputs of each instruction.
 
-    Of an array of which a slice is read or written, only the slice counts; what lies on the chip itself (a TPU's vector
-    memory) costs nothing, and within a fusion nothing is stored.
+    If a slice of an array is read or written, only the slice counts; on-chip memory (a TPU's vector memory) costs
+    nothing, and within a fusion nothing is stored.
     """
     total = 0.0
     for found in program.computations.values():
@@ -65,7 +65,7 @@ def _flops(i: Instruction, shapes: dict[str, tuple[Array, ...]]) -> float:
 
 
 def _convolution(i: Instruction, shapes: dict[str, tuple[Array, ...]]) -> float:
-    """As a TPU writes all products of matrices: positions of the window that lie outside of the array cost nothing."""
+    """The form of all matrix products on a TPU: window positions outside the array cost nothing."""
     labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", i.rest)
     left, kernel = _operand(i, 0, shapes), _operand(i, 1, shapes)
     if labels is None or left is None or kernel is None:
@@ -87,7 +87,7 @@ def _convolution(i: Instruction, shapes: dict[str, tuple[Array, ...]]) -> float:
 
 
 def _positions(size: int, kernel: int, out: int, low: int, stride: int, spread: int, dilation: int) -> int:
-    """Pairs of a position of the result and one of the window that meet an element of the array."""
+    """Pairs of a result position and a window position that meet an element of the array."""
     if size == kernel == out == 1:
         return 1
     places, found = np.arange(out) * stride - low, 0
@@ -98,7 +98,7 @@ def _positions(size: int, kernel: int, out: int, low: int, stride: int, spread: 
 
 
 def _splash(i: Instruction, shapes: dict[str, tuple[Array, ...]]) -> float:
-    """By the shapes of keys {..., position, head_size} and queries, which are the first arrays of rank 3 or more."""
+    """From the shapes of keys {..., position, head_size} and queries, which are the first arrays of rank 3 or more."""
     products = next((n for name, n in _SPLASH.items() if name in i.name or name in i.source), 0)
     arrays = [a for name in i.operands for a in shapes.get(name, ()) if len(a.sizes) >= 3 and a.dtype[0] in "bf"]
     if not products or len(arrays) < 2:
@@ -131,7 +131,7 @@ def _traffic(i: Instruction, shapes: dict[str, tuple[Array, ...]], program: Prog
         called = re.search(r"calls=%?([\w.\-]+)", i.rest)
         inside = program.computations.get(called[1], []) if called else []
         return _fusion(i, operands, inside) if inside else made + sum(map(_bytes, operands))
-    if i.op.endswith("-start") and len(i.results) > 1:  # operand and result are parts of what it gives
+    if i.op.endswith("-start") and len(i.results) > 1:  # operand and result are parts of its output
         return made
     if i.op in _SLICES:
         return 2 * made
@@ -143,7 +143,7 @@ def _traffic(i: Instruction, shapes: dict[str, tuple[Array, ...]], program: Prog
 
 
 def _fusion(i: Instruction, operands: list[list[Array]], inside: list[Instruction]) -> int:
-    """What a fusion reads of each operand, and what it writes: of slices only themselves."""
+    """Bytes that a fusion reads of each operand, and bytes that it writes; slices only count as such."""
     by_name = {x.name: x for x in inside}
     readers: dict[str, list[Instruction]] = {}
     for x in inside:
@@ -175,7 +175,7 @@ def _through_bitcasts(name: str, readers: dict[str, list[Instruction]]) -> Itera
 
 
 def _read(name: str, use: Instruction, by_name: dict[str, Instruction]) -> int | None:
-    """Bytes that one use within a fusion reads of an operand; None if it reads all of it."""
+    """Bytes of an operand that one use within a fusion reads; None if it reads the whole operand."""
     first = bool(use.operands) and (use.operands[0] == name or _op(use.operands[0], by_name) == "bitcast")
     if use.op in _SLICES and first:
         return sum(a.bytes for a in use.results)

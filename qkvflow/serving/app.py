@@ -26,8 +26,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Limits:
-    """What one request may cost. max_length: tokens of a text, prompt included. Times in seconds; request_timeout
-    counts from the arrival of a request to the end of its answer, waiting for a slot included."""
+    """Limits for one request. max_length: tokens of a text, including its prompt. Times in seconds; request_timeout
+    covers the time from the arrival of a request to the end of its response, including waiting for a slot."""
 
     max_length: int
     max_body_bytes: int = 2 * 2**20
@@ -36,7 +36,7 @@ class Limits:
 
 
 def build_app(scheduler: Scheduler, name: str, limits: Limits, access: Access | None = None) -> FastAPI:
-    """The application that serves the scheduler's model under `name`. It starts the scheduler, and closes it."""
+    """The application that serves the scheduler's model under `name`. It starts and closes the scheduler."""
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI):
@@ -66,7 +66,7 @@ def build_app(scheduler: Scheduler, name: str, limits: Limits, access: Access | 
         return JSONResponse(RequestError(500, "The server failed; see its log.").body, 500)
 
     async def read(request: Request, use: Callable[[Any], Any]) -> Any:
-        """What `use` makes of the JSON of a request, in a thread: long prompts take a while, and others go on."""
+        """The result of `use` on a request's JSON, in a thread: long prompts take time, and other requests continue."""
         body = await read_body(request, limits.max_body_bytes, limits.body_timeout)
         return await asyncio.to_thread(lambda: use(_for_model(parse_json(body), name)))
 
@@ -131,7 +131,7 @@ def build_app(scheduler: Scheduler, name: str, limits: Limits, access: Access | 
 
 
 class _Stream(StreamingResponse):
-    """The events of texts. However it ends, even before it has begun, the texts end too."""
+    """The events of texts. However the stream ends, even before it has begun, the texts end too."""
 
     def __init__(self, texts: Texts):
         super().__init__(texts.stream(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
@@ -150,7 +150,7 @@ async def _until_gone(request: Request) -> None:
 
 
 def _for_model(raw: Any, name: str) -> Any:
-    """The JSON of a request, if it is for this model. Its other fields are not looked into yet."""
+    """The JSON of a request, if it is for this model. Its other fields are not checked yet."""
     wanted = raw.get("model") if isinstance(raw, dict) else None
     if isinstance(wanted, str) and wanted != name:
         message = f"The model `{wanted[:200]}` does not exist. This server has `{name}`."

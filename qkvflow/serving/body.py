@@ -8,7 +8,7 @@ from starlette.requests import ClientDisconnect, Request
 
 from qkvflow.serving.errors import RequestError
 
-_DRAIN = 16  # bodies up to this many times the limit are read to their end, so that the client gets to hear the answer
+_DRAIN = 16  # bodies up to this many times the limit are read completely, so that the client receives the response
 
 
 async def read_body(request: Request, max_bytes: int, timeout: float) -> bytes:
@@ -24,10 +24,10 @@ async def read_body(request: Request, max_bytes: int, timeout: float) -> bytes:
 
 
 def parse_json(body: bytes) -> Any:
-    """What a body says.
+    """The JSON value of a body.
 
     Raises:
-        RequestError: 400 if it is no JSON.
+        RequestError: 400 if it is not JSON.
     """
     try:
         return json.loads(body)

@@ -43,10 +43,10 @@ MAX_MESSAGES = 1024
 
 
 def read(raw: Any, writer: Writer, max_length: int) -> Order:
-    """The order in a request's JSON.
+    """Parses a request's JSON.
 
     Raises:
-        RequestError: a tokenizer without a chat template is one.
+        RequestError: the request is invalid, or the tokenizer has no chat template.
     """
     values = FIELDS.read(raw, '{"messages": [{"role": "user", "content": "Hello"}]}')
     if values.get("top_logprobs") is not None and not values.get("logprobs"):
@@ -73,7 +73,7 @@ def whole(index: int, text: str, reason: str | None, logprobs: Any) -> dict[str,
 
 
 def pieces(index: int, text: str, reason: str | None, logprobs: Any, first: bool) -> list[dict[str, Any]]:
-    """What a choice of a stream becomes with new text: the role comes first, the reason last."""
+    """The chunks of a streamed choice for new text: the role comes first, the reason last."""
     deltas: list[tuple[dict[str, Any], Any, str | None]] = []
     if first:
         deltas.append(({"role": "assistant", "content": ""}, None, None))
@@ -85,7 +85,7 @@ def pieces(index: int, text: str, reason: str | None, logprobs: Any, first: bool
 
 
 def logprobs(told: Sequence[Told], vocabulary: Vocabulary) -> dict[str, Any]:
-    """OpenAI's list of tokens with their likeliest alternatives."""
+    """OpenAI's list of tokens with their most likely alternatives."""
 
     def entry(token: int, logprob: float) -> dict[str, Any]:
         raw = vocabulary.bytes(token)
@@ -120,7 +120,7 @@ def _message(where: str, given: Any) -> dict[str, str]:
 
 
 def _content(where: str, given: Any) -> str:
-    """A text, or the texts of its parts one after another."""
+    """A text, or the concatenated texts of its parts."""
     if isinstance(given, str):
         return given
     if not isinstance(given, list):
@@ -132,7 +132,7 @@ def _content(where: str, given: Any) -> str:
 
 
 def _written(messages: list[dict[str, str]], writer: Writer, max_length: int) -> str:
-    """The messages as the template writes them, with the beginning of the answer."""
+    """The messages as formatted by the template, with the beginning of the response."""
     if writer.tokenizer.chat_template is None:
         raise wrong(
             "messages",
@@ -146,6 +146,6 @@ def _written(messages: list[dict[str, str]], writer: Writer, max_length: int) ->
         str(text).encode()
     except UnicodeEncodeError:
         raise wrong("messages", "`messages` are not text: they contain half characters that are not UTF-8.") from None
-    except Exception as error:  # a template may refuse messages, or be wrong in any way
+    except Exception as error:  # a template may reject messages, or fail in any way
         raise wrong("messages", f"The tokenizer's chat template rejects these messages: {error}") from None
     return str(text)

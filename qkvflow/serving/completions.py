@@ -29,10 +29,10 @@ _PROMPT = "`prompt` must be a text, a list of texts, a list of tokens or a list 
 
 
 def read(raw: Any, writer: Writer, max_length: int) -> Order:
-    """The order in a request's JSON. Work is bounded before it is done.
+    """Parses a request's JSON. The amount of work is limited before it starts.
 
     Raises:
-        RequestError: what is wrong with it.
+        RequestError: the request is invalid.
     """
     values = FIELDS.read(raw, '{"prompt": "Once", "max_tokens": 16}')
     n, best_of = values.get("n", 1), values.get("best_of", values.get("n", 1))
@@ -54,15 +54,15 @@ def whole(index: int, text: str, reason: str | None, logprobs: Any) -> dict[str,
 
 
 def pieces(index: int, text: str, reason: str | None, logprobs: Any, first: bool) -> list[dict[str, Any]]:
-    """What a choice of a stream becomes with new text."""
+    """The chunks of a streamed choice for new text."""
     return [whole(index, text, reason, logprobs)]
 
 
 def logprobs(told: Sequence[Told], vocabulary: Vocabulary) -> dict[str, Any]:
     """The four lists of OpenAI's `logprobs`.
 
-    Tokens that have one name must not hide each other: the likeliest stands for them. The token itself stands among
-    the likeliest, as for OpenAI, so there may be one more than was asked for.
+    Tokens with the same name must not hide each other: the most likely one represents them. As in OpenAI's API, the
+    token itself is among the most likely ones, so there may be one more than requested.
     """
     likeliest = []
     for t in told:
@@ -80,16 +80,16 @@ def logprobs(told: Sequence[Told], vocabulary: Vocabulary) -> dict[str, Any]:
     }
 
 
-UNLIKELY = -9999.0  # what OpenAI's API says for a token that has no probability worth a number
+UNLIKELY = -9999.0  # the value in OpenAI's API for a token with negligible probability
 
 
 def finite(logprob: float) -> float:
-    """JSON has no infinity."""
+    """Replaces infinity, which JSON lacks."""
     return logprob if logprob > UNLIKELY else UNLIKELY
 
 
 def _listed(prompt: Any) -> list[Any]:
-    """The prompts, each a text or a list of tokens; not looked into yet."""
+    """The prompts, each a text or a list of tokens, not yet checked."""
     if isinstance(prompt, str):
         return [prompt]
     if not isinstance(prompt, list):

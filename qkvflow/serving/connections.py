@@ -1,6 +1,6 @@
 """Closes idle connections: incomplete headers, clients that do not read, too many connections.
 
-Uvicorn closes only those that are idle after an answer.
+Uvicorn only closes connections that are idle after a response.
 """
 
 import asyncio
@@ -15,9 +15,9 @@ from qkvflow.serving.errors import RequestError
 def guarded(max_connections: int, header_timeout: float, stall_timeout: float) -> type[H11Protocol]:
     """A protocol for uvicorn.
 
-    max_connections: more are answered 503 and closed.
+    max_connections: further connections get a 503 response and are closed.
     header_timeout: seconds from the first byte of a request, or from the connection, to the end of its headers.
-    stall_timeout: seconds that an answer may wait for its client to read.
+    stall_timeout: seconds that a response may wait for its client to read.
     """
 
     class Guarded(H11Protocol):

@@ -17,5 +17,5 @@ class RequestError(Exception):
 
 
 def wrong(param: str, message: str, code: str | None = None) -> RequestError:
-    """A value that cannot be used."""
+    """The error for an invalid value."""
     return RequestError(400, message, param=param, code=code)

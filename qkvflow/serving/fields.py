@@ -1,6 +1,6 @@
-"""Fields of a request: each is supported, accepted because it has no effect, or refused by name; none is ignored.
+"""Fields of a request: each is supported, accepted because it has no effect, or rejected by name; none is ignored.
 
-A field that is null counts as left out, whatever its name: clients send all that they know.
+A null field counts as absent, whatever its name: clients send all fields that they know.
 """
 
 import math
@@ -20,9 +20,9 @@ class Fields:
     """The fields of a kind of request.
 
     Attributes:
-        served: what the server does, with the check of each.
-        idle: known to clients; accepted with these values, which ask for nothing.
-        harmless: accepted with any value, because they do not change what is made.
+        served: fields that the server implements, with the check of each.
+        idle: fields known to clients; accepted with these values, which have no effect.
+        harmless: accepted with any value, because they do not affect the generated text.
     """
 
     served: Mapping[str, Check]
@@ -30,10 +30,10 @@ class Fields:
     harmless: frozenset[str]
 
     def read(self, raw: Any, example: str) -> dict[str, Any]:
-        """The values of the fields that are given, checked.
+        """The values of the given fields, checked.
 
         Raises:
-            RequestError: names the first wrong one.
+            RequestError: names the first invalid field.
         """
         if not isinstance(raw, dict):
             raise RequestError(400, f"The body must be a JSON object such as {example}.")
@@ -64,7 +64,7 @@ def truth(name: str, value: Any) -> bool:
 
 
 def integer(low: int | None = None, high: int | None = None) -> Check:
-    """A whole number within bounds."""
+    """An integer within bounds."""
 
     def check(name: str, value: Any) -> int:
         is_integer = isinstance(value, int) and not isinstance(value, bool)
@@ -76,7 +76,7 @@ def integer(low: int | None = None, high: int | None = None) -> Check:
 
 
 def number(low: float, high: float = math.inf, *, above: bool = False) -> Check:
-    """A finite number within bounds. above: it must be larger than `low`."""
+    """A finite number within bounds. above: it must be strictly larger than `low`."""
 
     def check(name: str, value: Any) -> float:
         try:
@@ -93,7 +93,7 @@ def number(low: float, high: float = math.inf, *, above: bool = False) -> Check:
 
 
 def top_k(name: str, value: Any) -> int | None:
-    """-1 and 0 are no limit, as for other servers."""
+    """-1 and 0 mean no limit, as in other servers."""
     found = integer(-1)(name, value)
     return found if found > 0 else None
 
@@ -106,7 +106,7 @@ def stops(name: str, value: Any) -> list[str]:
 
 
 def biases(name: str, value: Any) -> dict[int, float]:
-    """Tokens, as texts, and what is added to their logits."""
+    """Tokens, given as strings, and their logit biases."""
     if not isinstance(value, dict) or len(value) > MAX_BIASES:
         raise wrong(name, f'`{name}` must be an object such as {{"50256": -100}}, of at most {MAX_BIASES} tokens.')
     found = {}
@@ -121,7 +121,7 @@ def biases(name: str, value: Any) -> dict[int, float]:
 
 
 def stream_options(name: str, value: Any) -> dict[str, Any]:
-    """What it says, under its own names."""
+    """Its options by name."""
     if not isinstance(value, dict):
         raise wrong(name, f'`{name}` must be an object such as {{"include_usage": true}}.')
     for key, given in value.items():
@@ -152,6 +152,6 @@ def _between(low, high) -> str:
 def _show(value: Any) -> str:
     try:
         shown = repr(value)
-    except ValueError:  # a whole number of thousands of digits
+    except ValueError:  # an integer with thousands of digits
         shown = "a number with thousands of digits"
     return shown if len(shown) <= 40 else f"{shown[:40]}..."

@@ -1,8 +1,8 @@
-"""Access control: refuses web pages from other sites, and clients without the key.
+"""Access control: rejects web pages from other sites, and clients without the key.
 
-A browser sends any page's requests to local servers. It gives the page's own name as `Host` if the page had that name
-resolved to this machine (DNS rebinding), names the page in `Origin` if the page is of another site, and asks first
-before it sends JSON there. So names are checked, and a body must say that it is JSON.
+A browser lets any page send requests to local servers. It sends the page's own name as `Host` if that name was resolved
+to this machine (DNS rebinding), names the page in `Origin` if it is from another site, and asks for permission before
+it sends JSON there. Therefore names are checked, and a body must be declared as JSON.
 """
 
 import ipaddress
@@ -24,10 +24,11 @@ ANY = "*"
 
 @dataclass(frozen=True)
 class Access:
-    """hosts: names that the server may be called by, besides `localhost` and addresses; `*` for any.
+    """hosts: names under which the server may be addressed, besides `localhost` and IP addresses; `*` for any.
 
     Attributes:
-        origins: sites whose pages may ask, such as `https://example.org`; `*` for any. api_key: None for none.
+        origins: sites whose pages may send requests, such as `https://example.org`; `*` for any.
+        api_key: None for no key.
     """
 
     hosts: Sequence[str] = ()
@@ -36,7 +37,7 @@ class Access:
 
 
 class Gate:
-    """Refuses, as an ASGI middleware, requests that `access` does not allow."""
+    """ASGI middleware that rejects requests not allowed by `access`."""
 
     def __init__(self, app: ASGIApp, access: Access):
         self._app, self._access = app, access
@@ -82,9 +83,9 @@ class Gate:
 
 
 def guard(app: Starlette, access: Access) -> None:
-    """Puts the gate before an application, and answers browsers that ask what pages of other sites may send."""
+    """Puts the gate in front of an application, and answers the preflight requests of browsers."""
     app.add_middleware(Gate, access=access)
-    if access.origins:  # around the gate: a browser asks first without the key
+    if access.origins:  # outside the gate: preflight requests have no key
         app.add_middleware(
             CORSMiddleware,
             allow_origins=access.origins,
@@ -104,7 +105,7 @@ def _is_allowed(name: str, hosts: Sequence[str]) -> bool:
     if name == "localhost" or name.endswith(".localhost") or ANY in hosts or name in {h.lower() for h in hosts}:
         return True
     try:
-        ipaddress.ip_address(name)  # a page cannot make its name an address
+        ipaddress.ip_address(name)  # the name of a page can never be an address
     except ValueError:
         return False
     return True

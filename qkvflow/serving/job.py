@@ -15,10 +15,11 @@ from qkvflow.generation.text import Continuation
 
 @dataclass(frozen=True)
 class Told:
-    """What is told of a token that stands in a text. logprob: None for the first token of a prompt.
+    """What is reported about a token of a text. logprob: None for the first token of a prompt.
 
     Attributes:
-        top: the likeliest tokens there, (token, log-probability), as many as are wanted. offset: where it begins.
+        top: the most likely tokens there, (token, log-probability), as many as requested.
+        offset: where the token begins.
     """
 
     token: int
@@ -29,11 +30,12 @@ class Told:
 
 @dataclass(frozen=True)
 class Event:
-    """News of a text. text: what it has got. reason: why it ended (`stop`, `length`, `error`), None if it goes on.
+    """An update of a text. text: newly added. reason: why it ended (`stop`, `length`, `error`), None if it continues.
 
     Attributes:
-        tokens: how many it has got so far. drafted: what drafting came to for it.
-        told: of those whose text is now told; of a prompt, without offsets.
+        tokens: number of tokens so far.
+        drafted: counts of drafting for the text.
+        told: tokens whose text is now reported; prompt tokens have no offsets.
     """
 
     text: str
@@ -46,12 +48,12 @@ class Event:
 
 @dataclass(eq=False)
 class Job:
-    """One text to make. emit: receives its events, in the scheduler's thread; the last one has a reason.
+    """One text to generate. emit: receives its events, in the scheduler's thread; the last one has a reason.
 
     Attributes:
-        max_new_tokens: may be 0, if only the prompt is to be judged.
-        top: how many of the likeliest tokens are told beside each token, if `options.logprobs`.
-        prompt_logprobs: whether those of the prompt are told too.
+        max_new_tokens: may be 0, to only score the prompt.
+        top: number of most likely tokens reported per token, if `options.logprobs`.
+        prompt_logprobs: whether to report them for the prompt too.
     """
 
     tokens: list[int]
@@ -66,10 +68,10 @@ class Job:
 
 
 class Running:
-    """A job that was given a slot: in it, or parked.
+    """A job that has started: in a slot, or parked.
 
     Attributes:
-        text: on its own, while its prompt is read and while it is parked; None while the engine's slot holds it.
+        text: held here while its prompt is read and while it is parked; None while it is in the engine's slot.
         order: of its start.
     """
 
@@ -81,14 +83,14 @@ class Running:
         self._prompt = [Told(job.tokens[0], None)]
 
     def read(self, logprobs: Logprobs | None) -> None:
-        """More of the prompt was read."""
+        """Records the log-probabilities of a piece of the prompt."""
         if logprobs is not None:
             count, top = len(logprobs.token), self.job.top
             tokens = self.job.tokens[len(self._prompt) :][:count]
             self._prompt += [_told(tokens[i], logprobs, i, top) for i in range(count)]
 
     def begin(self) -> Event | None:
-        """What there is to tell when the prompt is read."""
+        """The event to emit when the prompt is read."""
         reason = "length" if self.job.max_new_tokens == 0 else None
         told = self._prompt if self.job.prompt_logprobs else ()
         return Event("", reason, 0, told, is_prompt=True) if told or reason else None
@@ -101,7 +103,7 @@ class Running:
         place: tuple[int, int],
         drafted: Drafted | None = None,
     ) -> Event | None:
-        """A token was added; what there is to tell of it. place: its own in `logprobs`."""
+        """The event to emit for an added token. place: its index in `logprobs`."""
         text, before = self._continuation, self._continuation.made
         shown = text.push(token, complete)
         if self.job.options.logprobs:
@@ -109,7 +111,7 @@ class Running:
             offset = text.offset_of(token, before)
             self._held.append(_told(token, logprobs, place, self.job.top, offset))
         told = []
-        # What belongs to a stop string is not told; a token without text behind the last character is.
+        # Tokens of a stop string are not reported; tokens without text after the last character are.
         end = text.shown if text.reason is None or text.shown < text.made else text.made + 1
         while self._held and self._held[0].offset < end:
             told.append(self._held.popleft())

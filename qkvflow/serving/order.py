@@ -15,9 +15,9 @@ from qkvflow.serving import fields
 from qkvflow.serving.errors import RequestError, wrong
 from qkvflow.serving.fields import Check
 
-MAX_TEXTS = 128  # of one request
+MAX_TEXTS = 128  # per request
 
-# What both kinds of request have.
+# Fields that both kinds of request have.
 SERVED: dict[str, Check] = {
     "model": fields.text,
     "max_tokens": fields.integer(0),
@@ -46,7 +46,7 @@ HARMLESS = frozenset({"user", "metadata", "store", "safety_identifier", "prompt_
 
 @dataclass(frozen=True)
 class Prompt:
-    """A beginning that is continued. text: as it is echoed, None where it is to be found from the tokens."""
+    """A prompt to continue. text: as it is echoed; None if it must be decoded from the tokens."""
 
     tokens: list[int]
     text: str | None = None
@@ -54,15 +54,12 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Order:
-    """What is to be made.
+    """The parsed contents of a request.
 
     Attributes:
-        new_tokens: for each prompt.
-
-    options: by the number of the text; best_of: texts that are made for each prompt, of which n are answered.
-
-    Attributes:
-        top: how many likeliest tokens are told beside each, None if no log-probabilities are wanted.
+        new_tokens: per prompt.
+        best_of: texts generated per prompt, of which n are returned.
+        top: number of most likely tokens reported per token; None without log-probabilities.
     """
 
     prompts: list[Prompt]
@@ -75,7 +72,7 @@ class Order:
 
     @property
     def n(self) -> int:
-        """Texts that are answered for each prompt."""
+        """Texts returned per prompt."""
         return self.values.get("n", 1)
 
     @property
@@ -84,11 +81,11 @@ class Order:
 
     @property
     def with_usage(self) -> bool:
-        """Whether a stream tells its usage at its end."""
+        """Whether a stream ends with its usage."""
         return bool(self.values.get("stream_options", {}).get("include_usage"))
 
     def options(self) -> list[SamplingOptions]:
-        """For each text of each prompt."""
+        """The options for each text of each prompt."""
         given = self.values
         seed = secrets.randbits(31) if given.get("seed") is None else given["seed"]
         bias, told = given.get("logit_bias", {}), self.top is not None or self.best_of > self.n
@@ -107,7 +104,7 @@ class Order:
 
 
 def check_common(values: dict[str, Any], writer: Writer, texts: int, of: str) -> np.ndarray | None:
-    """Checks what fields say together; the control. of: the field that `texts` is due to besides `n`."""
+    """Checks fields in combination; returns the control. of: the field besides `n` that determines `texts`."""
     if texts > MAX_TEXTS:
         param = "n" if values.get("n", 1) > 1 else of
         raise wrong(param, f"{texts} texts are requested; one request can have at most {MAX_TEXTS}.")
@@ -136,7 +133,7 @@ def check_common(values: dict[str, Any], writer: Writer, texts: int, of: str) ->
 
 
 def room(prompt: int, max_tokens: int | None, max_length: int, of: str, limit: str = "max_tokens") -> int:
-    """How many tokens to make: those asked for, or all that fit. of: the field of the prompt."""
+    """The number of tokens to generate: as requested, or as many as fit. of: the name of the prompt field."""
     new = max(1, max_length - prompt) if max_tokens is None else max_tokens
     if prompt + new > max_length:
         param = of if prompt >= max_length else limit
@@ -149,11 +146,11 @@ def room(prompt: int, max_tokens: int | None, max_length: int, of: str, limit: s
 
 
 def too_long(max_length: int, of: str) -> RequestError:
-    """For a prompt that is not read to its end."""
+    """The error for a prompt that is too long to be read completely."""
     message = f"This model's maximum context length is {max_length} tokens, but the prompt has more. Shorten it."
     return wrong(of, message, code="context_length_exceeded")
 
 
 def top_logprobs(name: str, value: Any) -> int:
-    """How many likeliest tokens are told."""
+    """The number of most likely tokens to report."""
     return fields.integer(0, MOST)(name, value)

@@ -1,8 +1,8 @@
-"""Continuous batching: a thread that moves texts through the slots of an engine, joining and leaving at any token.
+"""Continuous batching: a thread that moves texts through the slots of an engine; they may join and leave at any token.
 
-Each turn of the loop gives a slot to one who waits, reads a piece of a prompt, and adds a token to every text whose
-prompt is read. So a long prompt delays others by a piece at a time, a short text waits for no long one, and nobody for
-many texts that begin together.
+Each iteration of the loop assigns a slot to a waiting text, reads a piece of a prompt, and adds a token to every text
+whose prompt is read. So a long prompt delays others by one piece at a time, a short text does not wait for a long one,
+and no one waits for many texts that begin together.
 """
 
 import logging
@@ -23,17 +23,17 @@ log = logging.getLogger(__name__)
 
 
 class Overloaded(Exception):
-    """More texts are waiting than the server is willing to keep."""
+    """More texts are waiting than the server accepts."""
 
 
 class TooMany(Exception):
-    """More texts than the server ever keeps."""
+    """More texts than the server could ever hold."""
 
 
 class Scheduler:
-    """Serves jobs with `slots` of them at a time.
+    """Serves up to `slots` jobs at a time.
 
-    length: room for each text, prompt included.
+    length: room for each text, including its prompt.
 
     Attributes:
         max_waiting: jobs that may wait for a slot.
@@ -52,7 +52,7 @@ class Scheduler:
 
     @property
     def capacity(self) -> int:
-        """Texts that the server keeps at most, in slots and waiting."""
+        """Maximum number of texts in slots and waiting."""
         return self._shares.slots + self.max_waiting
 
     def warm_up(self) -> None:
@@ -82,11 +82,11 @@ class Scheduler:
         self._thread.start()
 
     def submit(self, jobs: Sequence[Job]) -> None:
-        """Takes the jobs of one request, all or none.
+        """Accepts the jobs of one request, all or none.
 
         Raises:
             Overloaded: there is no room now.
-            TooMany: there never could be.
+            TooMany: there could never be room.
         """
         if len(jobs) > self.capacity:
             raise TooMany
@@ -97,19 +97,19 @@ class Scheduler:
             self._changed.notify()
 
     def cancel(self, job: Job) -> None:
-        """Gives up a job: it gets no more events, and its slot is free at the next turn. Harmless if it has ended."""
+        """Cancels a job: it gets no more events, and its slot is free at the next turn. Harmless if it has ended."""
         with self._changed:
             job.cancelled = True
             self._changed.notify()
 
     def load(self) -> dict[str, Any]:
-        """How many jobs are running and waiting, how many slots there are; what drafting came to for texts so far."""
+        """Numbers of running jobs, waiting jobs and slots, and the counts of drafting for all texts so far."""
         with self._changed:
             load = {"slots": self._shares.slots, "running": self._shares.running, "waiting": self._shares.waiting}
             return {**load, "drafting": asdict(self._drafted)} if self.writer.prepared.draft_tokens else load
 
     def close(self) -> None:
-        """Stops the thread. Jobs that are not finished end with the reason `error`."""
+        """Stops the thread. Unfinished jobs end with the reason `error`."""
         with self._changed:
             self._closing = True
             self._changed.notify()
@@ -129,7 +129,7 @@ class Scheduler:
                 for slot in freed:
                     self._engine.cancel(slot)
                 self._turn()
-            except Exception:  # whatever it is, other requests must not suffer from it for ever
+            except Exception:  # whatever it is, other requests must not be blocked by it
                 log.exception("a step failed; the texts in the slots are dropped")
                 self._fail()
                 self._engine = self._new_engine(self._engine.slots)
@@ -151,7 +151,7 @@ class Scheduler:
                     break
 
     def _change_hands(self) -> None:
-        """Gives a slot to a text that waits, if there is one to give."""
+        """Assigns a slot to a waiting text, if one is available."""
         with self._changed:
             change = self._shares.next()
             if change is None:
@@ -168,7 +168,7 @@ class Scheduler:
         self._enter(change.slot, entering)
 
     def _park(self, slot: int, parked: Running) -> None:
-        """Moves a text out of a slot, to the memory of the host."""
+        """Moves a text out of a slot to host memory."""
         parked.text = self._engine.take(slot) if parked.text is None else parked.text
         parked.text.park()
 
@@ -188,7 +188,7 @@ class Scheduler:
         self._go_on(slot, reading)
 
     def _go_on(self, slot: int, running: Running) -> None:
-        """Puts a text beside those that get tokens if its prompt is read."""
+        """Adds a text to the decoding batch if its prompt is read."""
         assert running.text is not None
         if running.text.unread == 0 and not self._tell(slot, running, running.begin()):
             self._insert(slot, running)
@@ -199,7 +199,7 @@ class Scheduler:
         running.text = None
 
     def _tell(self, slot: int, running: Running, event: Event | None) -> bool:
-        """Emits an event; a text that has ended leaves its slot. Whether it has."""
+        """Emits an event; a text that has ended leaves its slot. Returns whether it has ended."""
         if event is None:
             return False
         ended = event.reason is not None
@@ -227,5 +227,5 @@ def _emit(job: Job, event: Event) -> None:
         return
     try:
         job.emit(event)
-    except RuntimeError:  # the event loop of the receiver is closed
+    except RuntimeError:  # the receiver's event loop is closed
         log.warning("a text ended after its receiver")

@@ -1,9 +1,8 @@
-"""Assigns slots: requests share the slots equally, however many texts each one wants.
+"""Assigns slots: requests share the slots equally, regardless of how many texts each has.
 
-A slot that is free goes to the request that holds the fewest, of equals to the one that was served longest ago. If none
-is free, a request that holds at least two fewer than another takes one from it: the text that was started last there is
-parked, and is the first of its request to go on. So a text waits for the texts of other requests only if there are more
-requests than slots.
+A free slot goes to the request that holds the fewest slots, on ties to the one served longest ago. If none is free, a
+request that holds at least two fewer than another takes one from it: the text started last there is parked, and is the
+first of its request to resume. So a text only waits for texts of other requests if there are more requests than slots.
 """
 
 from collections import deque
@@ -14,16 +13,16 @@ from qkvflow.serving.job import Job, Running
 
 
 class Request:
-    """The texts that were asked for together. waiting: those without a slot, the next one first."""
+    """Texts that were requested together. waiting: those without a slot, the next one first."""
 
     def __init__(self, jobs: Sequence[Job]):
         self.waiting: deque[Job | Running] = deque(jobs)
         self.running: dict[int, Running] = {}  # by slot
-        self.served = self.read = 0  # when it last got a slot, and when a piece of a prompt was last read for it
+        self.served = self.read = 0  # when it last got a slot, and when a piece of its prompts was last read
 
 
 class Change(NamedTuple):
-    """A slot gets a new text. parked: the text that it takes the place of."""
+    """A slot gets a new text. parked: the text that it replaces."""
 
     slot: int
     request: Request
@@ -32,7 +31,7 @@ class Change(NamedTuple):
 
 
 class Shares:
-    """The slots and the requests that share them. slots: how many; as many texts may be parked."""
+    """The slots and the requests that share them. slots: their number; as many texts may be parked."""
 
     def __init__(self, slots: int):
         self.slots = slots
@@ -45,22 +44,22 @@ class Shares:
 
     @property
     def running(self) -> int:
-        """Texts in slots."""
+        """Number of texts in slots."""
         return sum(len(request.running) for request in self.requests)
 
     @property
     def waiting(self) -> int:
-        """Texts without a slot."""
+        """Number of texts without a slot."""
         return sum(len(request.waiting) for request in self.requests)
 
     def free(self, slot: int) -> None:
-        """The text in a slot has ended."""
+        """Frees a slot whose text has ended."""
         for request in self.requests:
             request.running.pop(slot, None)
         self._forget()
 
     def cancelled(self) -> list[int]:
-        """Drops what was cancelled; the slots that it held."""
+        """Drops cancelled texts; returns the slots that they held."""
         if not any(job.cancelled for job in self.jobs()):
             return []
         slots = [slot for slot, _, text in self if text.job.cancelled]
@@ -72,11 +71,11 @@ class Shares:
         return slots
 
     def jobs(self) -> Iterator[Job]:
-        """Of all texts."""
+        """The jobs of all texts."""
         return (_job(text) for r in self.requests for text in (*r.running.values(), *r.waiting))
 
     def next(self) -> Change | None:
-        """The next slot to give away, if one is free or too many are held by one request."""
+        """The next slot to assign, if one is free or one request holds too many."""
         wanting = [request for request in self.requests if request.waiting]
         if not wanting:
             return None
@@ -96,7 +95,7 @@ class Shares:
         return Change(slot, request, request.waiting.popleft(), parked)
 
     def next_to_read(self) -> tuple[int, Running] | None:
-        """The text whose prompt is read next: by turns of the requests, of each the one that was started first."""
+        """The text whose prompt is read next: requests take turns, each with its earliest started text first."""
         unread = [(s, r, t) for s, r, t in self if t.text is not None and t.text.unread > 0]
         if not unread:
             return None

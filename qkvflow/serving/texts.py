@@ -15,10 +15,10 @@ from qkvflow.serving.scheduler import Overloaded, Scheduler, TooMany
 
 
 class Texts:
-    """The texts that an order asks for; text i continues prompt i // best_of.
+    """The texts that a request asks for; text i continues prompt i // best_of.
 
-    form: the module of its kind of request, `completions` or `chat`, which says what an answer looks like.
-    head: what all answers begin with.
+    form: the module for the kind of request, `completions` or `chat`, which formats responses.
+    head: the fields with which all responses begin.
     """
 
     def __init__(self, scheduler: Scheduler, order: Order, form: ModuleType, head: dict[str, Any], deadline: float):
@@ -31,10 +31,10 @@ class Texts:
         self._jobs = [self._job(i, options) for i, options in enumerate(order.options())]
 
     def submit(self) -> None:
-        """Hands the jobs over.
+        """Submits the jobs.
 
         Raises:
-            RequestError: what is wrong with it.
+            RequestError: the server cannot accept them.
         """
         jobs = [job for job in self._jobs if job.max_new_tokens > 0 or job.prompt_logprobs]
         try:
@@ -51,12 +51,12 @@ class Texts:
                 self._news.put_nowait((i, Event("", "length")))
 
     def cancel(self) -> None:
-        """Gives up what is not finished."""
+        """Cancels unfinished texts."""
         for job in self._jobs:
             self._scheduler.cancel(job)
 
     async def whole(self) -> list[bytes]:
-        """The answer as JSON, in parts that are each quickly made."""
+        """The response as JSON, in parts that are each quick to produce."""
         made: list[_Made] = [_Made() for _ in self._jobs]
         async for index, event in self._events():
             made[index].add(event)
@@ -80,11 +80,11 @@ class Texts:
             if self._order.with_usage:
                 yield self._sent({"choices": [], "usage": self._usage()})
             yield "data: [DONE]\n\n"
-        except RequestError as error:  # the status is sent already
+        except RequestError as error:  # the status has already been sent
             yield f"data: {json.dumps(error.body)}\n\n"
 
     async def _events(self) -> AsyncIterator[tuple[int, Event]]:
-        """All events of all texts until the last has ended.
+        """All events of all texts until the last one has ended.
 
         Raises:
             RequestError: 504 at the deadline.
@@ -126,12 +126,12 @@ class Texts:
         return self._order.prompts[index // self._order.best_of]
 
     def _echoed(self, index: int, event: Event) -> tuple[str, list[Told]]:
-        """The first event of a text with its prompt in front."""
+        """The first event of a text with its prompt prepended."""
         prompt = self._prompt(index)
         text, told = prompt.text, list(event.told)
         if text is None:
             text = self._vocabulary.decode(prompt.tokens)
-            if self._jobs[index].max_new_tokens > 0:  # the end of the prompt may be a part of a character
+            if self._jobs[index].max_new_tokens > 0:  # the prompt may end within a character
                 text = text[: len(text) - TextStream(self._vocabulary, prompt.tokens).held]
         if event.is_prompt:
             begin = self._vocabulary.tokenizer
@@ -175,7 +175,7 @@ class Texts:
 
 
 class _Made:
-    """What has come of a text."""
+    """The generated part of a text."""
 
     def __init__(self):
         self.text, self.reason = "", None
@@ -189,7 +189,7 @@ class _Made:
 
     @property
     def mean(self) -> float:
-        """The log-probability per token."""
+        """The mean log-probability per token."""
         known = [t.logprob for t in self.told if t.logprob is not None]
         return sum(known) / max(1, len(known))
 
@@ -199,7 +199,7 @@ def _moved(told: Iterable[Told], by: int) -> list[Told]:
 
 
 def _placed(told: Iterable[Told], stream: TextStream, unseen: int | None) -> list[Told]:
-    """With the places at which the tokens of a prompt begin. unseen: a begin-of-text token that is not in its text."""
+    """Adds the offset of each prompt token. unseen: a begin-of-text token that is not in its text."""
     found, offset = [], 0
     for t in told:
         found.append(Told(t.token, t.logprob, t.top, offset))

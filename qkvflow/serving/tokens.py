@@ -23,7 +23,7 @@ DETOKENIZE = Fields({"model": fields.text, "tokens": fields.anything}, idle={}, 
 
 
 def tokenize(raw: Any, writer: Writer, max_length: int) -> dict[str, Any]:
-    """The tokens of a text, with the begin-of-text token if there is one and `add_special_tokens` is not false."""
+    """The tokens of a text, with the begin-of-text token if there is one, unless `add_special_tokens` is false."""
     values = TOKENIZE.read(raw, '{"prompt": "Once"}')
     if "prompt" not in values:
         raise wrong("prompt", "`prompt` is missing: give the text to tokenize.")
@@ -48,7 +48,7 @@ def detokenize(raw: Any, writer: Writer) -> dict[str, Any]:
 
 
 def tokenizer_info(writer: Writer, max_length: int) -> dict[str, Any]:
-    """What clients need to know of the tokenizer."""
+    """What clients need to know about the tokenizer."""
     tokenizer = writer.tokenizer
     pad = tokenizer.pad_token_id
     return {

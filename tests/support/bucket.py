@@ -1,4 +1,4 @@
-"""A bucket on an S3 server of this machine (moto), for this process and those that it starts."""
+"""A bucket on a local S3 server (moto), for this process and those that it starts."""
 
 import contextlib
 import os
@@ -16,7 +16,7 @@ _SERVER = "import sys; from moto.server import main; main(sys.argv[1:])"
 
 @contextlib.contextmanager
 def bucket(name: str) -> Iterator[str]:
-    """The URL of an empty bucket; the environment leads TensorStore, fsspec and started programs to it."""
+    """The URL of an empty bucket; the environment directs TensorStore, fsspec and started programs to it."""
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         port = sock.getsockname()[1]
@@ -36,7 +36,7 @@ def bucket(name: str) -> Iterator[str]:
             assert time.monotonic() < deadline
             time.sleep(0.2)
         with mock.patch.dict(os.environ, environment):
-            fsspec.get_filesystem_class("s3").clear_instance_cache()  # of an earlier server
+            fsspec.get_filesystem_class("s3").clear_instance_cache()  # instances for an earlier server
             fsspec.filesystem("s3", use_listings_cache=False, skip_instance_cache=True).mkdir(name)
             yield f"s3://{name}"
     finally:

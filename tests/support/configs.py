@@ -11,7 +11,7 @@ MESHES = sorted((ROOT / "configs" / "mesh").glob("*.yaml"))
 TARGETS = ROOT / "configs" / "targets.yaml"
 FILES = [p for p in sorted((ROOT / "configs").rglob("*.yaml")) if p not in (*FINETUNES, *MESHES, TARGETS)]
 IDS = [str(p.relative_to(ROOT / "configs")) for p in FILES]
-# Words of a command line that make a configuration of training whole.
+# Command-line words that complete a training configuration.
 TINY = ["--model", "{type: neuralode, hidden_dim: 8, max_seq_len: 16, block: {type: gpt2, num_heads: 2}}"]
 
 

@@ -27,7 +27,7 @@ def plan(solver="euler", steps=4, evaluate="in_scan", **kwargs) -> FixedPlan:
 
 
 def times_of(params, t):
-    """A stand-in for weights: W(t) = t itself, exact, in the default float type."""
+    """Stands in for weights: W(t) = t itself, exact, in the default float type."""
     values = jnp.asarray(np.asarray(t.values))
     if isinstance(t, Grid):
         return hax.named(values, t.axis)

@@ -1,4 +1,4 @@
-"""Runs that an earlier version of this package made: `old_runs`, with a README."""
+"""Runs made by an earlier version of this package: `old_runs`, with a README."""
 
 import json
 import shutil
@@ -10,7 +10,7 @@ RUNS = ("flow", "lora", "gpt2", "hybrid")
 
 
 def restore(folder: Path) -> Path:
-    """The folder as it was: `runs/flow` and so on, the texts and the configurations beside them."""
+    """Restores the folder: `runs/flow` and so on, with the texts and configurations."""
     shutil.copytree(OLD, folder, dirs_exist_ok=True)
     (folder / "runs").mkdir()
     for name in RUNS:

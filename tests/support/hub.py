@@ -1,4 +1,4 @@
-"""Small models of transformers, and what two sides say of the same texts."""
+"""Small transformers models, and comparisons of their outputs with qkvflow's on the same texts."""
 
 import equinox as eqx
 import haliax as hax
@@ -25,7 +25,7 @@ GPT2 = transformers.GPT2Config(vocab_size=257, n_embd=16, n_layer=2, n_head=2, n
 
 
 def drawn(settings, seed: int = 0):
-    """A model of transformers with noise on every parameter."""
+    """A transformers model with noise on every parameter."""
     torch.manual_seed(seed)
     model = transformers.AutoModelForCausalLM.from_config(settings, attn_implementation="eager").eval()
     with torch.no_grad():
@@ -35,13 +35,13 @@ def drawn(settings, seed: int = 0):
 
 
 def texts(vocab: int = VOCAB.size) -> list[np.ndarray]:
-    """Three of different lengths."""
+    """Three texts of different lengths."""
     draw = np.random.default_rng(3)
     return [draw.integers(0, vocab, n) for n in (7, 2, 5)]
 
 
 def padded(rows: list[np.ndarray], *, left: bool) -> tuple[np.ndarray, np.ndarray]:
-    """The rows as one array, and which of it is real."""
+    """The rows as one array, and a mask of the real tokens."""
     tokens, real = np.zeros((2, len(rows), max(map(len, rows))), np.int64)
     for i, row in enumerate(rows):
         place = slice(-len(row), None) if left else slice(len(row))
@@ -50,7 +50,7 @@ def padded(rows: list[np.ndarray], *, left: bool) -> tuple[np.ndarray, np.ndarra
 
 
 def assert_same_logits(ours, theirs, control=None) -> None:
-    """Each text by itself here, filled up on the left and on the right there."""
+    """Each text on its own here, padded on the left and on the right there."""
     rows = texts(min(256, ours.Vocab.size))
     options = {} if control is None else {"control": torch.tensor(control)}
     expected = _logits(ours, rows, control)
@@ -66,7 +66,7 @@ def assert_same_logits(ours, theirs, control=None) -> None:
 
 
 def assert_same_texts(ours, theirs, control=None, new: int = 4) -> None:
-    """Greedy, prompts of different lengths."""
+    """Greedy generation from prompts of different lengths."""
     rows = texts(min(256, ours.Vocab.size))
     given = {} if control is None else {"control": hax.named(control, ("batch", "control"))}
     tokens, _ = padded(rows, left=False)
@@ -91,7 +91,7 @@ def assert_same_texts(ours, theirs, control=None, new: int = 4) -> None:
 
 
 def _logits(model, rows, control) -> np.ndarray:
-    """Causal: what stands behind a text does not change it."""
+    """The model is causal: what follows a text does not change its logits."""
     tokens, _ = padded(rows, left=False)
     given = {} if control is None else {"control": hax.named(control, ("batch", "control"))}
     mask = {} if isinstance(model, NeuralOdeLMHeadModel) else {"attn_mask": AttentionMask.causal()}

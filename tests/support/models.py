@@ -25,7 +25,7 @@ WEIGHTS = {
 
 
 def small_config(weights="generated", form="parallel", depth=None, **kwargs) -> NeuralOdeConfig:
-    """Width 16, 2 heads, sequence 12, 3 Euler steps, unless told otherwise."""
+    """By default width 16, 2 heads, sequence 12, 3 Euler steps."""
     block = kwargs.pop("block", Gpt2BlockConfig(num_heads=2, form=form, mlp_scale=2))
     depth = depth or DepthConfig(steps=3)
     return NeuralOdeConfig(
@@ -39,13 +39,13 @@ def small_config(weights="generated", form="parallel", depth=None, **kwargs) -> 
 
 
 def llama(form="parallel", **kwargs) -> LlamaBlockConfig:
-    """Two query heads that share one head of keys and values."""
+    """Two query heads that share one key-value head."""
     return LlamaBlockConfig(**{"num_heads": 2, "num_kv_heads": 1, "intermediate_dim": 24, "form": form} | kwargs)
 
 
-@functools.cache  # models are immutable, and drawing one takes longer than most laws
+@functools.cache  # models are immutable, and initialising one takes longer than most tests
 def build(config, seed=0):
-    """A model with noise on every parameter, so that zeros of the initialisation hide nothing."""
+    """A model with noise on every parameter, so that zero initialisation hides nothing."""
     model = config.build(VOCAB, key=jax.random.PRNGKey(seed))
     noise = np.random.default_rng(seed + 1)
 
@@ -60,7 +60,7 @@ def is_float(x) -> bool:
 
 
 def heavy(*values):
-    """A case that only `make test-slow` runs, because a lighter one of the same law is among the fast tests."""
+    """A case that only `make test-slow` runs, because the fast tests include a lighter case of the same law."""
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
@@ -70,5 +70,5 @@ def random_tokens(seed=7, batch=2, length=12):
 
 
 def change(tokens, j):
-    """The tokens with another one at position j."""
+    """The tokens with a different one at position j."""
     return hax.named(tokens.array.at[:, j].set((tokens.array[:, j] + 1) % VOCAB.size), tokens.axes)

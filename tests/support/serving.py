@@ -31,12 +31,12 @@ TEMPLATE = (
 
 
 def tiny_model():
-    """With control; of ASCII, since bytes drawn at random are seldom text."""
+    """A model with control; ASCII only, since random bytes are seldom text."""
     config = dataclasses.replace(small_config(control=ControlConfig(dim=2)), max_seq_len=LENGTH)
 
     @eqx.filter_jit  # one compiled function instead of hundreds
     def build(key):
-        # Ten times the usual scale: a text that varies.
+        # Ten times the usual scale, so that texts vary.
         model = config.build(hax.Axis("vocab", 128), key=key)
         return jax.tree.map(lambda a: 10 * a if is_float(a) else a, model)
 
@@ -54,7 +54,7 @@ def tiny_writer(model, folder, template: str | None = TEMPLATE) -> Writer:
 
 @contextlib.contextmanager
 def served(app, **options):
-    """An application in a thread; gives its address."""
+    """Runs an application in a thread; yields its address."""
     server = uvicorn.Server(uvicorn.Config(app, log_config=None, **options))
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
@@ -71,7 +71,7 @@ def served(app, **options):
 
 @contextlib.contextmanager
 def serving(writer, max_waiting=256, slots=SLOTS, **limits):
-    """A server; gives its address and its scheduler."""
+    """Runs a server; yields its address and its scheduler."""
     scheduler = Scheduler(writer, slots, LENGTH, max_waiting)
     scheduler.warm_up()
     with served(build_app(scheduler, "tiny", Limits(LENGTH, **limits)), lifespan="on") as url:
@@ -83,7 +83,7 @@ def client_of(url, **options):
 
 
 def complete(client, prompt="Once", **options):
-    """A greedy completion of 16 tokens, unless told otherwise."""
+    """A greedy completion of 16 tokens by default."""
     options = {"max_tokens": 16, "temperature": 0, "model": "tiny"} | options
     return client.completions.create(prompt=prompt, **options)
 

@@ -1,4 +1,4 @@
-"""A real Slurm on this machine: a controller and two nodes, 127.0.0.1 and 127.0.0.2, of two CPUs each."""
+"""A real Slurm on this machine: a controller and two nodes, 127.0.0.1 and 127.0.0.2, with two CPUs each."""
 
 import contextlib
 import getpass
@@ -80,20 +80,20 @@ class Slurm:
         self._pid_files.append(self.folder / f"{node}.pid")
 
     def kill_node(self, node: str) -> None:
-        """As if the power were cut: its daemon, its steps and their processes are gone at once."""
+        """Like a power failure: its daemon, its steps and their processes end at once."""
         pids = [int((self.folder / f"{node}.pid").read_text()), *self._processes(f"SLURMD_NODENAME={node}")]
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
     def submit(self, *words: str, log: Path, **options: str | int) -> str:
-        """The number of a job that runs slurm.sh with these words."""
+        """The id of a job that runs slurm.sh with these words."""
         options = {"nodes": 2, "ntasks_per_node": 1, "gpus_per_node": 0, "cpus_per_task": 1, "output": log} | options
         flags = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
         return self._run("sbatch", "--parsable", *flags, "experiments/launch/slurm.sh", *words).strip()
 
     def job(self, number: str) -> dict[str, str]:
-        """What Slurm says of a job."""
+        """Slurm's description of a job."""
         return dict(re.findall(r"(\S+?)=(\S*)", self._run("scontrol", "--oneliner", "show", "job", number)))
 
     def control(self, *words: str) -> str:
@@ -115,7 +115,7 @@ class Slurm:
         return done.stdout
 
     def _processes(self, variable: str) -> list[int]:
-        """Processes of this cluster that have this variable in their environment, but not the tests themselves."""
+        """Processes of this cluster with this variable in their environment, except the tests themselves."""
         found = []
         for path in Path("/proc").glob("[0-9]*/environ"):
             with contextlib.suppress(OSError):
@@ -127,7 +127,7 @@ class Slurm:
 
 @contextlib.contextmanager
 def slurm(folder: Path) -> Iterator[Slurm]:
-    """Installs Slurm if that is possible (docs/scale.md), and starts it; skips the test if it cannot be had."""
+    """Installs Slurm if possible (docs/scale.md), and starts it; skips the test if it is not available."""
     if shutil.which("slurmctld") is None or shutil.which("munged") is None:
         if os.geteuid() != 0 or shutil.which("apt-get") is None:
             pytest.skip(f"there is no Slurm here, and it cannot be installed: as root, {' '.join(INSTALL)}")

@@ -1,4 +1,4 @@
-"""Studies in small: their smoke tests, a text, and made-up trainings."""
+"""Small studies: their smoke tests, a text, and invented trainings."""
 
 import json
 from pathlib import Path
@@ -18,13 +18,13 @@ ORIGIN = {"machine": {"device": "d", "cores": 2, "jax": "0"}, "date": "2026-01-0
 
 
 def smoke(study: Study, **changes):
-    """The configuration of a study's smoke test, changed as by its command line."""
+    """The configuration of a study's smoke test, changed as on its command line."""
     words = [word for key, value in changes.items() for word in (f"--{key}", json.dumps(value))]
     return parse(study.config, study.arguments(["--smoke", *words]))[0]
 
 
 def refuse_work(monkeypatch) -> None:
-    """From now on nothing may be trained or read off a run."""
+    """From now on, any training or measurement of a run fails."""
 
     def fails(*args, **kwargs):
         pytest.fail("a finished run was trained or read again")

@@ -1,4 +1,4 @@
-"""A tiny training, of a flow if nothing else is asked for, as a configuration of train_lm."""
+"""A tiny training configuration of train_lm, by default of a flow."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ FLOW = {
 
 
 def tiny(folder: Path, name: str, model: dict = FLOW, **trainer) -> dict:
-    """The run `name` below `folder`; two steps unless `trainer`, keys of that section, says otherwise."""
+    """The run `name` below `folder`; two steps by default. trainer: keys of that section."""
     return {
         "model": model,
         "data": {"cache_dir": str(folder / "cache")},

@@ -1,4 +1,4 @@
-"""Tokenizers of each kind that decodes in its own way, made on the spot."""
+"""Tokenizers of each kind with its own decoding, created on the spot."""
 
 import json
 from pathlib import Path
@@ -18,9 +18,10 @@ def byte_level(folder: Path) -> MarinTokenizer:
 
 
 def byte_fallback(folder: Path, kind: str, **config) -> MarinTokenizer:
-    """`llama` (a space in front of each text, taken away again), `mistral` (the same by Metaspace), or `gemma` (none).
+    """`llama` (prepends a space to each text, and removes it again), `mistral` (the same by Metaspace), `gemma` (no
+    space).
 
-    Letters and some words are tokens; all other characters are made of tokens for single bytes. config: more lines of
+    Letters and some words are tokens; all other characters consist of single-byte tokens. config: more lines of
     tokenizer_config.json.
     """
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), SPACE, *map(chr, range(97, 123))]

@@ -1,4 +1,4 @@
-"""A small training that takes seconds, to be disturbed: Levanter's GPT-2, a checkpoint every other step."""
+"""A small training of a few seconds, for fault tests: Levanter's GPT-2, a checkpoint every other step."""
 
 import contextlib
 import multiprocessing
@@ -25,7 +25,7 @@ RARELY = {"keep": [{"every": 50}], "save_interval": None}  # a checkpointer for 
 
 
 class Training:
-    """Trainings below the folder `base`, all of the same configuration but for what a test changes."""
+    """Trainings below the folder `base`, all with the same configuration except for a test's changes."""
 
     def __init__(self, base: Path):
         self.base = base
@@ -55,7 +55,7 @@ class Training:
         return main(decode(TrainConfig, self.raw(name, steps, **changes)))
 
     def start(self, name: str, steps: int = STEPS, **changes):
-        """Trains by the program in a process of its own, which has imported everything already."""
+        """Trains with the program in a separate process, which has already imported everything."""
         file = self.write(name, steps, **changes)
         process = _PROCESSES.Process(target=_train, args=(str(file), str(self.output(name))))
         process.start()
@@ -68,7 +68,7 @@ class Training:
         return file
 
     def output(self, name: str) -> Path:
-        """What processes of this run have written for people."""
+        """The output of this run's processes for users."""
         return self.base / f"{name}.output"
 
     def path(self, name: str) -> Path:
@@ -88,7 +88,7 @@ def _train(config: str, output: str) -> None:
 
 @contextlib.contextmanager
 def mounted(folder: Path, *options: str, read_only: bool = False) -> Iterator[Path]:
-    """A file system at `folder`; skips the test where mounting is not allowed."""
+    """A file system at `folder`; skips the test if mounting is not allowed."""
     folder.mkdir(exist_ok=True)
     made = subprocess.run(["mount", *options, str(folder)], capture_output=True, text=True)
     if made.returncode:
@@ -121,7 +121,7 @@ def assert_same(run: Path, expected: Path) -> None:
 def wait_until(
     condition, process=None, seconds: float = 240.0, told: Callable[[], str] = str, every: float = 0.002
 ) -> None:
-    """Waits for a condition; fails if the process ends, or, with what `told` says, after so many seconds."""
+    """Waits for a condition; fails if the process ends, or after so many seconds, with the text from `told`."""
     deadline = time.monotonic() + seconds
     while not condition():
         if process is not None and process.exitcode is not None:

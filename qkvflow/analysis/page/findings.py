@@ -1,6 +1,6 @@
 """One sentence with the conclusion from each panel, compared with shuffled text and untrained models.
 
-Each function reads the page's own data and returns text. Where the null gives the same, the sentence says so.
+Each function takes the page's own data and returns text. If the null case gives the same result, the sentence says so.
 """
 
 from collections.abc import Sequence
@@ -12,12 +12,12 @@ from qkvflow.analysis.page.numbers import Data
 
 NAMES = {"qk": "QK", "ov": "OV", "ff": "FF"}
 _MEASURES = {"radius": "spectral radius", "positive": "share of positive real parts", "symmetric": "symmetric share"}
-_MARGIN = 0.05  # nats below which two losses are told as equal
-_OFTEN = 0.1  # of the layer-times: what leaves the untrained range less often is not told
+_MARGIN = 0.05  # nats; smaller differences in loss are reported as equal
+_OFTEN = 0.1  # fraction of layer-times; quantities outside the untrained range less often are not reported
 
 
 def of_training(curves: Data, uniform: float) -> str:
-    """Of the training curves; null: guessing all tokens alike."""
+    """Training curves; null: the uniform distribution over tokens."""
     last = last_loss(curves)
     if last is None:
         return "There are no losses."
@@ -34,12 +34,12 @@ def of_training(curves: Data, uniform: float) -> str:
 
 
 def last_loss(curves: Data) -> float | None:
-    """The last validation loss, or training loss where there is none."""
+    """The last validation loss, or the last training loss if there is no validation loss."""
     return next((curves[kind][-1][1] for kind in ("eval", "train") if curves[kind]), None)
 
 
 def of_spectra(family: str, own: Data, band: Data | None, times: Sequence[float]) -> str:
-    """Of the eigenvalues of one family; null: untrained models of the same configuration."""
+    """Eigenvalues of one family; null: untrained models with the same configuration."""
     middle = {name: [median(row) for row in own[name]] for name in _MEASURES}
     text = f"{NAMES[family]}: the spectral radius (median over heads) {_course(middle['radius'], times)}"
     positive = f"{middle['positive'][-1]:.0%} of the real parts are positive at the end"
@@ -55,7 +55,7 @@ def of_spectra(family: str, own: Data, band: Data | None, times: Sequence[float]
 
 
 def of_tokens(data: Data, labels: Sequence[str], shuffled: Sequence[Data]) -> str:
-    """Of the sensitivity of the last token; null: the same places of shuffled texts."""
+    """Sensitivity of the last token; null: the same positions in shuffled texts."""
     output = len(labels) - 1
     if not shuffled or output < 2:
         return "Without shuffled texts, one example allows no conclusion."
@@ -75,7 +75,7 @@ def of_tokens(data: Data, labels: Sequence[str], shuffled: Sequence[Data]) -> st
 
 
 def of_lens(data: Data, describe: Data, shuffled: Sequence[Data], fresh: Data | None) -> str:
-    """Of the loss along t; nulls: shuffled text, an untrained model."""
+    """Loss along t; nulls: shuffled text, an untrained model."""
     if len(describe["labels"]) < 2:
         return "A single token has no next token."
     loss = [float(np.mean(row)) for row in data["lens"]["loss"]]
@@ -100,7 +100,7 @@ def of_lens(data: Data, describe: Data, shuffled: Sequence[Data], fresh: Data | 
 
 
 def echo(data: Data, describe: Data, tied: bool) -> str:
-    """Why the first row of the lens says what it says."""
+    """Explains the first row of the lens."""
     ids, top = describe["ids"], data["lens"]["top"][0]
     same = sum(own == row[0] for own, row in zip(ids, top, strict=True))
     if tied:
@@ -115,7 +115,7 @@ def echo(data: Data, describe: Data, tied: bool) -> str:
 
 
 def of_motion(data: Data, shuffled: Sequence[Data], fresh: Data | None) -> str:
-    """Of speed, turning and growth; nulls: shuffled text, an untrained model."""
+    """Speed, turning and growth; nulls: shuffled text, an untrained model."""
     moved, turning = _middle(data["motion"]["displacement"][-1]), data["motion"]["turning"]
     text = f"The states move by {_short(moved)} times their initial length"
     if turning:
@@ -146,7 +146,7 @@ def of_motion(data: Data, shuffled: Sequence[Data], fresh: Data | None) -> str:
 
 
 def of_attention(data: Data, uniform: Data, fresh: Data | None) -> str:
-    """Of where attention goes; nulls: even attention, an untrained model."""
+    """Where attention goes; nulls: uniform attention, an untrained model."""
     if not data.get("places"):
         return data.get("missing", "One token attends to itself.")
     names = {"first": "to the first token", "previous": "to the one before", "itself": "to itself"}
@@ -168,7 +168,7 @@ def of_attention(data: Data, uniform: Data, fresh: Data | None) -> str:
 
 
 def of_depth(sweep: Sequence[Data], exits: Sequence[Data], anytime: Sequence[Data] = ()) -> str:
-    """Of other depths; null: the depth of training itself (the lowest loss), and for speed plain decoding at it."""
+    """Other depths; null: the training depth (the lowest loss), and for speed plain decoding at that depth."""
     text = ""
     rows = [r for r in sweep if r["loss"] is not None]
     if rows:
@@ -188,7 +188,7 @@ def of_depth(sweep: Sequence[Data], exits: Sequence[Data], anytime: Sequence[Dat
 
 
 def _of_speed(anytime: Sequence[Data]) -> str:
-    """The fastest way of each kind that costs hardly any loss."""
+    """The fastest setting of each kind with almost no increase in loss."""
     told = []
     for kind, words in (("steps", "read at {} steps"), ("exit", "with exits by {}"), ("draft", "with drafts of {}")):
         good = [r for r in anytime[1:] if r["kind"] == kind and r["loss"] - anytime[0]["loss"] < _MARGIN]
@@ -200,7 +200,7 @@ def _of_speed(anytime: Sequence[Data]) -> str:
 
 
 def opening(runs: Sequence[Data]) -> list[str]:
-    """Three sentences with which the page begins: how well, where in depth, what training did to the weights."""
+    """The page's three opening sentences: the loss, where in depth it falls, how training changed the weights."""
     run, many = runs[0], len(runs) > 1
     newest = run["snapshots"][-1]
     losses = [(r["name"], last_loss(r["curves"])) for r in runs]
@@ -223,7 +223,7 @@ def _share(share: float) -> str:
 
 
 def _course(values: Sequence[float], times: Sequence[float]) -> str:
-    """How a number goes along t: from, to, and its largest value where that is neither."""
+    """How a number changes along t: first value, last value, and the maximum if it is neither."""
     if len(values) == 1:
         return f"is {_short(values[0])}"
     first, last = values[0], values[-1]

@@ -11,7 +11,7 @@ Step = Callable[[], None]
 
 
 def rounded(array, digits: int | None = None) -> Any:
-    """Nested lists of numbers with few digits; None for what is not finite. Four significant digits by default."""
+    """Nested lists of numbers with few digits (default: four significant); None for non-finite values."""
     flat = np.asarray(array, np.float64)
     text = (lambda x: round(x, digits)) if digits is not None else (lambda x: float(f"{x:.4g}"))
     if flat.ndim == 0:

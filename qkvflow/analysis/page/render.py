@@ -23,13 +23,13 @@ SCRIPTS = (
 
 
 def render(data: Data) -> str:
-    """The page. Names and texts stay data: they come in as JSON and are only ever shown as text."""
+    """The page. Names and texts stay data: they are passed as JSON and only displayed as text."""
     web = files("qkvflow.analysis.page") / "web"
 
     def read(names: tuple[str, ...]) -> str:
         return "\n".join((web / name).read_text(encoding="utf-8") for name in names)
 
-    # Inside <script>, "</" could end it.
+    # Inside <script>, "</" could end the script.
     content = json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
     html = read(("page.html",)).replace("@STYLE@", read(STYLES)).replace("@SCRIPT@", read(SCRIPTS))
     return html.replace("@DATA@", content)

@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 def describe_run(run: Run, name: str) -> Data:
-    """Name, kind, parameters, evaluations, data and date; `facts` are for the folded table."""
+    """Name, kind, parameters, evaluations, data and date; `facts` are for the collapsible table."""
     config = run.config.model
     kind = config.get_choice_name(type(config)) or type(config).__name__
     rows = {"model": kind}
@@ -54,12 +54,12 @@ def curves(run: Run) -> Data:
 
 
 def depth_sweep(run: Run) -> list[Data]:
-    """What `eval_lm` found at other depths, or nothing if it was not asked."""
+    """The losses at other depths from `eval_lm`; empty if not computed."""
     return _evaluation(run, "depth.json", lambda found: [_plain(r) for r in found["readings"]], [])
 
 
 def continuity(run: Run) -> Data | None:
-    """What `eval_lm --continuity` found: readings and verdict, or nothing if it was not asked."""
+    """Measurements and verdict from `eval_lm --continuity`; None if not computed."""
     return _evaluation(
         run,
         "continuity.json",
@@ -69,7 +69,7 @@ def continuity(run: Run) -> Data | None:
 
 
 def exits(run: Run) -> list[Data]:
-    """What `eval_lm --exit` found: loss against mean evaluations, or nothing if it was not asked."""
+    """Loss against mean evaluations from `eval_lm --exit`; empty if not computed."""
 
     def read(found: Data) -> list[Data]:
         return [
@@ -80,8 +80,8 @@ def exits(run: Run) -> list[Data]:
 
 
 def anytime(run: Run) -> list[Data]:
-    """What `experiments.bench.anytime` measured: loss, evaluations and speed of fewer steps, exits and drafts, the full
-    depth first; or nothing if it was not run."""
+    """Loss, evaluations and speed of fewer steps, exits and drafts from `experiments.bench.anytime`, full depth first;
+    empty if not run."""
     keys = ("kind", "name", "loss", "evaluations", "tokens_per_second", "speed")
     return _evaluation(
         run, "anytime.json", lambda found: [{k: r[k] for k in keys} for r in map(_plain, found["readings"])], []
@@ -103,7 +103,7 @@ def _plain(reading: Data) -> Data:
 
 
 def _data_name(run: Run) -> str:
-    """What the run was trained on, in a few words: files, or the sources of its components."""
+    """The training data in a few words: files, or the sources of its components."""
     data = run.config.data
     if data.train:
         return ", ".join([data.train] if isinstance(data.train, str) else data.train)
@@ -116,7 +116,7 @@ def _data_name(run: Run) -> str:
 
 
 def _date(run: Run) -> str:
-    """When the checkpoint was written, or nothing where its record does not say."""
+    """When the checkpoint was written; empty if its record does not say."""
     if run.directory.hub is not None:
         return "–"
     try:
@@ -127,7 +127,7 @@ def _date(run: Run) -> str:
 
 
 def _thinned(pairs: list[tuple[int, float]]) -> list[list[float]]:
-    """Means over neighbouring points, so that at most a few hundred are left."""
+    """Means over adjacent points, leaving at most a few hundred."""
     size = max(1, -(-len(pairs) // _CURVE))
     groups = [np.asarray(pairs[i : i + size], np.float64) for i in range(0, len(pairs), size)]
     return [[round(float(g[:, 0].mean()), 1), round(float(g[:, 1].mean()), 4)] for g in groups]

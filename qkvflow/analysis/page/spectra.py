@@ -16,12 +16,12 @@ from qkvflow.errors import UserError
 from qkvflow.runs.load import Run
 
 SHOWN = ("radius", "positive", "symmetric")
-_BETWEEN = 17  # times of weights that are functions of time, beside those of training
+_BETWEEN = 17  # additional times, for weights that are functions of time
 _SAME = 1e-6
 
 
 def has_weights_between(model: LmHeadModel) -> bool:
-    """Whether W(t) has values at other times than those of training."""
+    """Whether W(t) is defined between the training times."""
     try:
         factors(model, "qk", (0.123456,))
     except UserError:
@@ -30,8 +30,8 @@ def has_weights_between(model: LmHeadModel) -> bool:
 
 
 def layer_times(model: LmHeadModel, wanted: Sequence[float] | None) -> tuple[float, ...]:
-    """The times of the page: `wanted`, or those of training with others between them; ordinary layers have only the
-    former, whatever is wanted."""
+    """The times of the page: `wanted`, or the training times and others between them. Ordinary layers always use the
+    training times."""
     trained = spectral.training_times(model)
     if not has_weights_between(model):
         return trained
@@ -42,8 +42,8 @@ def layer_times(model: LmHeadModel, wanted: Sequence[float] | None) -> tuple[flo
 
 
 def spectra(model: LmHeadModel, times: Sequence[float], points: int, step: Step) -> Data:
-    """Eigenvalues and summaries of each family. points: eigenvalues of one family that the page can hold; more are
-    thinned out, those that become largest are kept."""
+    """Eigenvalues and summaries of each family. points: maximum number of eigenvalues per family; beyond it, only those
+    that become largest are kept."""
     found: Data = {}
     for family in spectral.families(model):
         values = _followed(_by_head(spectral.eigenvalues(model, family, times), family))
@@ -56,7 +56,7 @@ def spectra(model: LmHeadModel, times: Sequence[float], points: int, step: Step)
 
 
 def untrained(run: Run, times: Sequence[float], draws: int, points: int, step: Step) -> Data:
-    """The same of fresh models: the range of the summaries over heads and draws, and the eigenvalues of one."""
+    """The same for untrained models: range of the summaries over heads and draws, eigenvalues of one model."""
     found: Data = {}
     for family in spectral.families(run.model):
         fresh = spectral.random_products(run.model, family, times, draws=draws)
@@ -71,26 +71,26 @@ def untrained(run: Run, times: Sequence[float], draws: int, points: int, step: S
 
 
 def fresh_model(run: Run, seed: int = 0) -> LmHeadModel:
-    """A model of the run's configuration before any training."""
+    """An untrained model with the run's configuration."""
     return eqx.filter_jit(run.model.config.build)(run.model.Vocab, key=jax.random.PRNGKey(seed))
 
 
 def _by_head(values: np.ndarray, family: str) -> np.ndarray:
-    """[time, heads, count]; an MLP is one head."""
+    """[time, heads, count]; an MLP counts as one head."""
     return values[:, None] if family == "ff" else values
 
 
 def _largest(values: np.ndarray, points: int) -> tuple[np.ndarray, int]:
-    """Those of [time, heads, count] that are largest at some time, at most `points` in all, and how many of each head
-    are left out."""
+    """The eigenvalues of [time, heads, count] with the largest maximum over time, at most `points` in total, and the
+    number left out per head."""
     keep = max(1, min(values.shape[-1], points // (values.shape[0] * values.shape[1])))
     order = np.argsort(-np.abs(values).max(axis=0), axis=-1, kind="stable")[:, :keep]
     return np.take_along_axis(values, order[None], axis=-1), values.shape[-1] - keep
 
 
 def _followed(values: np.ndarray) -> np.ndarray:
-    """[time, heads, count] in an order in which neighbours in time are one eigenvalue that moved: matched so that the
-    squares of all distances have the smallest sum."""
+    """[time, heads, count], reordered so that each index follows one eigenvalue through time: adjacent times are
+    matched with the smallest sum of squared distances."""
     times, heads, _ = values.shape
     values = values.copy()
 

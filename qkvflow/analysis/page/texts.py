@@ -1,6 +1,6 @@
 """What the page shows about one text in one model: sensitivity, logit lens, motion, attention.
 
-The same of the text with its tokens in random order, or of an untrained model, in a few numbers along t.
+A few of these numbers along t are also computed for the text with shuffled tokens and for untrained models.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ _TOP = 5
 
 
 def describe_text(reading: Reading, text: EncodedText, label: Callable[[int], str]) -> Data:
-    """What is the same for all checkpoints of a run."""
+    """The part that is the same for all checkpoints of a run."""
     return {
         "text": text.text,
         "labels": list(text.labels),
@@ -30,17 +30,17 @@ def describe_text(reading: Reading, text: EncodedText, label: Callable[[int], st
 
 
 def output_positions(length: int, count: int) -> list[int]:
-    """`count` positions of a text, spread over its later part, the last one always among them."""
+    """`count` positions of a text, spread over its later part and always including the last one."""
     return sorted({length - 1 - (length * i) // (count + 1) for i in range(count)})
 
 
 def text_data(reading: Reading, ids: np.ndarray, outputs: Sequence[int], k: int, attention: bool, step: Step) -> Data:
-    """Everything that belongs to one text in one model.
+    """All data about one text in one model.
 
     Args:
-        outputs: positions whose sensitivity to each token is taken.
+        outputs: positions whose sensitivity to each token is computed.
         k: number of exponents of the whole sequence.
-        attention: whether the page has room for the maps.
+        attention: whether the page has room for the attention maps.
     """
     scores = []
     for position in outputs:
@@ -79,7 +79,7 @@ def text_data(reading: Reading, ids: np.ndarray, outputs: Sequence[int], k: int,
 
 
 def null_data(reading: Reading, ids: np.ndarray, k: int, step: Step) -> Data:
-    """The same in a few numbers along t, for texts or models that should show nothing."""
+    """A few of the same numbers along t, for the null cases: shuffled text or untrained models."""
     lens = trajectory.logit_lens(reading, ids, top=1)
     motion = trajectory.motion(reading, ids)
     scores = np.cumsum(lyapunov.token_exponents(reading, ids), axis=0).max(axis=-1)
@@ -100,20 +100,20 @@ def null_data(reading: Reading, ids: np.ndarray, k: int, step: Step) -> Data:
 
 
 def encoded(attention: np.ndarray) -> str:
-    """The lower triangle of [i, j] row by row, one character for each number: the square root of p in 64 steps."""
+    """The lower triangle of [i, j] row by row, one character per number: sqrt(p) quantised to 64 levels."""
     rows, columns = np.tril_indices(len(attention))
     steps = np.rint(63 * np.sqrt(np.clip(attention[rows, columns], 0.0, 1.0))).astype(int)
     return "".join(_ALPHABET[i] for i in steps)
 
 
 def uniform_places(length: int) -> Data:
-    """`places` of attention that is spread evenly."""
+    """`places` for uniform attention."""
     seen = np.arange(2, length + 1)
     return {name: float(np.mean(1.0 / seen)) for name in ("first", "previous", "itself")} if length > 1 else {}
 
 
 def _places(maps: np.ndarray) -> Data:
-    """Mean attention of all tokens but the first to the first, to the one before and to themselves, [steps, heads]."""
+    """Mean attention of all tokens except the first to the first, the previous and the same token, [steps, heads]."""
     length = maps.shape[-1]
     if length < 2:
         return {}
@@ -123,7 +123,7 @@ def _places(maps: np.ndarray) -> Data:
 
 
 def _shares(entropies: np.ndarray) -> np.ndarray:
-    """As shares of the most they can be, means over tokens: [steps, heads]."""
+    """Entropies as fractions of their maximum, averaged over tokens: [steps, heads]."""
     length = entropies.shape[-1]
     if length < 2:
         return np.full(entropies.shape[:-1], np.nan)

@@ -1,1 +1,1 @@
-"""Control in data: from the field of a record, through the token cache, to the control of each token of a sequence."""
+"""Control in data: from a record's field, through the token cache, to the control of each token of a sequence."""

@@ -14,8 +14,8 @@ _LARGEST = float(np.finfo(np.float32).max)
 class ControlField:
     """
     Attributes:
-        key: of a record, names its control.
-        dim: components of a control, those of `model.control.dim`.
+        key: the key of the control in a record.
+        dim: number of components of a control, equal to `model.control.dim`.
     """
 
     key: str
@@ -25,7 +25,7 @@ class ControlField:
         """fp32 [dim]: the control of `record`; zero if the record has none (no such key, or null).
 
         Raises:
-            UserError: the value is not `dim` finite numbers; the message begins with `where` (file and line).
+            UserError: the value is not a list of `dim` finite numbers; the message begins with `where` (file and line).
         """
         value = record.get(self.key)
         if value is None:
@@ -39,7 +39,7 @@ class ControlField:
         for number in value:
             if isinstance(number, bool) or not isinstance(number, int | float):
                 raise self._bad(where, f"{number!r:.60}, which is not a number")
-            if not abs(number) <= _LARGEST:  # also of nan
+            if not abs(number) <= _LARGEST:  # also catches NaN
                 raise self._bad(where, f"{number!r:.60}, which is not finite in single precision")
         return np.asarray(value, dtype=np.float32)
 

@@ -1,6 +1,6 @@
-"""Components of data whose records carry a control: the source keeps it, the token cache holds it by document.
+"""Data components whose records carry a control: the source keeps it, the token cache stores it per document.
 
-A row of the cache is a document: `input_ids` int32 [tokens], and `control` fp32 [dim], once for all its tokens.
+A row of the cache is a document: `input_ids` int32 [tokens], and one `control` fp32 [dim] for all its tokens.
 """
 
 import dataclasses
@@ -23,11 +23,11 @@ from qkvflow.errors import UserError
 
 
 def with_control(name: str, component: DatasetComponentBase, control: ControlField) -> DatasetComponent:
-    """The component, its records read and tokenised with their control.
+    """The component, with its records read and tokenised together with their control.
 
     Raises:
-        UserError: data that has no records (built-in text, plain text, caches made elsewhere), and for formats that
-            are no running text.
+        UserError: data without records (built-in text, plain text, existing caches), or a format that is not running
+            text.
     """
     setting = f"`data.control_key: {control.key}` needs records"
     if not isinstance(component, DatasetComponent) or component.source is None or component.flat_cache:
@@ -50,10 +50,10 @@ def with_control(name: str, component: DatasetComponentBase, control: ControlFie
 
 
 def check_some_control(caches: Iterable[TreeCache[dict]], control: ControlField) -> None:
-    """Looks for a document with a control.
+    """Checks that there is a document with a control.
 
     Raises:
-        UserError: no document of all `caches` has a control: the key is misspelt, or the data is plain.
+        UserError: no document of any of the `caches` has a control: the key is misspelt, or the data has no controls.
     """
     if not any(control_table(cache, control.dim).any() for cache in caches):
         raise UserError(
@@ -72,7 +72,7 @@ def control_table(cache: TreeCache[dict], dim: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class ControlledFilesSource(FilesSource):
-    """Local files whose records keep their control, checked as they are read: errors name file and line."""
+    """Local files whose records keep their control. It is checked on reading: errors name file and line."""
 
     control: ControlField = dataclasses.field(kw_only=True)
 
@@ -91,7 +91,7 @@ class ControlledFilesSource(FilesSource):
 
 @dataclass(frozen=True)
 class ControlledFormat(TextLmDatasetFormat):
-    """The format `text`, with the control of each record beside its tokens."""
+    """The format `text`, with the control of each record stored with its tokens."""
 
     text: TextLmDatasetFormat = dataclasses.field(kw_only=True)
     control: ControlField = dataclasses.field(kw_only=True)

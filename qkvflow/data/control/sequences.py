@@ -1,4 +1,4 @@
-"""Sequences with the control of each token: that of the document it belongs to, so that none leaks into another."""
+"""Sequences with the control of each token: that of the token's own document, so that controls do not leak."""
 
 from collections.abc import Mapping, Sequence
 
@@ -21,21 +21,21 @@ Pair = tuple[GrugLmExample, np.ndarray]
 
 
 class ControlledExample(LmExample):
-    """A Levanter example {position} that also holds control {position, control}, for a model that hears one."""
+    """A Levanter example {position} with control {position, control}, for a model with control."""
 
     control: NamedArray | None = None
 
 
 class DocumentControls:
-    """u(i) = control of the document that token i of the stream belongs to.
+    """u(i) = control of the document that contains token i of the stream.
 
-    Held in memory: 8 + 4 dim bytes for each document, whatever its length.
+    Uses 8 + 4 dim bytes of memory per document, whatever its length.
     """
 
     def __init__(self, cache: TreeCache[dict], dim: int):
         rows = len(cache)
         self.table = control_table(cache, dim)
-        # The first offset is the number of rows; a document ends where the next begins.
+        # The first offset is the number of rows; a document ends where the next one begins.
         self.ends = np.asarray(cache.jagged_array_tree()["input_ids"].offsets[1 : rows + 1].read().result())
 
     def of_tokens(self, start: int, stop: int) -> np.ndarray:
@@ -64,7 +64,7 @@ class SequenceControls(AsyncDataset[Pair]):
 
 
 class ControlledDataset(MappedAsyncDataset[Pair, ControlledExample]):
-    """The pairs as examples with named axes; stands for Levanter's `NamedLmDataset`."""
+    """The pairs as examples with named axes; replaces Levanter's `NamedLmDataset`."""
 
     def __init__(self, pairs: AsyncDataset[Pair], Pos: Axis):
         sharding = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
