@@ -200,8 +200,12 @@ def check_causality(model: Callable[[NamedArray], NamedArray], tokens: NamedArra
 def moved(model: Callable[[NamedArray], NamedArray], tokens: NamedArray, j: int) -> tuple[float, float]:
     """The largest change of a logit before token `j` if that token is changed, which is 0 in a causal model; and the
     largest change from it on."""
-    logits_of = eqx.filter_jit(lambda model, tokens: model(tokens).rearrange(("batch", "position", "vocab")).array)
-    plain = logits_of(model, tokens)
+    plain = _logits_of(model, tokens)
     other = hax.named(tokens.array.at[:, j].set((tokens.array[:, j] + 1) % plain.shape[-1]), tokens.axes)
-    change = np.abs(np.asarray(logits_of(model, other)) - np.asarray(plain))
+    change = np.abs(np.asarray(_logits_of(model, other)) - np.asarray(plain))
     return float(change[:, :j].max()), float(change[:, j:].max())
+
+
+@eqx.filter_jit
+def _logits_of(model: Callable[[NamedArray], NamedArray], tokens: NamedArray) -> jax.Array:
+    return model(tokens).rearrange(("batch", "position", "vocab")).array
