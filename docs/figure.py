@@ -127,10 +127,10 @@ def draw_anytime() -> Figure:
         below, above = ([abs(row["speed"] - row[key]) for row in own] for key in ("speed_low", "speed_high"))
         panels[1].errorbar(x, [row["speed"] for row in own], yerr=[below, above], capsize=3, **look)
     panels[0].set(ylabel="loss (nats per byte), n = 1")
-    panels[1].set(ylabel="tokens/s over those of the full depth")
+    panels[1].set(ylabel="tokens/s relative to the full depth")
     panels[1].axhline(1.0, color="grey", linewidth=0.8, linestyle=":")
     for panel in panels:
-        panel.set(xlabel="evaluations of the field for each token")
+        panel.set(xlabel="evaluations of the field per token")
         panel.spines[["top", "right"]].set_visible(False)
     panels[0].legend(frameon=False, fontsize=8)
     return figure

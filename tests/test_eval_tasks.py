@@ -129,5 +129,5 @@ def test_without_the_harness(monkeypatch):
 def test_keys_that_mean_nothing():
     with pytest.raises(UserError, match="give --tasks"):
         run_eval("--run", OLD / "flow", "--task_limit", "3")
-    with pytest.raises(UserError, match="continuity says how losses"):
+    with pytest.raises(UserError, match="continuity is for losses"):
         run_eval("--run", OLD / "flow", "--tasks", "piqa", "--continuity")

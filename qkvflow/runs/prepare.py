@@ -5,6 +5,7 @@ import dataclasses
 import json
 import re
 import shutil
+import stat
 import warnings
 from collections.abc import Iterator
 from datetime import datetime
@@ -198,8 +199,9 @@ def _opened(directory: RunDirectory) -> Iterator[None]:
                     folder.mkdir(parents=True)
                     is_made = True
                 except FileExistsError:
-                    if folder.exists() and not folder.is_dir():
-                        raise
+                    with contextlib.suppress(FileNotFoundError):  # another start has just removed it
+                        if not stat.S_ISDIR(folder.stat().st_mode):
+                            raise
                 try:
                     stack.enter_context(locked(lock, wait=False))
                     break

@@ -85,7 +85,7 @@ def test_a_finished_run_is_taken_only_for_what_it_is(tmp_path, monkeypatch):
     jobs.train(given.but({"data": {"train": moved.file("train"), "validation": moved.file("select")}}))
     with open(given.raw["data"]["train"], "a") as file:
         file.write("one line more\n")
-    with pytest.raises(UserError, match=r"train\.txt: .* there, .* given"):
+    with pytest.raises(UserError, match=r"train\.txt: .* before, .* now"):
         jobs.train(Recipe(given.raw))
 
 

@@ -190,12 +190,12 @@ def test_targets(text, devices, expected):
 @pytest.mark.parametrize(
     ("text", "devices", "said"),
     [
-        ("v7", None, "known are v4, v5e"),
+        ("v7", None, "Targets: v4, v5e"),
         ("v5e", None, "needs a number of chips"),
         ("v5e:5x5", None, "v5e has no topology 5x5: it has 1x1, 2x2"),
         ("v4:4x4", None, "v4 has no topology 4x4"),
         ("v5e:4x4", 64, "--mesh has 64 devices, but v5e:4x4 has 16 chips"),
-        ("v5e", 48, "v5e has no slice of so many chips"),
+        ("v5e", 48, "v5e has no slice with that many chips"),
         ("h100", 12, "12 GPUs do not fill machines of 8"),
         ("h100:0", None, "give a number of GPUs"),
         ("h100:1x2x3", None, "give a number of GPUs"),
@@ -294,7 +294,7 @@ def test_what_would_fit_is_tried_and_the_cheapest_named():
     assert [c for c in compiled if c.what == "mesh"] == [Change("mesh", ("--mesh", "32x2"))]  # the first one fits
     assert cheapest(trials).change.what == "mesh"
     lines = told(trials)
-    assert lines[-1] == "the cheapest that fits: --mesh 32x2"
+    assert lines[-1] == "the cheapest change that fits: --mesh 32x2"
     assert any("this solver has no inverse" in line for line in lines)
     assert told(try_changes(iter(found[:1]), lambda _: report(temporary=20 * GIB)))[-1].startswith("none of these fits")
 

@@ -44,7 +44,7 @@ def test_a_stack_of_layers_in_disguise_is_one():
     loud = eqx.tree_at(lambda m: m.transformer.flow.weights.mlp.c_fc.leaves.weight.projection, model, 30.0 * kernel)
     found = continuity(loud, EXAMPLE, doublings=1, solvers=())
     assert not found.is_continuous
-    assert "no ODE, a stack of layers by the rule" in table(found)
+    assert "not an ODE, a stack of layers by the rule" in table(found)
 
 
 def test_the_rule():

@@ -190,13 +190,13 @@ def of_depth(sweep: Sequence[Data], exits: Sequence[Data], anytime: Sequence[Dat
 def _of_speed(anytime: Sequence[Data]) -> str:
     """The fastest setting of each kind with almost no increase in loss."""
     told = []
-    for kind, words in (("steps", "read at {} steps"), ("exit", "with exits by {}"), ("draft", "with drafts of {}")):
+    for kind, words in (("steps", "at {} steps"), ("exit", "with exits by {}"), ("draft", "with drafts of {}")):
         good = [r for r in anytime[1:] if r["kind"] == kind and r["loss"] - anytime[0]["loss"] < _MARGIN]
         if good:
             best = max(good, key=lambda r: r["speed"])
             cost = "no loss" if kind == "draft" else f"{best['loss'] - anytime[0]['loss']:+.3f} nats"
             told.append(f"{best['speed']:.2f} times {words.format(best['name'])} ({cost})")
-    return f"Tokens per second beside plain decoding at full depth: {', '.join(told)}." if told else ""
+    return f"Speed relative to plain decoding at full depth: {', '.join(told)}." if told else ""
 
 
 def opening(runs: Sequence[Data]) -> list[str]:

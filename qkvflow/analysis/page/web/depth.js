@@ -18,7 +18,7 @@ function depthPanel() {
     if (sweep.length) figure($("depth-charts"), "displacement against depth", chartOf(sweep, "displacement", "Displacement ‖x(1) − x(0)‖ / ‖x(0)‖"));
     if (measured.length) {
       figure($("depth-charts"), "loss of generated tokens", chartOf(measured, "loss", LOSS + ", as tokens are generated"));
-      figure($("depth-charts"), "speed of generation", chartOf(measured, "speed", "Tokens per second over those of the full depth"));
+      figure($("depth-charts"), "speed of generation", chartOf(measured, "speed", "Tokens per second, relative to the full depth"));
     }
     conclude("depth", r => r.conclusions.depth);
   }

@@ -1,5 +1,5 @@
 /* Tokens in colour, of every run: one robust scale with its legend. */
-const METRICS = { score: "sensitivity of the output token, up to t", loss: "loss of the token, read at t", displacement: "displacement, up to t", entropy: "attention entropy at t, mean over heads" };
+const METRICS = { score: "sensitivity of the output token, up to t", loss: "loss of the token, predicted at t", displacement: "displacement, up to t", entropy: "attention entropy at t, mean over heads" };
 const outputsOf = (run = runOf()) => textOf(run).outputs;
 const outputOf = run => { const list = outputsOf(run), wanted = list.indexOf(state.output); return wanted < 0 ? list.length - 1 : wanted; };
 function valueOf(run, metric, k, i) { /* after step k (0 is the start); null where it has no meaning */
