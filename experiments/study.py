@@ -22,7 +22,7 @@ C = TypeVar("C", bound=OutputConfig)
 R = TypeVar("R", bound=Record)
 _USAGE = """
     python -m experiments.{name} --config FILE             (those of experiments/{name}/, or yours)
-    python -m experiments.{name} --smoke                   (minutes; texts that every Python carries)
+    python -m experiments.{name} --smoke                   (minutes; texts that ship with Python)
     python -m experiments.{name} --redraw --output FOLDER  (page, tables and figures, from its JSON)
 
 Every training is a run below `run_dir`. Given again, the command continues where it stopped. Results go to `output`:

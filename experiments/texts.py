@@ -3,6 +3,7 @@
 It is WikiText-2, TinyShakespeare, a dataset from the hub, files, or a text that ships with Python.
 """
 
+import abc
 import dataclasses
 import functools
 import hashlib
@@ -47,15 +48,15 @@ class Text:
         return _hash(path, path.stat().st_mtime_ns)
 
 
-class TextConfig(draccus.ChoiceRegistry):
+class TextConfig(draccus.ChoiceRegistry, abc.ABC):
     """The source of the text. title: of the text, and of its folder. origins: description of each of PARTS."""
 
     title: str
     origins: tuple[str, ...]
 
+    @abc.abstractmethod
     def contents(self) -> tuple[str, ...]:
         """The content of each of PARTS."""
-        raise NotImplementedError
 
     @property
     def parts(self) -> dict[str, str]:

@@ -40,7 +40,7 @@ MODEL = {
 
 
 def _raw(base: Path, **trainer) -> dict:
-    """A small training configuration; the text is English that every Python carries."""
+    """A small training configuration; the text ships with Python."""
     return {
         "model": {**MODEL, "resid_pdrop": 0.1},
         "data": {"cache_dir": str(base / "cache")},

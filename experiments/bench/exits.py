@@ -1,29 +1,29 @@
-"""How the time of a token follows the evaluations that it makes, by width; and what a pass of drafts costs.
+"""How the time per token follows its evaluations, by width; and what a pass over drafts costs.
 
-Untrained flows of 12 steps, whose tokens leave at different thresholds at different depths; one text. `evaluations` is
-the share of 12 that a token makes, `ratio` its time beside that of plain decoding, `over` how much more than its share.
-A pass with 4 drafts at 3 steps, counted in plain tokens, pays if it makes more tokens than that.
+Untrained flows of 12 steps and one text; thresholds make tokens exit at different depths. `evaluations` is the mean
+share of the 12 evaluations, `ratio` the time relative to plain decoding, `over` the excess of the time over that share.
+The ratio of a pass over 4 drafts at 3 steps is its cost in plain tokens: it pays if a pass yields more tokens.
 """
 
+import functools
 from collections.abc import Callable
 
 from levanter.utils.tree_utils import inference_mode
 
 from experiments.bench.frame import Benchmark, Rows, interleaved, run
-from experiments.bench.generation import prompt
+from experiments.bench.generation import engine_at
 from experiments.bench.gradients import build
 from qkvflow.blocks import Gpt2BlockConfig
 from qkvflow.depth import DepthConfig
-from qkvflow.generation import Engine, SamplingOptions
+from qkvflow.generation import Engine
 from qkvflow.generation.drafting import Drafting
-from qkvflow.generation.prepare import PreparedModel
 from qkvflow.models import NeuralOdeConfig, NeuralOdeLMHeadModel
 from qkvflow.models.exits import ExitConfig
 from qkvflow.weights import BasisConfig
 
 WIDTHS, STEPS, CONTEXT = (128, 256, 512, 768), 12, 64
 THRESHOLDS, DRAFTING = (0.5, 1.2, 2.5), Drafting(3, 4)
-NEW, ROUNDS = 8, 9  # tokens, or passes, of one timed run, which goes on where the one before ended
+NEW, ROUNDS = 8, 9  # tokens, or passes, of one timed run, which continues where the previous one ended
 
 
 def model(width: int) -> NeuralOdeLMHeadModel:
@@ -33,20 +33,13 @@ def model(width: int) -> NeuralOdeLMHeadModel:
     return inference_mode(build(NeuralOdeConfig(1024, width, block=block, weights=weights, depth=depth)), True)
 
 
-def engine(model: NeuralOdeLMHeadModel, **options) -> Engine:
-    """With a text that goes on for as long as it is timed."""
-    own = PreparedModel(model, **options).engine(1, 1024)
-    own.admit(0, prompt(CONTEXT), 1024 - CONTEXT, SamplingOptions())
-    own.prefill_all(CONTEXT - 1)
-    return own
-
-
 def at_width(width: int, rounds: int = ROUNDS) -> Rows:
     """Plain decoding, exits by each threshold, and passes over drafts."""
     flow = model(width)
-    exits = {t: engine(flow, exits=ExitConfig("velocity", t)) for t in THRESHOLDS}
-    engines = {"plain": engine(flow)} | {f"velocity below {t:g}": own for t, own in exits.items()}
-    engines["a pass over 4 drafts"] = engine(flow, drafting=DRAFTING)
+    engine = functools.partial(engine_at, flow, CONTEXT, 1024 - CONTEXT)
+    exits = {t: engine(exits=ExitConfig("velocity", t)) for t in THRESHOLDS}
+    engines = {"plain": engine()} | {f"velocity below {t:g}": own for t, own in exits.items()}
+    engines["a pass over 4 drafts"] = engine(drafting=DRAFTING)
 
     def decoding(own: Engine) -> Callable[[], object]:
         return lambda: own.decode(NEW)

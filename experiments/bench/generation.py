@@ -35,9 +35,12 @@ def prompt(length: int) -> list[int]:
     return (np.arange(length) * 7 % Vocab.size).tolist()
 
 
-def engine_at(model, context: int, new: int) -> Engine:
-    """An engine with the room that `generate` allocates, whose text has `context` tokens and may get `new` more."""
-    engine = PreparedModel(model).engine(1, context + new)
+def engine_at(model, context: int, new: int, **options) -> Engine:
+    """An engine with the room that `generate` allocates, whose text has `context` tokens and may get `new` more.
+
+    options: of `PreparedModel`.
+    """
+    engine = PreparedModel(model, **options).engine(1, context + new)
     engine.admit(0, prompt(context), new, SamplingOptions())
     engine.prefill_all(context - 1)
     return engine

@@ -61,8 +61,11 @@ def loss(
     """Loss and parameter gradients, at the model's full length; and the initial parameters, in fp32."""
     params, static = eqx.partition(build(config, vocab), eqx.is_inexact_array)
     data, mp = example(config.max_seq_len, batch), jmp.get_policy(policy)
-    model = lambda p: eqx.combine(mp.cast_to_compute(p), static)  # noqa: E731
-    return jax.value_and_grad(lambda p: model(p).compute_next_token_loss(data).scalar()), params
+
+    def of(params):
+        return eqx.combine(mp.cast_to_compute(params), static).compute_next_token_loss(data).scalar()
+
+    return jax.value_and_grad(of), params
 
 
 def gradient(config: LmConfig, batch: int) -> Call:

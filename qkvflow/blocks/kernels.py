@@ -28,7 +28,12 @@ _ALIGNED = 8  # cuDNN needs head sizes in multiples of it
 
 
 def choose_kernel(
-    named: AttentionBackend | None, block_size: int | None, positions: int, head_size: int, dtype, dropout: float
+    named: AttentionBackend | None,
+    block_size: int | None,
+    positions: int,
+    head_size: int,
+    dtype: jnp.dtype,
+    dropout: float,
 ) -> AttentionBackend:
     """The kernel for as many queries as keys, by Levanter's names. A fallback from the configured kernel, or from the
     best one of an accelerator, gives a `Notice` once.
@@ -54,7 +59,13 @@ def choose_kernel(
 
 
 def _obstacle(
-    kernel: AttentionBackend, best: AttentionBackend, block_size, positions: int, head_size: int, dtype, dropout: float
+    kernel: AttentionBackend,
+    best: AttentionBackend,
+    block_size: int | None,
+    positions: int,
+    head_size: int,
+    dtype: jnp.dtype,
+    dropout: float,
 ) -> str:
     """Why a kernel cannot take this; "" if it can."""
     block = block_size or BLOCK_SIZE

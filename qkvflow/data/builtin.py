@@ -26,7 +26,7 @@ def topics() -> dict[str, str]:
 
 
 @functools.cache
-def library() -> dict[str, str]:
+def standard_library() -> dict[str, str]:
     """Path and text of each module of the standard library except tests (about 11 MB in total), ordered by path.
 
     Raises:
@@ -46,7 +46,7 @@ def library() -> dict[str, str]:
     return found
 
 
-BUILTIN_TEXTS: dict[str, Callable[[], dict[str, str]]] = {"topics": topics, "library": library}
+BUILTIN_TEXTS: dict[str, Callable[[], dict[str, str]]] = {"topics": topics, "library": standard_library}
 
 
 def documents_of(text: str, split: str) -> Iterator[str]:

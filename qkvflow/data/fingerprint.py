@@ -13,6 +13,7 @@ import jax
 from levanter.data.text import HfDatasetSourceConfig, LmDatasetSourceConfigBase, UrlDatasetSourceConfig
 from levanter.utils.fsspec_utils import expand_glob
 
+from qkvflow.data.builtin import documents_of
 from qkvflow.data.sources import BuiltinSource, FilesSource
 from qkvflow.errors import UserError
 
@@ -43,8 +44,7 @@ def source_identity(source: LmDatasetSourceConfigBase) -> Any:
         splits = [[file_identity(path) for path in source.files(split)] for split in ("train", "validation")]
         return ["files", *splits, source.validation_fraction, source.text_key]
     if isinstance(source, BuiltinSource):
-        texts = [[*source.documents(split)] for split in ("train", "validation")]
-        return ["builtin", hashlib.sha256(json.dumps(texts).encode()).hexdigest()]
+        return ["builtin", _builtin_hash(source.text)]
     if isinstance(source, HfDatasetSourceConfig):
         local = file_identities_below(Path(source.id)) if Path(source.id).is_dir() else None
         return ["hf", source.id, source.name, source.revision, source.splits, local]
@@ -103,6 +103,12 @@ def source_record(name: str, source: LmDatasetSourceConfigBase) -> dict[str, str
 def _content(file: FileIdentity) -> str:
     content = f"{file.size} bytes, sha256 {file.sha256}"
     return content if file.size <= _WHOLE_CONTENT_BYTES else f"{content} of its ends, changed at {file.changed} ns"
+
+
+@functools.cache
+def _builtin_hash(text: str) -> str:
+    texts = [[*documents_of(text, split)] for split in ("train", "validation")]
+    return hashlib.sha256(json.dumps(texts).encode()).hexdigest()
 
 
 @functools.cache

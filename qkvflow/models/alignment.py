@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import haliax as hax
+import jax
 import jax.numpy as jnp
 import numpy as np
 from haliax import NamedArray
@@ -24,7 +25,7 @@ from scipy.optimize import linear_sum_assignment
 
 from qkvflow.axes import HEAD_SIZE, HEADS, KV_HEAD, LAYERS, MLP
 from qkvflow.models.head_order import order_heads, parts
-from qkvflow.named import map_named, named_leaves
+from qkvflow.named import is_named, named_leaves
 from qkvflow.weights import PerLayer
 
 
@@ -58,16 +59,13 @@ def align(layers: PerLayer, step: Callable[[str], Any] = lambda name: None) -> P
     order_heads([part for *_, of_array in heads.values() for part in of_array])
     fronts = units | {name: (copy, axes) for name, (copy, axes, _) in heads.items()}
 
-    names = iter([_name(path) for path, _ in found])
+    def reordered(path, leaf):
+        if not is_named(leaf) or _name(path) not in fronts:
+            return leaf
+        copy, axes = fronts[_name(path)]
+        return hax.named(jnp.asarray(copy), axes).rearrange(leaf.axes)
 
-    def reordered(array: NamedArray) -> NamedArray:
-        name = next(names)
-        if name not in fronts:
-            return array
-        copy, axes = fronts[name]
-        return hax.named(jnp.asarray(copy), axes).rearrange(array.axes)
-
-    stacked = map_named(reordered, stacked)
+    stacked = jax.tree_util.tree_map_with_path(reordered, stacked, is_leaf=is_named)
     return dataclasses.replace(layers, blocks=dataclasses.replace(layers.blocks, stacked=stacked))
 
 

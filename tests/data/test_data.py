@@ -171,7 +171,7 @@ def test_builtin_texts_are_split_without_leaks(text, least):
 
 
 def test_the_library_is_all_of_it_without_tests():
-    names = set(builtin.library())
+    names = set(builtin.standard_library())
     assert {"ast", "asyncio/tasks", "json/decoder", "encodings/cp437"} <= names
     assert not any(
         part in name.split("/") for name in names for part in ("test", "tests", "site-packages", "pydoc_data")
