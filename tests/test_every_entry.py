@@ -37,6 +37,7 @@ from qkvflow.training.step import make_trainer
 BLOCKS = {
     "gpt2, parallel": Gpt2BlockConfig(num_heads=2, mlp_scale=2),
     "gpt2, sequential": Gpt2BlockConfig(num_heads=2, mlp_scale=2, form="sequential"),
+    "gpt2, split": Gpt2BlockConfig(num_heads=2, mlp_scale=2, form="split"),
     "llama": llama(),
     "llama, sequential": llama("sequential"),
     "ssm": SsmBlockConfig(num_heads=2, state_size=4),
@@ -72,7 +73,9 @@ class Case:
 
     @property
     def is_refused(self) -> bool:
-        return self.weights == "per_layer" and self.depth not in ONE_GRID
+        return (self.weights == "per_layer" and self.depth not in ONE_GRID) or (
+            BLOCKS[self.block].depends_on_step and self.depth == "jitter"
+        )
 
 
 def _parts(found) -> list[np.ndarray]:

@@ -85,7 +85,7 @@ class Reading(eqx.Module):
 
     def run_block(self, block: eqx.Module, x: NamedArray) -> NamedArray:
         """The output for x of a block as returned by `block(k)`."""
-        return block(x, self.inputs)
+        return block(x, self.inputs.in_step(self.plan.field_step))
 
     def activations(self, x: NamedArray) -> NamedArray:
         """The head's input if x is the end of the flow: after coda and norm."""

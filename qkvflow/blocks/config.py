@@ -36,6 +36,11 @@ class BlockConfig(draccus.ChoiceRegistry, abc.ABC):
         """Raise UserError if the block does not fit a state of this width."""
 
     @property
+    def depends_on_step(self) -> bool:
+        """Whether B depends on the length of the step in which it is evaluated (`Inputs.step`)."""
+        return False
+
+    @property
     @abc.abstractmethod
     def learned_positions(self) -> bool:
         """Whether positions are embedded by a table (GPT-2)."""

@@ -1,7 +1,8 @@
-"""The GPT-2 block as a vector field B(x; W), in two forms.
+"""The GPT-2 block as a vector field B(x; W), in three forms.
 
 parallel (the paper):      B(x) = attn(ln1(x)) + mlp(ln2(x))
 sequential (GPT-2 itself): B(x) = a + mlp(ln2(x + a)),  a = attn(ln1(x)),  so that x + B(x) is the GPT-2 layer
+split:                     B(x) = a + mlp(ln2(x + h a)) in a step of length h, see `qkvflow.blocks.forms`
 """
 
 from collections.abc import Callable
@@ -17,12 +18,11 @@ from levanter.utils.activation import ActivationFunctionEnum
 from qkvflow.axes import HEAD_SIZE, HEADS, MLP
 from qkvflow.blocks.attention import Gpt2Attention
 from qkvflow.blocks.config import BlockConfig, check_choice, check_heads
+from qkvflow.blocks.forms import FORMS, seen_by_second_half
 from qkvflow.blocks.inputs import Inputs
 from qkvflow.blocks.memory import KeysValues
 from qkvflow.errors import UserError
 from qkvflow.ranges import Count, Positive, ProperShare
-
-FORMS = ("parallel", "sequential")
 
 
 class Gpt2Mlp(eqx.Module):
@@ -63,7 +63,7 @@ class Gpt2Block(eqx.Module):
         k_attn, k_attn_out, k_mlp_out = maybe_rng_split(key, 3)
         attn, memory = self.attn.extend(inputs.see("attn.norm", self.attn_ln(x)), inputs, memory, key=k_attn)
         attn = self.resid_dropout(attn, key=k_attn_out)
-        x = x if self.form == "parallel" else inputs.see("mid", x + attn)
+        x = seen_by_second_half(self.form, x, attn, inputs)
         mlp = self.mlp(inputs.see("mlp.norm", self.mlp_ln(x)), inputs)
         return attn + self.resid_dropout(mlp, key=k_mlp_out), memory
 
@@ -78,7 +78,8 @@ class Gpt2LikeConfig(BlockConfig):
 
     Attributes:
         num_heads: attention heads.
-        form: `parallel`, where attention and MLP both read x, or `sequential`, one after the other.
+        form: `parallel`, where attention and MLP both read x, `sequential`, one after the other, or `split`, one after
+            the other within each step, see `qkvflow.blocks.forms`.
         resid_pdrop: dropout of the outputs of attention and MLP.
         attn_pdrop: dropout of the attention weights.
         attn_backend: the kernel of attention; if not given the best of the platform, see `qkvflow.blocks.kernels`.
@@ -116,6 +117,10 @@ class Gpt2LikeConfig(BlockConfig):
 
     def norm(self, Embed: Axis) -> hnn.LayerNorm:
         return hnn.LayerNorm.init(Embed, eps=self.layer_norm_epsilon, use_bias=self.use_bias)
+
+    @property
+    def depends_on_step(self) -> bool:
+        return self.form == "split"
 
     @property
     def learned_positions(self) -> bool:

@@ -24,6 +24,8 @@ class Inputs(eqx.Module):
         pos_ids: {..., position} int, for rotary or learned positions; None means 0, 1, 2, ...
         control: {..., control} or {..., position, control}; None means zero control.
         window: which positions x contains, if earlier ones are in a memory; None if x contains whole sequences.
+        step: length of the step in which the field is evaluated, if it is the only evaluation in it; 0 for the ODE
+            itself. The flow sets it; only blocks of form `split` read it.
         probe: receives every named value of the forward pass while it is traced; None, the value outside
             `qkvflow.lens`, leaves no trace in the program.
     """
@@ -32,6 +34,7 @@ class Inputs(eqx.Module):
     pos_ids: NamedArray | None = None
     control: NamedArray | None = None
     window: Window | None = None
+    step: float = eqx.field(static=True, default=0.0)
     probe: Probe | None = None
 
     @staticmethod
@@ -67,6 +70,10 @@ class Inputs(eqx.Module):
     def within(self, part: str) -> "Inputs":
         """For a part of the model, whose places have names that begin with its own."""
         return self if self.probe is None else self.probed_by(self.probe.within(part))
+
+    def in_step(self, length: float) -> "Inputs":
+        """The same, in steps of this length."""
+        return dataclasses.replace(self, step=length)
 
     def probed_by(self, probe: Probe) -> "Inputs":
         """The same, with another probe."""

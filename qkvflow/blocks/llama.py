@@ -1,7 +1,8 @@
-"""The Llama block as a vector field B(x; W): RMSNorm, rotary grouped-query attention, gated MLP; in three forms.
+"""The Llama block as a vector field B(x; W): RMSNorm, rotary grouped-query attention, gated MLP; in four forms.
 
 parallel:               B(x) = attn(n1(x)) + mlp(n2(x))
 sequential (Llama):     B(x) = a + mlp(n2(x + a)),  a = attn(n1(x)),  so that x + B(x) is the Llama layer
+split:                  B(x) = a + mlp(n2(x + h a)) in a step of length h, see `qkvflow.blocks.forms`
 official (the paper's): B(x) = attn(n1(x)) + mlp(n2(n1(x)))
 
 Source of `official`: `LlamaDecoderLayer` in the official nn/dynamic_llama.py, which overwrites x by its first norm.
@@ -20,6 +21,7 @@ from levanter.utils.activation import ActivationFunctionEnum
 
 from qkvflow.axes import HEAD_SIZE, HEADS, KV_HEAD, MLP
 from qkvflow.blocks.config import BlockConfig, check_choice, check_heads
+from qkvflow.blocks.forms import FORMS, seen_by_second_half
 from qkvflow.blocks.grouped_query import GroupedQueryAttention
 from qkvflow.blocks.inputs import Inputs
 from qkvflow.blocks.memory import KeysValues
@@ -27,7 +29,7 @@ from qkvflow.blocks.probe import apart
 from qkvflow.errors import UserError
 from qkvflow.ranges import Count, Positive, ProperShare
 
-FORMS = ("parallel", "sequential", "official")
+LLAMA_FORMS = (*FORMS, "official")
 EPSILON, OFFICIAL_BLOCK_EPSILON = 1e-5, 1e-6
 
 
@@ -76,10 +78,7 @@ class LlamaBlock(eqx.Module):
         n1 = inputs.see("attn.norm", self.input_layernorm(x))
         attn, memory = self.self_attn.extend(n1, inputs, memory, key=k_attn)
         attn = self.resid_dropout(attn, key=k_attn_out)
-        if self.form == "sequential":
-            x = inputs.see("mid", x + attn)
-        elif self.form == "official":
-            x = n1
+        x = n1 if self.form == "official" else seen_by_second_half(self.form, x, attn, inputs)
         mlp = self.mlp(inputs.see("mlp.norm", self.post_attention_layernorm(x)), inputs)
         return attn + self.resid_dropout(mlp, key=k_mlp_out), memory
 
@@ -95,7 +94,7 @@ class LlamaBlockConfig(BlockConfig):
 
     Attributes:
         num_heads: attention heads.
-        form: `parallel`, `sequential` or `official`, see `qkvflow.blocks.llama`.
+        form: `parallel`, `sequential`, `split` or `official`, see `qkvflow.blocks.llama`.
         resid_pdrop: dropout of the outputs of attention and MLP.
         attn_pdrop: dropout of the attention weights.
         num_kv_heads: heads of keys and values, a divisor of num_heads; defaults to num_heads.
@@ -124,7 +123,7 @@ class LlamaBlockConfig(BlockConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        check_choice("form", self.form, FORMS)
+        check_choice("form", self.form, LLAMA_FORMS)
         if self.num_kv_heads is not None and self.num_heads % self.num_kv_heads != 0:
             divisors = [str(n) for n in range(1, self.num_heads + 1) if self.num_heads % n == 0]
             raise UserError(
@@ -184,6 +183,10 @@ class LlamaBlockConfig(BlockConfig):
             return self.norm(Embed)
         eps = OFFICIAL_BLOCK_EPSILON if self.layer_norm_epsilon is None else self.layer_norm_epsilon
         return hnn.RmsNorm.init(Embed, eps=eps, use_bias=True)
+
+    @property
+    def depends_on_step(self) -> bool:
+        return self.form == "split"
 
     @property
     def learned_positions(self) -> bool:

@@ -2,6 +2,7 @@
 
 parallel:   B(x) = attn(ln1(x)) + ssm(ln2(x))
 sequential: B(x) = a + ssm(ln2(x + a)),  a = attn(ln1(x))
+split:      B(x) = a + ssm(ln2(x + h a)) in a step of length h, see `qkvflow.blocks.forms`
 """
 
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from haliax.jax_utils import maybe_rng_split
 from qkvflow.axes import STATE
 from qkvflow.blocks.attention import Gpt2Attention
 from qkvflow.blocks.config import BlockConfig
+from qkvflow.blocks.forms import seen_by_second_half
 from qkvflow.blocks.gpt2 import Gpt2LikeConfig
 from qkvflow.blocks.inputs import Inputs
 from qkvflow.blocks.memory import KeysValues
@@ -40,7 +42,7 @@ class SsmBlock(eqx.Module):
         keys, state = (None, None) if memory is None else (memory.attn, memory.ssm)
         attn, keys = self.attn.extend(inputs.see("attn.norm", self.attn_ln(x)), inputs, keys, key=k_attn)
         attn = self.resid_dropout(attn, key=k_attn_out)
-        x = x if self.form == "parallel" else inputs.see("mid", x + attn)
+        x = seen_by_second_half(self.form, x, attn, inputs)
         mixed, state = self.ssm.extend(inputs.see("ssm.norm", self.ssm_ln(x)), inputs, state)
         mixed = inputs.see("ssm.out", mixed)
         return attn + self.resid_dropout(mixed, key=k_ssm_out), None if memory is None else SsmMemory(keys, state)

@@ -78,6 +78,10 @@ class FixedPlan(AbstractPlan):
         return self.grid.times
 
     @property
+    def field_step(self) -> float:
+        return self.step if self.grid.tableau.stages == 1 else 0.0
+
+    @property
     def evaluations(self) -> int:
         return self.grid.evaluations
 

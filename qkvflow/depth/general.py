@@ -160,6 +160,10 @@ class BacksolvePlan(AbstractPlan):
         return StepGrid(tableau(solver_by_name(self.solver)), self.steps, self.endpoint)
 
     @property
+    def field_step(self) -> float:
+        return 1.0 / self.steps if self.grid.tableau.stages == 1 else 0.0
+
+    @property
     def evaluations(self) -> int:
         return _evaluations(self.solver, self.steps)
 

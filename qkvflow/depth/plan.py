@@ -84,6 +84,12 @@ class AbstractPlan(abc.ABC):
     recomputed: int | None
     weight_evaluations: int | None
 
+    @property
+    def field_step(self) -> float:
+        """The length h of a step that evaluates the field once, as the state sees it; 0 where a step has several
+        evaluations, or any length. A field that depends on the length of its step (a splitting) is read with it."""
+        return 0.0
+
     @abc.abstractmethod
     def solve(
         self,

@@ -60,6 +60,7 @@ def _block(block: BlockConfig, config: NeuralOdeConfig) -> dict[str, Any]:
     common = {
         "form": block.form,
         "ordinary_form": config.ordinary_block.form,
+        "field_step": config.plan.field_step,
         "bias": block.use_bias,
         "norm_bias": block.use_bias,
         "norm_eps": around.eps,

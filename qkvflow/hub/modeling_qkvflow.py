@@ -21,8 +21,8 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 class QkvflowConfig(PretrainedConfig):
     """
-    block: `kind` (gpt2, llama or ssm), its `form` (parallel, sequential, official) and sizes; `ordinary_form` is the
-        form of the layers around the flow.
+    block: `kind` (gpt2, llama or ssm), its `form` (parallel, sequential, split, official) and sizes; `ordinary_form`
+        is the form of the layers around the flow, `field_step` the h of the split form.
     flow: `blocks`, their number; `a` and `b` of the tableau; `rows`, for each step the block of each stage; `back`, the
         same for the second half of a reversible step, whose `coupling` is a number; `step`, the length of a step.
     control: number of components of the control signal; None for a model without control.
@@ -228,6 +228,8 @@ class Block(nn.Module):
     def __init__(self, config, form):
         super().__init__()
         self.form, self.names = form, self.NAMES[config.block["kind"]]
+        # The second half of the block sees x + ahead * attn.
+        self.ahead = {"sequential": 1.0, "split": config.block.get("field_step", 0.0)}.get(form, 0.0)
         norm1, attention, attention_class, norm2, mixer, mixer_class = self.names
         is_flow = form == config.block["form"]
         eps = config.block["eps" if is_flow else "norm_eps"]
@@ -241,8 +243,9 @@ class Block(nn.Module):
         norm1, attention, _, norm2, mixer, _ = self.names
         first = getattr(self, norm1)(x)
         attn = getattr(self, attention)(first, now)
-        seen = {"parallel": x, "official": first}.get(self.form)
-        mixed = getattr(self, mixer)(getattr(self, norm2)(x + attn if seen is None else seen), now)
+        seen = first if self.form == "official" else x
+        seen = seen + self.ahead * attn if self.ahead else seen
+        mixed = getattr(self, mixer)(getattr(self, norm2)(seen), now)
         now.evaluation += 1
         return attn + mixed
 

@@ -1,10 +1,12 @@
-"""Models exported as native transformers classes: GPT-2 and Llama, for steps of length 1.
+"""Models exported as native transformers classes: GPT-2 and Llama, on the grid of an Euler flow.
 
-    a layer:                x' = x + a + mlp(ln(x + a)),       a = attn(ln(x))
-    an Euler step of h:     x' = x + h (a + mlp(ln(x + a)))
+    a layer:                     x' = x + a + mlp(ln2(x + a)),            a = attn(ln1(x))
+    an Euler step, split:        x' = x + h a + h mlp(ln2(x + h a))
+    an Euler step, sequential:   x' = x + h a + h mlp(ln2(x + a))
 
-A factor h in the output projections would give mlp(ln(x + h a)), a different function. So only steps of length 1 are
-layers of these classes: those of `step_size: residual`, a single step, and the ordinary layers around a flow.
+A split step is a layer whose output projections and their biases, of attention and of the MLP, are multiplied by h (in
+fp32): h a takes the place of a everywhere. A sequential step is a layer for h = 1 only (`step_size: residual`, a single
+step, the ordinary layers around a flow): else no projection can both add h a to x and show x + a to the MLP.
 """
 
 from typing import Any
@@ -18,6 +20,7 @@ from qkvflow.models import NeuralOdeConfig
 
 Arrays = dict[str, np.ndarray]
 _GPT2 = {"attn_ln": "ln_1", "mlp_ln": "ln_2"}
+_LAST = ("attn.c_proj.", "mlp.c_proj.", "self_attn.o_proj.", "mlp.down_proj.")  # what adds to the residual stream
 
 
 def obstacle(config: NeuralOdeConfig) -> str | None:
@@ -27,13 +30,13 @@ def obstacle(config: NeuralOdeConfig) -> str | None:
         return "its block is neither GPT-2 nor Llama"
     if config.control is not None:
         return "it has a control signal"
-    if block.form != "sequential":
+    if block.form not in ("sequential", "split"):
         return f"its block has the {block.form} form"
     assert isinstance(plan, FixedPlan)
     if plan.grid.tableau.stages > 1 or plan.grid.coupling is not None:
         return f"its solver ({config.depth.solver}) has several evaluations in a step"
-    if plan.step != 1.0:
-        return f"its steps have length 1/{plan.steps}, but a layer is a step of length 1"
+    if plan.step != 1.0 and block.form == "sequential":
+        return f"its steps have length 1/{plan.steps}, but a layer of the sequential form is a step of length 1"
     if isinstance(block, LlamaBlockConfig):
         if block.use_bias:
             return "its norms have biases"
@@ -123,7 +126,9 @@ def _layers(config: NeuralOdeConfig) -> int:
 
 
 def _of_layers(config: NeuralOdeConfig, arrays: Arrays) -> dict[tuple[int, str], np.ndarray]:
-    """(layer index, rest of the name) -> array, for prelude, flow and coda."""
+    """(layer index, rest of the name) -> array, for prelude, flow and coda; the length of the flow's steps in it."""
+    assert isinstance(config.plan, FixedPlan)
+    step = np.float32(config.plan.step)
     first = {"prelude": 0, "flow": config.prelude_layers, "coda": config.prelude_layers + config.depth.reading_steps}
     found = {}
     for part, start in first.items():
@@ -131,7 +136,8 @@ def _of_layers(config: NeuralOdeConfig, arrays: Arrays) -> dict[tuple[int, str],
         for name, array in arrays.items():
             if name.startswith(prefix):
                 number, _, rest = name.removeprefix(prefix).partition(".")
-                found[start + int(number), rest] = array
+                is_scaled = part == "flow" and rest.startswith(_LAST)
+                found[start + int(number), rest] = array * step if is_scaled else array
     return found
 
 

@@ -71,6 +71,7 @@ class CachedFlow(eqx.Module):
         self, x: NamedArray, inputs: Inputs, memory: tuple | SharedMemory
     ) -> tuple[NamedArray, tuple | SharedMemory]:
         """x(1) at the positions of `inputs.window`, and the memory with them."""
+        inputs = inputs.in_step(self.plan.field_step)
         if isinstance(memory, SharedMemory):
             return integrate_with_shared_memory(self.blocks, x, self.plan, memory, self.sharing, inputs)
         return integrate_with_memory(_field, self.blocks, x, self.plan, memory, args=inputs)
@@ -172,7 +173,7 @@ class CachedModel(eqx.Module):
             inputs.window.real(New),
             leaves,
             min_steps=rule.min_steps,
-            args=inputs,
+            args=inputs.in_step(plan.field_step),
         )
         spent = jnp.stack([hax.sum(steps, New).array, inputs.window.count.array], axis=1)
         return x, ExitMemory(kept, memory.spent + spent, memory.of)

@@ -71,6 +71,12 @@ class NeuralOdeConfig(LmConfig):
                 " backsolve, time_sampling: jitter and a range of steps or steps that grow need weights that are"
                 " functions of time (generated, modulated, basis, constant)."
             )
+        if self.block.depends_on_step and self.depth.time_sampling == "jitter":
+            raise UserError(
+                "block: {form: split} needs steps whose lengths are known when the model is compiled, but"
+                " time_sampling: jitter draws them at random. Use a range of steps instead (steps: {min: 3, max: 12}),"
+                " or form: parallel."
+            )
         if self.depth.adjoint == "backsolve":
             for name, value in vars(self.block).items():
                 if name.endswith("_pdrop") and name != "embed_pdrop" and value > 0:

@@ -37,20 +37,21 @@ class Flow(eqx.Module):
 
     def solve(self, x: NamedArray, inputs: Inputs, *, key=None, trajectory: bool = False) -> Solution:
         """x(1); with `trajectory` also the states after each step, {layers, ...}; and what the solve cost."""
-        kinetic = self.kinetic and not self.inference
+        kinetic, plan = self.kinetic and not self.inference, self.plan
         if not self.training_plans or self.inference or key is None or trajectory:
             options = {"key": key, "trajectory": trajectory, "kinetic": kinetic}
+            inputs = inputs.in_step(plan.field_step)
             if inputs.probe is not None:
                 x = inputs.see("state.0", x)
-                inputs = inputs.probed_by(inputs.probe.steps(self.plan.steps, self.plan.evaluations))
+                inputs = inputs.probed_by(inputs.probe.steps(plan.steps, plan.evaluations))
                 options["watch"] = inputs.probe
-            return self.plan.solve(_field, evaluate, self.weights, x, args=inputs, **options)
+            return plan.solve(_field, evaluate, self.weights, x, args=inputs, **options)
         return self._training(x, inputs, key, kinetic)
 
     def increment(self, k, x: NamedArray, inputs: Inputs) -> NamedArray:
         """What step `k` of the grid (may be traced) adds to the state `x`, by the solver's plain step."""
         plan = self.plan
-        rows = jnp.asarray(plan.grid.time_rows)[k]
+        rows, inputs = jnp.asarray(plan.grid.time_rows)[k], inputs.in_step(plan.field_step)
 
         def field(slot: int, x: NamedArray) -> NamedArray:
             return _field(evaluate(self.weights, GridPoint(plan.times, rows[slot])), x, inputs, None)
@@ -73,7 +74,8 @@ class Flow(eqx.Module):
         k_plan, key = jax.random.split(key)
 
         def branch(plan: FixedPlan):
-            return lambda x, key: plan.solve(_field, evaluate, self.weights, x, args=inputs, key=key, kinetic=kinetic)
+            args = inputs.in_step(plan.field_step)
+            return lambda x, key: plan.solve(_field, evaluate, self.weights, x, args=args, key=key, kinetic=kinetic)
 
         branches = [branch(plan) for plan in self.training_plans]
         if len(branches) == 1:

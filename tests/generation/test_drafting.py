@@ -165,6 +165,7 @@ MODELS = {
     "gpt2": {},
     "selective around": {"block": SELECTIVE, **AROUND},
     "llama heun": {"block": llama(), "depth": DepthConfig(solver="heun", steps=3)},
+    "split": {"weights": "basis", "form": "split"},
     "rk4": {"form": "sequential", "depth": DepthConfig(solver="rk4", steps=2)},
     "control reversible": {
         "weights": "modulated",

@@ -30,6 +30,7 @@ CASES = {
     "velocity": ({}, ExitConfig("velocity", 0.5)),
     "kl": ({"prelude_layers": 1}, ExitConfig("kl", 0.02)),
     "margin": ({"form": "sequential", "depth": DepthConfig(solver="heun", steps=4)}, ExitConfig("margin", 0.95)),
+    "split": ({"form": "split"}, ExitConfig("velocity", 0.5)),
     "recurrence": ({"block": SSM, "coda_layers": 1}, ExitConfig("velocity", 0.5, min_steps=2)),
     "reversible": ({"depth": DepthConfig(steps=4, adjoint="reversible")}, ExitConfig("velocity", 0.6)),
 }

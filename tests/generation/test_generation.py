@@ -37,6 +37,7 @@ CASES = {
     "gpt2 rk4 around": {"form": "sequential", "depth": depth("rk4", steps=1), **AROUND},
     "llama heun": {"block": llama(), "depth": depth("heun")},
     "gpt2 basis": {"weights": "basis", "depth": depth()},
+    "gpt2 split around": {"weights": "basis", "form": "split", "depth": depth(), **AROUND},
     "selective per layer": {"weights": "per_layer", "block": SELECTIVE, "depth": depth()},
     "control reversible": {
         "weights": "modulated",
@@ -48,9 +49,10 @@ CASES = {
 BLOCKS = {
     "parallel": {"form": "parallel"},
     "sequential": {"form": "sequential"},
+    "split": {"form": "split"},
     "ssm": {"block": SSM},
     "selective": {"block": SELECTIVE},
-    **{f"llama {form}": {"block": llama(form)} for form in ("parallel", "sequential", "official")},
+    **{f"llama {form}": {"block": llama(form)} for form in ("parallel", "sequential", "split", "official")},
 }
 PRODUCT = [(block, weights, solver) for block in BLOCKS for weights in WEIGHTS for solver in ("euler", "heun", "rk4")]
 

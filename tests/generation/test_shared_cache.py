@@ -29,6 +29,7 @@ LENGTH, STEPS = 12, 5
 CASES = {
     "gpt2": {},
     "sequential, prelude and coda": {"form": "sequential", "prelude_layers": 1, "coda_layers": 1},
+    "split": {"form": "split"},
     "llama by Heun": {"block": llama(), "depth": DepthConfig(solver="heun", steps=3)},
     "recurrence": {"block": SsmBlockConfig(num_heads=2, state_size=4)},
 }

@@ -20,7 +20,7 @@ from qkvflow import convert
 from qkvflow.blocks import Gpt2BlockConfig, SsmBlockConfig
 from qkvflow.cli import parse
 from qkvflow.data import resolve_tokenizer
-from qkvflow.depth import DepthConfig
+from qkvflow.depth import DepthConfig, StepRange
 from qkvflow.hub.write import write_folder
 from qkvflow.models import ControlConfig
 from qkvflow.models.levanter_twin import enter
@@ -36,6 +36,12 @@ NATIVE = {
         "generated", depth=LAYERS, prelude_layers=1, coda_layers=1, block=PLAIN
     ),
     "a flow of one step": small_config("generated", "sequential", DepthConfig(steps=1)),
+    "split, layers around": small_config("basis", "split", prelude_layers=1, coda_layers=1),
+    "split without biases": small_config(
+        block=Gpt2BlockConfig(num_heads=2, form="split", mlp_scale=2, use_bias=False),
+        depth=DepthConfig(endpoint="left"),
+    ),
+    "llama split": small_config("basis", block=llama("split"), depth=DepthConfig(steps=StepRange(2, 4))),
     "llama": small_config("generated", block=llama("sequential"), depth=LAYERS),
     "llama tied": small_config(
         "per_layer", block=llama("sequential", tie_word_embeddings=True, rope=LLAMA3), depth=LAYERS
@@ -49,6 +55,13 @@ CUSTOM = {
     "sequential, short steps": small_config("generated", "sequential"),
     "rk4": small_config("constant", depth=DepthConfig(steps=2, solver="rk4")),
     "reversible": small_config(depth=DepthConfig(steps=2, solver="heun", adjoint="reversible"), coda_layers=1),
+    "split by heun": small_config("basis", "split", DepthConfig(steps=2, solver="heun")),
+    "split reversible": small_config("basis", "split", DepthConfig(steps=3, adjoint="reversible")),
+    "split ssm": small_config(
+        "modulated", block=SsmBlockConfig(num_heads=2, state_size=3, form="split"), coda_layers=1
+    ),
+    "split control": small_config("constant", "split", control=ControlConfig(dim=3)),
+    "llama split yarn": small_config("basis", block=llama("split", rope=YARN)),
     "llama parallel": small_config(block=llama("parallel", use_bias=True, rope=LLAMA3)),
     "llama official": small_config(block=llama("official"), prelude_layers=1),
     "llama yarn": small_config(block=llama("sequential", rope=YARN)),
@@ -58,7 +71,18 @@ CUSTOM = {
     ),
     "control": small_config("constant", control=ControlConfig(dim=3), prelude_layers=1),
 }
-FAST = ("gpt2 without biases, layers around", "llama", "reversible", "llama official", "ssm selective", "control")
+FAST = (
+    "gpt2 without biases, layers around",
+    "split, layers around",
+    "llama split",
+    "llama",
+    "split ssm",
+    "reversible",
+    "llama official",
+    "ssm selective",
+    "control",
+)
+WRITING = ("ssm selective", "split, layers around", "llama split")
 
 
 @pytest.fixture(scope="module")
@@ -108,10 +132,10 @@ def test_with_code(tmp_path, tokenizer, kind):
 
 
 def control_of(kind):
-    return np.random.default_rng(1).standard_normal((3, 3)).astype(np.float32) if kind == "control" else None
+    return np.random.default_rng(1).standard_normal((3, 3)).astype(np.float32) if "control" in kind else None
 
 
-@pytest.mark.parametrize("kind", [kind if kind == "ssm selective" else heavy(kind) for kind in (*NATIVE, *CUSTOM)])
+@pytest.mark.parametrize("kind", [kind if kind in WRITING else heavy(kind) for kind in (*NATIVE, *CUSTOM)])
 def test_it_writes_the_same(tmp_path, tokenizer, kind):
     """With a cache and without, prompts of different lengths together."""
     model, reason = exported((NATIVE | CUSTOM)[kind], tokenizer, tmp_path / "out")
@@ -129,9 +153,11 @@ def test_the_code_needs_nothing_of_ours(tmp_path, tokenizer):
     }
 
 
-@pytest.mark.parametrize("kind", ["parallel", "gpt2 without biases, layers around"])
+@pytest.mark.parametrize(
+    "kind", ["parallel", "gpt2 without biases, layers around", "split, layers around", "llama split"]
+)
 def test_another_depth(tmp_path, tokenizer, kind):
-    """A flow of 3 steps leaves as one of 5: with code, and as 5 layers where its steps have length 1."""
+    """A flow of 3 steps leaves as one of 5: with code, and as 5 layers where its steps have length 1 or are split."""
     model = build((NATIVE | CUSTOM)[kind])
     reason = write_folder(discretise(model, 5), tokenizer, tmp_path)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, trust_remote_code=reason is not None).eval()

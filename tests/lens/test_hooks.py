@@ -23,6 +23,7 @@ VANILLA = Gpt2BlockConfig(num_heads=2, mlp_scale=2, attn_backend=AttentionBacken
 MODELS = {
     "flow": small_config(),
     "sequential": small_config("modulated", form="sequential", depth=DepthConfig(steps=4)),
+    "split": small_config("basis", form="split"),
     "explicit attention": small_config("basis", block=VANILLA),
     "around, control, stages": small_config(
         "constant",

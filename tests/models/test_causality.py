@@ -1,5 +1,7 @@
 """No token sees the future: changing token j leaves all logits before j bit-identical, whatever the model is."""
 
+import itertools
+
 import equinox as eqx
 import haliax as hax
 import jax
@@ -30,8 +32,9 @@ def check(config):
         logits_before_change(logits_of, j)
 
 
-@pytest.mark.parametrize("solver", list(SOLVERS))
-@pytest.mark.parametrize("form", ["parallel", "sequential"])
+@pytest.mark.parametrize(
+    ("form", "solver"), [*itertools.product(["parallel", "sequential"], SOLVERS), ("split", "euler")]
+)
 def test_solvers_and_forms(solver, form):
     check(small_config(form=form, depth=DepthConfig(solver=solver, steps=2)))
 
@@ -46,7 +49,7 @@ def test_weights_and_adjoints(weights, evaluate, adjoint):
 
 @pytest.mark.parametrize("solver", [heavy("euler"), "rk4"])
 @pytest.mark.parametrize("weights", ["generated", heavy("constant"), heavy("per_layer")])
-@pytest.mark.parametrize("form", ["parallel", "sequential", "official"])
+@pytest.mark.parametrize("form", ["parallel", "sequential", heavy("split"), "official"])
 def test_llama(form, weights, solver):
     depth = DepthConfig(solver=solver, steps=2)
     check(small_config(weights=weights, block=llama(form), depth=depth, prelude_layers=int(form == "official")))

@@ -30,7 +30,7 @@ def test_no_mask_means_causal(tokens):
     np.testing.assert_array_equal(model(tokens).array, model(tokens, AttentionMask.causal()).array)
 
 
-@pytest.mark.parametrize("form", ["parallel", "sequential"])
+@pytest.mark.parametrize("form", ["parallel", "sequential", "split"])
 @pytest.mark.parametrize("weights", WEIGHTS)
 def test_a_changed_token_moves_no_logit_before_it(weights, form, tokens):
     """Bit for bit, in the flow and in the ordinary model that it becomes; and it moves those from it on."""
@@ -176,7 +176,7 @@ def test_bad_sizes_are_refused(kwargs, message):
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
-        ({"form": "serial"}, "parallel, sequential"),
+        ({"form": "serial"}, "parallel, sequential, split"),
         ({"mlp_scale": 0}, "mlp_scale"),
         ({"attn_pdrop": 1.5}, "attn_pdrop"),
     ],
