@@ -217,7 +217,7 @@ class Ssm(nn.Module):
 
 
 class Block(nn.Module):
-    """B(x; W), without adding x: the step in depth does that."""
+    """B(x; W), without adding x: the step in depth does that. The second half sees x + ahead * attention."""
 
     NAMES = {  # noqa: RUF012
         "gpt2": ("attn_ln", "attn", FusedAttention, "mlp_ln", "mlp", Mlp),
@@ -228,7 +228,6 @@ class Block(nn.Module):
     def __init__(self, config, form):
         super().__init__()
         self.form, self.names = form, self.NAMES[config.block["kind"]]
-        # The second half of the block sees x + ahead * attn.
         self.ahead = {"sequential": 1.0, "split": config.block.get("field_step", 0.0)}.get(form, 0.0)
         norm1, attention, attention_class, norm2, mixer, mixer_class = self.names
         is_flow = form == config.block["form"]
@@ -243,8 +242,7 @@ class Block(nn.Module):
         norm1, attention, _, norm2, mixer, _ = self.names
         first = getattr(self, norm1)(x)
         attn = getattr(self, attention)(first, now)
-        seen = first if self.form == "official" else x
-        seen = seen + self.ahead * attn if self.ahead else seen
+        seen = first if self.form == "official" else x + self.ahead * attn
         mixed = getattr(self, mixer)(getattr(self, norm2)(seen), now)
         now.evaluation += 1
         return attn + mixed

