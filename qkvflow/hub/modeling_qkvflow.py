@@ -381,8 +381,7 @@ class QkvflowForCausalLM(PreTrainedModel, GenerationMixin):
         mask = torch.zeros(seen.shape, device=device).masked_fill(~seen, torch.finfo(torch.float32).min)[:, None]
         if self.embeddings.position_embeddings is not None:
             x = x + self.embeddings.position_embeddings(position_ids)
-        if control is not None and control.dim() == 2:
-            control = control[:, None]
+        control = control[:, None] if control is not None and control.dim() == 2 else control
         now = Pass(mask, real[:, past:], self._rotation(position_ids), control, past_key_values)
         x = self.transformer(x, now)
         if logits_to_keep:
