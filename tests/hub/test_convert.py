@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from qkvflow import convert, eval_lm, finetune_lm
+from qkvflow import convert, describe, eval_lm, finetune_lm, sample_lm
+from qkvflow.analysis import lyapunov, report, spectral
 from qkvflow.cli import parse
 from qkvflow.data import resolve_tokenizer
 from qkvflow.errors import UserError
@@ -68,6 +69,28 @@ def test_a_folder_is_a_run(folder, tmp_path, monkeypatch):
     assert made.steps == load_run(directly).config.model.num_layers
     assert made.loss == pytest.approx(expected, rel=2e-6)  # as in tests/runs/test_old_runs.py
     assert_same_arrays(*(load_run(place).model for place in ("runs/made", directly)))
+
+
+@pytest.mark.slow
+@pytest.mark.program
+def test_every_program_reads_a_folder(own, tmp_path, monkeypatch, capsys):
+    """As it reads a run: what each says or writes is there."""
+    monkeypatch.chdir(tmp_path)
+
+    def call(program, config, *words):
+        return program.main(parse(config, [str(word) for word in ("--run", own, *words)])[0])
+
+    text = ("--data.validation", OLD / "text.txt")
+    assert call(eval_lm, eval_lm.EvalConfig, *text, "--max_eval_batches", 1)[0].loss < 6.0
+    capsys.readouterr()
+    call(sample_lm, sample_lm.SampleConfig, "--prompt", "The", "--max_new_tokens", 4, "--temperature", 0)
+    assert capsys.readouterr().out.startswith("The")
+    call(spectral, spectral.SpectralConfig, "--draws", 0, "--text", "a: b")
+    call(lyapunov, lyapunov.LyapunovConfig, "--text", "a: b", "--k", 2, "--texts", 0)
+    call(report, report.ReportConfig, "--text", "a: b")
+    assert {"spectral.npz", "lyapunov.npz", "report.html"} < {path.name for path in (own / "analysis").iterdir()}
+    describe.main(parse(describe.DescribeConfig, describe.arguments(["--run", str(own)]))[0])
+    assert "parameters" in capsys.readouterr().out
 
 
 def test_lora_on_a_folder_leaves_merged(folder, tmp_path, monkeypatch):

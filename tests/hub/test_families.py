@@ -8,12 +8,15 @@ pytest.importorskip("torch", reason="torch is not here: make test-hub")
 
 import torch
 import transformers
+from safetensors.numpy import load_file
 from support.hub import GPT2, SMALL, assert_same_logits, assert_same_texts, drawn
 from support.models import heavy
 
 from qkvflow.data import resolve_tokenizer
 from qkvflow.errors import UserError
 from qkvflow.hub.families import FAMILIES
+from qkvflow.hub.write import write_folder
+from qkvflow.models.levanter_twin import enter
 from qkvflow.runs import load_run
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -53,6 +56,22 @@ def test_it_comes_in(tmp_path, kind):
     assert_same_logits(run.model, theirs)
     if kind in ("gpt2", "llama"):
         assert_same_texts(run.model, theirs)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_it_goes_out_as_it_came(tmp_path, kind):
+    """Every array bit for bit, and transformers loads them without code."""
+    theirs = saved(KINDS[kind], tmp_path / "in")
+    (tmp_path / "out").mkdir()
+    run = load_run(tmp_path / "in")
+    assert write_folder(enter(run.model).discretise(), run.directory.tokenizer, tmp_path / "out") is None
+    came, went = (load_file(tmp_path / place / "model.safetensors") for place in ("in", "out"))
+    assert came.keys() == went.keys()
+    for name, array in came.items():
+        assert array.dtype == went[name].dtype
+        assert array.tobytes() == went[name].tobytes(), name
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", trust_remote_code=False)
+    assert type(again) is type(theirs)
 
 
 def test_every_kind_is_tried():

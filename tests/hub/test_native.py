@@ -1,18 +1,23 @@
 """Which models leave as native classes, and that the length of a step is in their projections; without torch."""
 
+import equinox as eqx
+import haliax as hax
 import jax
 import numpy as np
 import pytest
 from haliax.state_dict import to_torch_compatible_state_dict
 from support.configs import ROOT
-from support.models import VOCAB, build, llama, small_config
+from support.models import VOCAB, build, llama, random_tokens, small_config
 
 from qkvflow.blocks import Gpt2BlockConfig, SsmBlockConfig
 from qkvflow.cli import parse
+from qkvflow.data import resolve_tokenizer
 from qkvflow.depth import DepthConfig, StepRange
 from qkvflow.hub.native import native, obstacle
+from qkvflow.hub.write import write_folder
 from qkvflow.models import ControlConfig
-from qkvflow.runs import TrainConfig
+from qkvflow.models.levanter_twin import enter
+from qkvflow.runs import TrainConfig, load_run
 
 RESIDUAL = DepthConfig(steps=3, step_size="residual")
 
@@ -78,3 +83,17 @@ def test_only_what_the_flow_adds_is_scaled(block, last):
     }
     for key in scaled:
         np.testing.assert_array_equal(found["flow"][key], found["layers"][key] * np.float32(0.25))
+
+
+@pytest.mark.parametrize("block", [Gpt2BlockConfig(num_heads=2, mlp_scale=2, form="split"), llama("split")])
+def test_what_left_comes_back_as_an_ordinary_model(tmp_path, block):
+    """A split flow at another depth: Levanter's GPT-2 or Llama of as many layers, the same function."""
+    Vocab = hax.Axis("vocab", 257)  # of the tokenizer
+    model = small_config("basis", block=block, coda_layers=1).build(Vocab, key=jax.random.PRNGKey(0))
+    tokenizer = resolve_tokenizer("byte", tmp_path / "tokenizer")
+    (tmp_path / "out").mkdir()
+    assert write_folder(model.discretise(5), tokenizer, tmp_path / "out") is None
+    back = enter(load_run(tmp_path / "out").model)
+    assert (back.config.block.form, back.config.plan.steps, back.config.plan.step) == ("sequential", 6, 1.0)
+    logits = eqx.filter_jit(lambda m: m(random_tokens()).rearrange(("batch", "position", "vocab")).array)
+    np.testing.assert_allclose(logits(back), logits(model.discretise(5)), atol=1e-5)
