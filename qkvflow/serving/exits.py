@@ -6,11 +6,12 @@
 The rule is the server's, which its programs are compiled with, as is the least number of steps.
 """
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from qkvflow.generation import ExitConfig
 from qkvflow.generation.prepare import PreparedModel
-from qkvflow.models.exits import RULES, ExitConfig
 from qkvflow.serving import fields
 from qkvflow.serving.errors import wrong
 from qkvflow.serving.fields import Check
@@ -48,8 +49,8 @@ def config(name: str, asked: Mapping[str, Any] | None, prepared: PreparedModel) 
         raise wrong(name, f"This server has no exits (--exit), but `{name}` is given. Leave it out.")
     rule, least, most = asked.get("rule", own.rule), own.min_steps, prepared.steps - 1
     if rule != own.rule:
-        known = f"This server's rule is {own.rule} (--exit)" if rule in RULES else f"Rules are {', '.join(RULES)}"
-        raise wrong(f"{name}.rule", f"{known}, but `{name}.rule` is {rule!r:.40}. Leave it out, or use {own.rule}.")
+        message = f"This server's rule is {own.rule} (--exit), but `{name}.rule` is {rule!r:.40}."
+        raise wrong(f"{name}.rule", f"{message} Leave it out, or use {own.rule}.")
     min_steps = asked.get("min_steps", least)
     if not least <= min_steps <= most:
         raise wrong(
@@ -57,4 +58,4 @@ def config(name: str, asked: Mapping[str, Any] | None, prepared: PreparedModel) 
             f"`{name}.min_steps` must be a whole number from {least}, the server's own (--exit), to {most}, one below"
             f" the steps of the model; got {min_steps}.",
         )
-    return ExitConfig(rule, asked.get("threshold", own.threshold), min_steps)
+    return dataclasses.replace(own, threshold=asked.get("threshold", own.threshold), min_steps=min_steps)

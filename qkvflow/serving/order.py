@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from qkvflow.errors import UserError
+from qkvflow.generation import ExitConfig
 from qkvflow.generation.logprobs import MOST
 from qkvflow.generation.sampling import SamplingOptions
 from qkvflow.generation.writer import Writer
-from qkvflow.models.exits import ExitConfig
 from qkvflow.serving import exits, fields
 from qkvflow.serving.errors import RequestError, wrong
 from qkvflow.serving.fields import Check

@@ -82,7 +82,7 @@ WRONG = [
     ({"min_steps": 3}, "exit.min_steps", "from 1, the server's own (--exit), to 2"),
     ({"min_steps": 1.5}, "exit.min_steps", "whole number"),
     ({"rule": "kl"}, "exit.rule", "This server's rule is velocity (--exit)"),
-    ({"rule": "word"}, "exit.rule", "Rules are kl, velocity, margin"),
+    ({"rule": "word"}, "exit.rule", "Leave it out, or use velocity"),
     ({"rule": 1}, "exit.rule", "must be a text"),
     ({"limit": 1}, "exit.limit", "Supported: rule, threshold, min_steps"),
 ]
