@@ -17,7 +17,7 @@ from qkvflow.generation.prepare import PreparedModel
 from qkvflow.models.exits import ExitConfig
 
 REQUESTS = 300
-ALL, SOME = 1e9, 0.5  # thresholds below which all tokens stop, and some
+ALL, SOME, FEW = 1e9, 1.95, 0.4  # thresholds of this model: all stop after a step, some do, some after two of three
 
 
 def with_exits(writer, model, drafting=None, **exits):
@@ -45,7 +45,7 @@ def test_a_request_sets_its_limits(leaving, client):
     ours, _ = leaving
     full = scores(client)
     own = scores(ours)
-    assert own != full
+    assert not np.allclose(own[0], full[0], atol=1e-3)
     assert own == scores(ours, exit=None) == scores(ours, exit={}) == scores(ours, exit={"threshold": SOME})
     assert own == scores(ours, exit={"rule": "velocity", "threshold": None, "min_steps": 1})
     none = scores(ours, exit=False)
@@ -132,7 +132,7 @@ def request(i):
     body = {"prompt": "word " * draw.randrange(60), "max_tokens": 1 + draw.randrange(40), "seed": i}
     body |= {"temperature": draw.choice((0, 1.0, 0.7)), "n": draw.choice((1, 1, 2)), "stream": draw.random() < 0.3}
     extra = draw.choice(({}, {"top_k": 5}, {"exit": None}))
-    exits = (False, {"threshold": 0}, {"threshold": ALL}, {"threshold": 0.8, "min_steps": 2}, {"threshold": 0.2})
+    exits = (False, {"threshold": 0}, {"threshold": ALL}, {"threshold": FEW}, {"threshold": 1, "min_steps": 2})
     extra = {"exit": draw.choice(exits), **extra} if draw.random() < 0.8 else extra
     body |= draw.choice(({}, {"stop": "e"}, {"logprobs": 2}, {"top_p": 0.8}, {"logit_bias": {"101": -5}}))
     return {**body, "extra_body": extra}
