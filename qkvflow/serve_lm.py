@@ -62,7 +62,8 @@ class ServeConfig:
             grid.
         draft_tokens: tokens per draft, 4 by default; a request can ask for fewer with its field `draft_tokens`.
         exit: `{rule: kl, threshold: 0.01, min_steps: 1}`: a token stops integrating when the rule says so, as in
-            sample.
+            sample. A request can set another threshold and more min_steps with its field `exit`, or false for the full
+            depth; with a threshold of 0, only requests that ask for it exit.
         cache: `every 2`, which keeps keys and values of every second evaluation only, or `latest`: less memory, but a
             different loss, which `qkvflow eval --cache` reports.
         dtype: precision of the computation, bf16 or f32; by default that of the weights.
@@ -111,6 +112,7 @@ def main(config: ServeConfig) -> None:
                 drafting=drafting,
                 exits=config.exit,
                 sharing=sharing,
+                exits_vary=True,
             )
         with contextlib.suppress(OSError):  # a run that cannot be written to can be served all the same
             quiet.log_to(local_path(config.run) / "serve.log")

@@ -46,35 +46,37 @@ class MatrixLinear(eqx.Module):
 
 
 class PartedLinear(eqx.Module):
-    """A fused linear map with a matrix for each part: queries are not computed where only keys and values are kept.
+    """A fused linear map with a matrix for its first part and one for all others: queries are not computed where only
+    keys and values are kept.
 
     Attributes:
         Out: as of the fused one, the axis of the parts in front.
     """
 
-    parts: tuple[MatrixLinear, ...]
+    first: MatrixLinear
+    others: MatrixLinear
     Out: tuple[Axis, ...] = eqx.field(static=True)
 
     @staticmethod
     def of(linear: hnn.Linear) -> "PartedLinear":
         Out = _axes(linear.Out)
-        name = Out[0].name
+        name, Rest = Out[0].name, Out[0].resize(Out[0].size - 1)
 
-        def part(i: int) -> MatrixLinear:
-            bias = None if linear.bias is None else linear.bias[name, i]
-            return MatrixLinear.of(dataclasses.replace(linear, weight=linear.weight[name, i], bias=bias, Out=Out[1:]))
+        def part(which: int | slice, Out: Sequence[Axis]) -> MatrixLinear:
+            bias = None if linear.bias is None else linear.bias[name, which]
+            return MatrixLinear.of(dataclasses.replace(linear, weight=linear.weight[name, which], bias=bias, Out=Out))
 
-        return PartedLinear(tuple(part(i) for i in range(Out[0].size)), Out)
+        return PartedLinear(part(0, Out[1:]), part(slice(1, None), (Rest, *Out[1:])), Out)
 
     def __call__(self, x: NamedArray) -> tuple[NamedArray, ...]:
         """One array for each part."""
-        return tuple(part(x) for part in self.parts)
+        return self.first(x), *self.others(x).unbind(self.Out[0].name)
 
 
 def with_matrices(tree, parted: bool = False):
     """The pytree with matrices in place of all linear maps between more than two axes.
 
-    parted: one for each part of those that are fused, which is slower where all parts are read.
+    parted: two for those that are fused (see `PartedLinear`), which is slower where all parts are read.
     """
 
     def changed(node):

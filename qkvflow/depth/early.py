@@ -24,7 +24,7 @@ def integrate_until_exit(
     plan: FixedPlan,
     memory: Sequence,
     going: NamedArray,
-    leaves: Callable[[int, NamedArray, NamedArray], NamedArray],
+    leaves: Callable[[int, NamedArray, NamedArray, NamedArray], NamedArray],
     *,
     min_steps: int = 1,
     args=None,
@@ -36,8 +36,9 @@ def integrate_until_exit(
         field: (weights, x, args, what it reads) -> dx/dt.
         weights, memory: as of `integrate_with_memory`.
         going: {batch, position} bool, false for tokens that nobody asks for.
-        leaves: (steps made, x before the last of them, x after it) -> {batch, position} bool, which tokens stop there.
-        min_steps: that every token makes.
+        leaves: (steps made, tokens that go on, x before the last step, x after it) -> {batch, position} bool, which of
+            them stop there.
+        min_steps: that every token makes; `leaves` may ask for more.
     """
     dtype, coupling = x.dtype, plan.grid.coupling
     state, after = start(x, coupling), []
@@ -70,12 +71,7 @@ def integrate_until_exit(
         if k >= min_steps:
             moved = jax.tree.map(lambda new, old, g=going: _where(g, new, old), moved, state, is_leaf=_is_named)
         if min_steps <= k + 1 < plan.steps:
-
-            def ask(before, x, k=k, going=going):
-                return leaves(k + 1, before, x).rearrange(going.axes)
-
-            left = jax.lax.cond(some_go, ask, lambda *_, going=going: hax.zeros_like(going), before, read(moved, dtype))
-            going = going & ~left
+            going = going & ~leaves(k + 1, going, before, read(moved, dtype))
         state = moved
     return read(state, dtype), tuple(after), steps
 

@@ -1,5 +1,6 @@
 """Prepares a model for generation: weights evaluated once, a memory for each evaluation of B, limits checked."""
 
+import dataclasses
 from collections.abc import Sequence
 
 import equinox as eqx
@@ -29,6 +30,8 @@ class PreparedModel:
         model: of qkvflow or of Levanter.
         draft_steps: of the drafting grid; 0 without drafting.
         draft_tokens: drafts per pass of the full grid; 0 without drafting.
+        exits: the rule, and the limits of texts that have none of their own; None without exits.
+        steps: of the flow; 0 for a model that is none.
 
     use_cache: False recomputes the whole text for each token. Levanter models other than GPT-2 and Llama are always
         recomputed.
@@ -36,6 +39,7 @@ class PreparedModel:
     drafting: draft texts on a coarse grid of the same flow.
     exits: when tokens stop integrating the flow.
     sharing: which evaluations keep keys and values.
+    exits_vary: texts may have other limits than those of `exits` (see `SamplingOptions.exits`).
 
     Raises:
         UserError: the model has adaptive steps, or does not support this drafting, these exits or this cache sharing.
@@ -49,6 +53,7 @@ class PreparedModel:
         drafting: Drafting | None = None,
         exits: ExitConfig | None = None,
         sharing: CacheSharing = EXACT,
+        exits_vary: bool = False,
     ):
         if isinstance(model, NeuralOdeLMHeadModel):
             model = on_fixed_grid(model)
@@ -77,7 +82,9 @@ class PreparedModel:
                 " over several drafts gives a different result than one token at a time. Use `every N`, or leave one"
                 " out."
             )
-        given = (dtype, drafting, exits, sharing)
+        self.exits = exits
+        self.steps = model.config.depth.reading_steps if isinstance(model, NeuralOdeLMHeadModel) else 0
+        given = (dtype, drafting, exits, sharing, exits_vary)
         self.model = _evaluate_weights(model, *given) if self.is_cached else _recomputed(model, dtype)
 
     def engine(
@@ -165,12 +172,14 @@ def _evaluate_weights(
     drafting: Drafting | None,
     exits: ExitConfig | None,
     sharing: CacheSharing,
+    exits_vary: bool,
 ) -> CachedModel | DraftedModel:
-    full = CachedModel.of(model, exits, sharing)
+    evaluated = CachedModel.of(model, exits, sharing, exits_vary)
+    full = dataclasses.replace(cast(evaluated, dtype), exit=evaluated.exit)  # thresholds are not rounded
     if drafting is None:
-        return cast(full, dtype)
+        return full
     coarse = model.with_depth(model.config.depth.on_grid(drafting.steps))
-    return cast(DraftedModel(full, CachedFlow.of(coarse.transformer.flow), drafting.tokens), dtype)
+    return DraftedModel(full, cast(CachedFlow.of(coarse.transformer.flow), dtype), drafting.tokens)
 
 
 def _recomputed(model: LmHeadModel, dtype: str | None) -> RecomputedModel:

@@ -18,6 +18,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from qkvflow.errors import UserError
+from qkvflow.models.exits import OWN, ExitConfig
 
 ALL = 2**31 - 1  # the top-k that keeps every token; as a biased token: none
 MAX_BIASES = 300  # maximum number of tokens with a bias per sequence
@@ -32,6 +33,8 @@ class SamplingOptions:
         logprobs: whether to return the log-probabilities of the chosen tokens too.
         draft_tokens: drafts per pass of the full grid (see `qkvflow.generation.drafting`), limited by the engine's own
             number, which None selects. An engine that does not draft ignores it.
+        exits: when its tokens stop integrating, by the rule that the engine has, with no lower min_steps than the
+            engine's own limits, which None selects. An engine without exits ignores it.
 
     The draw at a position depends only on seed and position, not on the rest of the batch.
     """
@@ -43,6 +46,7 @@ class SamplingOptions:
     bias: Mapping[int, float] = field(default_factory=dict)
     logprobs: bool = False
     draft_tokens: int | None = None
+    exits: ExitConfig | None = None
 
     def __post_init__(self):
         if not _is_number(self.temperature) or not 0.0 <= self.temperature < math.inf:
@@ -70,6 +74,8 @@ class Sampling(eqx.Module):
     seed: Int[Array, "batch"]
     logprobs: Bool[Array, "batch"]
     draft_tokens: Int[Array, "batch"]
+    exit_threshold: Float[Array, "batch"]
+    exit_min_steps: Int[Array, "batch"]
 
     @staticmethod
     def of(options: Sequence[SamplingOptions]) -> "Sampling":
@@ -81,6 +87,8 @@ class Sampling(eqx.Module):
             np.asarray([o.seed % 2**32 for o in options], np.uint32),
             np.asarray([o.logprobs for o in options], bool),
             np.asarray([ALL if o.draft_tokens is None else min(o.draft_tokens, ALL) for o in options], np.int32),
+            np.asarray([OWN if o.exits is None else o.exits.threshold for o in options], np.float32),
+            np.asarray([OWN if o.exits is None else o.exits.min_steps for o in options], np.int32),
         )
 
 

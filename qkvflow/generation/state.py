@@ -18,6 +18,7 @@ from qkvflow.axes import BATCH, CONTROL, EMBED, POSITION
 from qkvflow.blocks import Inputs, Window
 from qkvflow.generation.logprobs import Logprobs
 from qkvflow.generation.sampling import Bias, Sampling, SamplingOptions, choose
+from qkvflow.models.exits import with_limits
 
 
 class State(eqx.Module):
@@ -125,5 +126,6 @@ def extend(
         rows = jnp.take_along_axis(state.control.array, at[..., None], axis=1)
         control = hax.named(rows, (Batch, New, state.control.axes[-1]))
     inputs = Inputs(control=control, window=window)
+    model = with_limits(model, state.sampling.exit_threshold, state.sampling.exit_min_steps)
     x, memory = model.extend(hax.named(tokens, (Batch, New)), inputs, memory)
     return x.rearrange((BATCH, POSITION, EMBED)).array, memory

@@ -57,9 +57,11 @@ def open_writer(
     drafting: Drafting | None = None,
     exits: ExitConfig | None = None,
     sharing: CacheSharing = EXACT,
+    exits_vary: bool = False,
 ) -> Writer:
     """Loads a run and evaluates its weights, optionally at another depth, with another solver or precision, with
-    `drafting` on a coarse grid, with `exits` for each token, or with a cache shared by evaluations.
+    `drafting` on a coarse grid, with `exits` for each token (whose limits texts may set, if `exits_vary`), or with a
+    cache shared by evaluations.
 
     Raises:
         UserError: the run or checkpoint does not exist, or its model does not support these options.
@@ -80,7 +82,7 @@ def open_writer(
         if model.config.depth != depth:
             depth = model.config.depth
             warn_if_lost(loaded, model, f"{depth.solver} with {depth.reading_steps} steps")
-    return writer_of(loaded, model, use_cache, dtype, drafting, exits, sharing)
+    return writer_of(loaded, model, use_cache, dtype, drafting, exits, sharing, exits_vary)
 
 
 def writer_of(
@@ -91,8 +93,9 @@ def writer_of(
     drafting: Drafting | None = None,
     exits: ExitConfig | None = None,
     sharing: CacheSharing = EXACT,
+    exits_vary: bool = False,
 ) -> Writer:
     """A run's model with these options, prepared for generation."""
     end = run.tokenizer.eos_token_id
-    prepared = PreparedModel(model, use_cache, dtype, drafting, exits, sharing)
+    prepared = PreparedModel(model, use_cache, dtype, drafting, exits, sharing, exits_vary)
     return Writer(run.path.name, run.step, prepared, run.tokenizer, () if end is None else (end,))

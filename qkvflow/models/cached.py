@@ -98,9 +98,13 @@ class CachedModel(eqx.Module):
 
     @staticmethod
     def of(
-        model: NeuralOdeLMHeadModel, exits: ExitConfig | None = None, sharing: CacheSharing = EXACT
+        model: NeuralOdeLMHeadModel,
+        exits: ExitConfig | None = None,
+        sharing: CacheSharing = EXACT,
+        exits_vary: bool = False,
     ) -> "CachedModel":
-        """Evaluates all weights; `model` must be in inference mode. exits: a threshold of 0 means no exits.
+        """Evaluates all weights; `model` must be in inference mode. exits: a threshold of 0 means no exits, unless
+        exits_vary: texts may have other thresholds.
 
         Raises:
             UserError: the model has adaptive steps, or `exits` does not work with this model or with `sharing`.
@@ -111,15 +115,16 @@ class CachedModel(eqx.Module):
                 " later evaluation. Leave one of them out."
             )
         model = on_fixed_grid(model)
+        some_exit = exits is not None and (exits.threshold > 0 or exits_vary)
         parts = model.transformer
         prelude, coda = (None if f is None else CachedFlow.of(f) for f in (parts.prelude, parts.coda))
-        flow = CachedFlow.of(parts.flow, sharing, exits is not None and exits.threshold > 0)
+        flow = CachedFlow.of(parts.flow, sharing, some_exit)
         # A tied head lies the other way round: turned once, it is not turned for each token.
         head = _in_whole_panels(model.get_lm_head().rearrange((EMBED, ...)))
         leaving = None
         if exits is not None:
             asked = Exit.of(exits, flow.plan.steps, coda is not None)  # refuses what cannot be, at a threshold of 0 too
-            leaving = asked if exits.threshold > 0 else None
+            leaving = asked if some_exit else None
         modules = (model.embeddings, prelude, flow, coda, parts.norm, head)
         return CachedModel(*modules, model.Vocab.size, model.config, leaving)
 
@@ -160,8 +165,8 @@ class CachedModel(eqx.Module):
         rule, plan, New = self.exit, self.flow.plan, x.resolve_axis(POSITION)
         assert rule is not None
 
-        def leaves(k: int, before: NamedArray, after: NamedArray) -> NamedArray:
-            return rule.leaves(k, before, after, plan.steps, lambda x: self.logits(self.norm(x)))
+        def leaves(k: int, going: NamedArray, before: NamedArray, after: NamedArray) -> NamedArray:
+            return rule.leaves(k, going, before, after, plan.steps, lambda x: self.logits(self.norm(x)))
 
         x, kept, steps = integrate_until_exit(
             _remembering,
@@ -172,7 +177,7 @@ class CachedModel(eqx.Module):
             memory.evaluations,
             inputs.window.real(New),
             leaves,
-            min_steps=rule.min_steps,
+            min_steps=rule.least,
             args=inputs.in_step(plan.field_step),
         )
         spent = jnp.stack([hax.sum(steps, New).array, inputs.window.count.array], axis=1)

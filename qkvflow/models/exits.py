@@ -10,6 +10,7 @@ are the outputs of norm and head. The rule uses only the token's own state, whic
 Test-Time Compute with Latent Reasoning (arXiv 2502.05171).
 """
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,22 +18,24 @@ from typing import Any
 import equinox as eqx
 import haliax as hax
 import haliax.nn as hnn
+import jax
 import jax.numpy as jnp
 from haliax import Axis, NamedArray
 from jaxtyping import Array, Float, Int
 
-from qkvflow.axes import EMBED
+from qkvflow.axes import BATCH, EMBED
 from qkvflow.errors import UserError
 from qkvflow.ranges import Count, NotNegative, check_ranges
 
 RULES = ("kl", "velocity", "margin")
+OWN = -1  # in place of a row's limit: that of the rule itself
 _VOCAB = "vocab"
 
 
 @dataclass(frozen=True)
 class ExitConfig:
     """`--exit '{rule: kl, threshold: 0.01, min_steps: 1}'`. threshold: 0 means the full model. min_steps: the minimum
-    number of steps of every token."""
+    number of steps of every token. A rule that texts share may have other limits for each, see `Exit.of_rows`."""
 
     rule: str
     threshold: NotNegative
@@ -59,11 +62,16 @@ class ExitConfig:
 
 
 class Exit(eqx.Module):
-    """A rule with its threshold, which may be traced."""
+    """A rule with its limits, which may be traced: numbers for all tokens, or [batch] for those of each row.
 
-    threshold: Float[Array, ""]
+    Attributes:
+        least: steps that every token makes, whatever its row's min_steps.
+    """
+
+    threshold: Float[Array, "..."]
+    min_steps: Int[Array, "..."]
     rule: str = eqx.field(static=True)
-    min_steps: int = eqx.field(static=True)
+    least: int = eqx.field(static=True)
 
     @staticmethod
     def of(config: ExitConfig, steps: int, has_coda: bool) -> "Exit":
@@ -82,11 +90,34 @@ class Exit(eqx.Module):
                 f"exit: rule: {config.rule} predicts from the state of the flow, which this model's coda changes first"
                 " (model.coda_layers). Use rule: velocity."
             )
-        return Exit(jnp.asarray(config.threshold, jnp.float32), config.rule, config.min_steps)
+        limits = jnp.asarray(config.threshold, jnp.float32), jnp.asarray(config.min_steps, jnp.int32)
+        return Exit(*limits, config.rule, config.min_steps)
 
-    def leaves(self, k: int, before: NamedArray, after: NamedArray, steps: int, logits: Callable) -> NamedArray:
-        """{batch, position} bool: which tokens stop after k of `steps` steps. logits: of a state."""
-        return self._rest(k, before, after, steps, logits) < self.threshold.astype(jnp.float32)
+    def of_rows(self, threshold: Float[Array, "batch"], min_steps: Int[Array, "batch"]) -> "Exit":
+        """With limits for each row; where they are `OWN`, the rule's own. No min_steps may be below `least`."""
+        own = jnp.broadcast_to(self.threshold, threshold.shape), jnp.broadcast_to(self.min_steps, min_steps.shape)
+        given = [jnp.where(row == OWN, o, row) for row, o in zip((threshold, min_steps), own, strict=True)]
+        return dataclasses.replace(self, threshold=given[0], min_steps=given[1])
+
+    def leaves(
+        self, k: int, going: NamedArray, before: NamedArray, after: NamedArray, steps: int, logits: Callable
+    ) -> NamedArray:
+        """{batch, position} bool: which of the tokens `going` stop after k of `steps` steps. logits: of a state.
+
+        The rule is computed only if there is a token that it might stop.
+        """
+        Batch = going.resolve_axis(BATCH)
+        can = (self.threshold > 0) & (self.min_steps <= k)
+        asked = (going & hax.named(jnp.broadcast_to(can, (Batch.size,)), Batch)).rearrange(going.axes)
+        below = hax.named(jnp.broadcast_to(self.threshold, (Batch.size,)), Batch)
+
+        def ask(before: NamedArray, after: NamedArray) -> NamedArray:
+            return asked & (self._rest(k, before, after, steps, logits) < below).rearrange(asked.axes)
+
+        def keep(before: NamedArray, after: NamedArray) -> NamedArray:
+            return hax.zeros_like(asked)
+
+        return jax.lax.cond(hax.any(asked).array, ask, keep, before, after)
 
     def _rest(self, k: int, before, after, steps: int, logits: Callable) -> NamedArray:
         if self.rule == "velocity":
@@ -98,6 +129,12 @@ class Exit(eqx.Module):
             return hax.maximum(kl, 0.0)  # rounding may leave less
         largest = hax.top_k(hax.exp(log_p), _VOCAB, 2)[0]
         return hax.maximum(1.0 - (largest[_VOCAB, 0] - largest[_VOCAB, 1]), 0.0)
+
+
+def with_limits(model, threshold: Float[Array, "batch"], min_steps: Int[Array, "batch"]):
+    """The model with limits for each row in its rule, if it has one (see `Exit.of_rows`)."""
+    is_rule = lambda node: isinstance(node, Exit)  # noqa: E731
+    return jax.tree.map(lambda n: n.of_rows(threshold, min_steps) if is_rule(n) else n, model, is_leaf=is_rule)
 
 
 class ExitMemory(eqx.Module):

@@ -54,7 +54,7 @@ def read(raw: Any, writer: Writer, max_length: int) -> Order:
     limit = "max_completion_tokens" if "max_completion_tokens" in values else "max_tokens"
     if limit != "max_tokens" and "max_tokens" in values:
         raise wrong("max_tokens", "`max_tokens` and `max_completion_tokens` are the same limit: give only one of them.")
-    control = order.check_common(values, writer, values.get("n", 1), of="n")
+    common = order.check_common(values, writer, values.get("n", 1), of="n")
     text = _written(_messages(values.get("messages")), writer, max_length)
     if clearly_longer(writer.tokenizer, text, max_length):
         raise order.too_long(max_length, "messages")
@@ -63,7 +63,7 @@ def read(raw: Any, writer: Writer, max_length: int) -> Order:
         raise wrong("messages", "The tokenizer's chat template formats these messages as an empty text.")
     new = order.room(len(prompt.tokens), values.get(limit), max_length, "messages", limit)
     top = values.get("top_logprobs", 0) if values.get("logprobs") else None
-    return Order([prompt], [new], values, control, values.get("n", 1), top=top)
+    return Order([prompt], [new], values, common, values.get("n", 1), top=top)
 
 
 def whole(index: int, text: str, reason: str | None, logprobs: Any) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""`/v1/completions` as OpenAI's API defines it, plus `top_k` and `control`: the request, and response formats."""
+"""`/v1/completions` as OpenAI's API defines it, plus `top_k`, `control`, drafts and exits: request and response."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -41,11 +41,11 @@ def read(raw: Any, writer: Writer, max_length: int) -> Order:
     if best_of > n and values.get("stream"):
         raise wrong("best_of", "`best_of` above `n` cannot be streamed: the best text is only known at the end.")
     given = _listed(values.get("prompt", ""))
-    control = order.check_common(values, writer, len(given) * best_of, of="prompt" if best_of == n else "best_of")
+    common = order.check_common(values, writer, len(given) * best_of, of="prompt" if best_of == n else "best_of")
     prompts = [_prompt(prompt, writer, max_length) for prompt in given]
     max_tokens = values.get("max_tokens") if "max_tokens" in raw else 16
     new = [order.room(len(prompt.tokens), max_tokens, max_length, "prompt") for prompt in prompts]
-    return Order(prompts, new, values, control, best_of, values.get("echo", False), values.get("logprobs"))
+    return Order(prompts, new, values, common, best_of, values.get("echo", False), values.get("logprobs"))
 
 
 def whole(index: int, text: str, reason: str | None, logprobs: Any) -> dict[str, Any]:

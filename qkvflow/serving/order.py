@@ -3,15 +3,16 @@
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from qkvflow.errors import UserError
+from qkvflow.generation import ExitConfig
 from qkvflow.generation.logprobs import MOST
 from qkvflow.generation.sampling import SamplingOptions
 from qkvflow.generation.writer import Writer
-from qkvflow.serving import fields
+from qkvflow.serving import exits, fields
 from qkvflow.serving.errors import RequestError, wrong
 from qkvflow.serving.fields import Check
 
@@ -33,6 +34,7 @@ SERVED: dict[str, Check] = {
     "control": fields.anything,
     "draft_steps": fields.integer(0),
     "draft_tokens": fields.integer(0),
+    "exit": exits.limits,
 }
 IDLE: dict[str, Sequence[Any]] = {
     "frequency_penalty": [0],
@@ -52,6 +54,13 @@ class Prompt:
     text: str | None = None
 
 
+class Common(NamedTuple):
+    """What all texts of a request share. exits: None for the server's own."""
+
+    control: np.ndarray | None
+    exits: ExitConfig | None
+
+
 @dataclass(frozen=True)
 class Order:
     """The parsed contents of a request.
@@ -65,7 +74,7 @@ class Order:
     prompts: list[Prompt]
     new_tokens: list[int]
     values: dict[str, Any]
-    control: np.ndarray | None
+    common: Common
     best_of: int = 1
     echo: bool = False
     top: int | None = None
@@ -98,13 +107,14 @@ class Order:
                 bias,
                 told,
                 0 if given.get("draft_steps") == 0 else given.get("draft_tokens"),
+                self.common.exits,
             )
             for text in range(len(self.prompts) * self.best_of)
         ]
 
 
-def check_common(values: dict[str, Any], writer: Writer, texts: int, of: str) -> np.ndarray | None:
-    """Checks fields in combination; returns the control. of: the field besides `n` that determines `texts`."""
+def check_common(values: dict[str, Any], writer: Writer, texts: int, of: str) -> Common:
+    """Checks fields in combination. of: the field besides `n` that determines `texts`."""
     if texts > MAX_TEXTS:
         param = "n" if values.get("n", 1) > 1 else of
         raise wrong(param, f"{texts} texts are requested; one request can have at most {MAX_TEXTS}.")
@@ -126,8 +136,9 @@ def check_common(values: dict[str, Any], writer: Writer, texts: int, of: str) ->
         raise wrong(
             "logit_bias", (f"`logit_bias`: tokens range from 0 to {len(writer.vocabulary) - 1}, got {outside[0]}.")
         )
+    leaving = exits.config("exit", values.get("exit"), writer.prepared)
     try:
-        return writer.prepared.check_control(values.get("control"))
+        return Common(writer.prepared.check_control(values.get("control")), leaving)
     except UserError as error:
         raise wrong("control", str(error)) from None
 

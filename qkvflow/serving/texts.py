@@ -116,7 +116,7 @@ class Texts:
             order.new_tokens[index // order.best_of],
             options,
             order.values.get("stop", []),
-            order.control,
+            order.common.control,
             receive,
             top=order.top or 0,
             prompt_logprobs=order.echo and order.top is not None,
