@@ -25,6 +25,17 @@ from qkvflow.models.exits import Exited, ExitMemory
 CHUNKS = (16, 64, 256)  # numbers of prompt positions read at once; each is compiled once
 
 
+def chunks_of(length: int) -> list[int]:
+    """The numbers of prompt positions read at once where texts have `length` tokens."""
+    return [chunk for chunk in CHUNKS if chunk <= length] or [CHUNKS[0]]
+
+
+def room_for(length: int) -> int:
+    """Positions in the memory of a text of `length` tokens: whole chunks."""
+    largest = chunks_of(length)[-1]
+    return -(-length // largest) * largest
+
+
 @dataclass
 class Text:
     """A text outside the batch. unread: number of its tokens to read before it can be continued."""
@@ -84,11 +95,11 @@ class Engine:
         elastic: bool = False,
     ):
         self.slots, self.length = slots, length
-        self._chunks = [c for c in CHUNKS if c <= length] or [CHUNKS[0]]
+        self._chunks = chunks_of(length)
         self._control_dim = control_dim
         self._options = (tuple(stop_tokens), vocab_size)
         self._rows = Rows(slots, elastic)
-        room = -(-length // self._chunks[-1]) * self._chunks[-1]
+        room = room_for(length)
 
         def empty(rows: int) -> State:
             return State.empty(model, rows, length, room, control_dim)

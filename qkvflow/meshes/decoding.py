@@ -13,7 +13,7 @@ from levanter.utils.tree_utils import inference_mode
 
 from qkvflow.errors import UserError
 from qkvflow.generation import compiled
-from qkvflow.generation.engine import CHUNKS
+from qkvflow.generation.engine import room_for
 from qkvflow.generation.flat import flat
 from qkvflow.generation.precision import cast
 from qkvflow.generation.state import State
@@ -49,9 +49,8 @@ def compile_decoding(config: TrainConfig, tokens: int, slots: int, dtype: str | 
         return cast(CachedModel.of(model), dtype)
 
     model = eqx.filter_eval_shape(make, key_shape())
-    room = -(-length // CHUNKS[-1]) * CHUNKS[-1]
     control = getattr(config, "control_dim", None)
-    state = jax.eval_shape(lambda: State.empty(model, slots, length, room, control))
+    state = jax.eval_shape(lambda: State.empty(model, slots, length, room_for(length), control))
     (model_arrays, model_kind), (state_arrays, state_kind) = _placed(model), _placed(state)
     began = time.monotonic()
     steps = jax.ShapeDtypeStruct((), jnp.int32)

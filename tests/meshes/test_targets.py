@@ -394,6 +394,29 @@ def test_the_kernel_of_a_tpu_and_what_it_cannot_take(tmp_path, words, kernel, fa
 
 @pytest.mark.slow
 @pytest.mark.program
+@pytest.mark.parametrize(
+    ("target", "dtype", "width"), [("v5e:1x1", "bf16", 2), ("h100:1", "f32", 4), ("h100:1", "bf16", 2)]
+)
+def test_a_decoding_step_compiled_for_a_machine(tmp_path, target, dtype, width):
+    skip_without("tpu" if target.startswith("v") else "gpu")
+    found = described(tmp_path, "--serve", "--target", target, "--slots", "4", "--dtype", dtype)
+    layers, embed, positions, slots = 6, 128, 128, 4
+    keys_values = 2 * slots * positions * layers * embed * width
+    weights = found["mesh"]["parameters"]
+    weights_by_hand = found["sections"]["parameters, discretised"]["total"] * width
+    head = 320 * embed * width  # the tied head of 257 columns once more, in panels of 64
+    assert weights == weights_by_hand + head
+    assert keys_values < found["donated_bytes"] < 1.02 * keys_values  # and texts, settings and biases of tokens
+    assert found["arguments_arrays_bytes"] == pytest.approx(weights + keys_values, rel=0.02)
+    assert found["arguments_bytes"] >= 0.999 * found["arguments_arrays_bytes"]
+    assert found["texts"] == slots
+    assert found["fits"]
+    assert found["bytes_accessed"] > weights
+    assert 0 < found["mfu_bound"] < 1
+
+
+@pytest.mark.slow
+@pytest.mark.program
 def test_what_is_too_large_is_told_with_numbers_and_a_way_out(tmp_path):
     skip_without("tpu")
     words = ["--target", "v5e:1x1", "--trainer.train_batch_size", "8192"]
