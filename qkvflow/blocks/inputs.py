@@ -1,4 +1,4 @@
-"""The inputs of a block besides the state x: one record, which passes unchanged through model, flow and solver.
+"""The inputs of a block besides the state x: one record, which passes through model, flow and solver.
 
 To add an input (a second signal, segment ids), add a field here and read it in the block that uses it: models take a
 keyword of that name, batches an attribute, and everything in between passes the record on.

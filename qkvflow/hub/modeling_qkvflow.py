@@ -242,7 +242,7 @@ class Block(nn.Module):
         norm1, attention, _, norm2, mixer, _ = self.names
         first = getattr(self, norm1)(x)
         attn = getattr(self, attention)(first, now)
-        seen = first if self.form == "official" else x + self.ahead * attn
+        seen = first if self.form == "official" else x + self.ahead * attn if self.ahead else x
         mixed = getattr(self, mixer)(getattr(self, norm2)(seen), now)
         now.evaluation += 1
         return attn + mixed

@@ -20,7 +20,7 @@ from qkvflow.models import NeuralOdeConfig
 
 Arrays = dict[str, np.ndarray]
 _GPT2 = {"attn_ln": "ln_1", "mlp_ln": "ln_2"}
-_LAST = ("attn.c_proj.", "mlp.c_proj.", "self_attn.o_proj.", "mlp.down_proj.")  # what adds to the residual stream
+_OUTPUTS = ("attn.c_proj.", "mlp.c_proj.", "self_attn.o_proj.", "mlp.down_proj.")  # what is added to the state
 
 
 def obstacle(config: NeuralOdeConfig) -> str | None:
@@ -126,7 +126,7 @@ def _layers(config: NeuralOdeConfig) -> int:
 
 
 def _of_layers(config: NeuralOdeConfig, arrays: Arrays) -> dict[tuple[int, str], np.ndarray]:
-    """(layer index, rest of the name) -> array, for prelude, flow and coda; the length of the flow's steps in it."""
+    """(layer index, rest of the name) -> array, for prelude, flow and coda; output projections of the flow times h."""
     assert isinstance(config.plan, FixedPlan)
     step = np.float32(config.plan.step)
     first = {"prelude": 0, "flow": config.prelude_layers, "coda": config.prelude_layers + config.depth.reading_steps}
@@ -136,7 +136,7 @@ def _of_layers(config: NeuralOdeConfig, arrays: Arrays) -> dict[tuple[int, str],
         for name, array in arrays.items():
             if name.startswith(prefix):
                 number, _, rest = name.removeprefix(prefix).partition(".")
-                is_scaled = part == "flow" and rest.startswith(_LAST)
+                is_scaled = part == "flow" and rest.startswith(_OUTPUTS)
                 found[start + int(number), rest] = array * step if is_scaled else array
     return found
 
