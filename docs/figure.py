@@ -128,11 +128,13 @@ def draw_anytime() -> Figure:
         panels[1].errorbar(x, [row["speed"] for row in own], yerr=[below, above], capsize=3, **look)
     panels[0].set(ylabel="loss (nats per byte), n = 1")
     panels[1].set(ylabel="tokens/s relative to the full depth")
-    panels[1].axhline(1.0, color="grey", linewidth=0.8, linestyle=":")
+    shares = np.linspace(min(row["evaluations"] for row in rows), full := max(row["evaluations"] for row in rows))
+    panels[1].plot(shares, full / shares, color="grey", linewidth=0.8, linestyle=":", label="in proportion")
+    panels[1].axhline(1.0, color="grey", linewidth=0.8)
     for panel in panels:
         panel.set(xlabel="evaluations of the field per token")
         panel.spines[["top", "right"]].set_visible(False)
-    panels[0].legend(frameon=False, fontsize=8)
+    panels[1].legend(frameon=False, fontsize=8)
     return figure
 
 
