@@ -16,7 +16,7 @@ from qkvflow.data.tokenizers import TOKENIZER_FILES
 from qkvflow.hub.custom import MODELING, custom
 from qkvflow.hub.folder import CONFIG, INDEX, WEIGHTS
 from qkvflow.hub.native import Arrays, native, obstacle
-from qkvflow.models import NeuralOdeLMHeadModel
+from qkvflow.models import NeuralOdeConfig, NeuralOdeLMHeadModel
 
 SHARD_BYTES = 5 << 30
 
@@ -38,6 +38,7 @@ def write_folder(
         name.replace(".weights.blocks.", ".blocks."): np.asarray(jax.device_get(array), np.float32)
         for name, array in named.items()
     }
+    arrays = with_plain_embeddings(config, arrays)
     settings, arrays = (custom if reason else native)(config, arrays, model.Vocab.size)
     special = _special_tokens(tokenizer)
     write_json(folder / CONFIG, settings | special | {"torch_dtype": "float32"})
@@ -51,6 +52,22 @@ def write_folder(
     if reason:
         shutil.copyfile(MODELING, folder / MODELING.name)
     return reason
+
+
+def with_plain_embeddings(config: NeuralOdeConfig, arrays: Arrays) -> Arrays:
+    """The arrays of the same function with `embedding_multiplier` 1, which transformers' classes do not have.
+
+    x(0) = m embed(tokens) needs embeddings times m; where the head shares them, the final norm is divided by m.
+    """
+    m, found = np.float32(config.embedding_multiplier), dict(arrays)
+    if m == 1.0:
+        return found
+    for name, array in arrays.items():
+        if name.startswith("embeddings."):
+            found[name] = array * m
+        elif name.startswith("transformer.norm.") and config.block.tie_word_embeddings:
+            found[name] = array / m
+    return found
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:

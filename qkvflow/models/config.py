@@ -11,7 +11,7 @@ from qkvflow.axes import EMBED
 from qkvflow.blocks import BlockConfig, Gpt2BlockConfig
 from qkvflow.depth import AbstractPlan, DepthConfig, FixedPlan
 from qkvflow.errors import UserError
-from qkvflow.ranges import Count, Range, check_ranges
+from qkvflow.ranges import Count, Positive, Range, check_ranges
 from qkvflow.weights import GeneratedConfig, PerLayerConfig, WeightsConfig
 
 
@@ -46,6 +46,8 @@ class NeuralOdeConfig(LmConfig):
         prelude_layers, coda_layers: ordinary layers (per-layer weights, x + B(x), sequential form) before and after the
             flow.
         control: the flow receives a control signal; None for a model without control.
+        embedding_multiplier: m in x(0) = m embed(tokens); the head shares the embeddings without it. With 50, x(0)
+            starts with components of about 1, and a flow of smooth weights can follow its ODE (docs/depth.md).
         gradient_checkpointing: applies to the ordinary layers; the flow uses `depth.adjoint`.
     """
 
@@ -57,6 +59,7 @@ class NeuralOdeConfig(LmConfig):
     weights: WeightsConfig = field(default_factory=GeneratedConfig)
     depth: DepthConfig = field(default_factory=DepthConfig)
     control: ControlConfig | None = None
+    embedding_multiplier: Positive = 1.0
     gradient_checkpointing: bool = True
 
     model_class: ClassVar[type[LmHeadModel]]  # set where the model is defined, which needs this configuration

@@ -1,4 +1,9 @@
-"""Both ends of the model: x(0) = embed(tokens), with learned positions where the block wants them, and the head."""
+"""Both ends of the model: x(0) = m (token + position), with learned positions where the block wants them; the head.
+
+m, `embedding_multiplier`, is 1 in GPT-2. Blocks normalise what they read: how fast the field turns a state depends on the
+length of the state. With m = 1, x(0) has components of 0.02, any first step exceeds it many times, and no solver with
+steps like those of training follows the solution there.
+"""
 
 import dataclasses
 
@@ -16,11 +21,13 @@ from qkvflow.weights.scales import POSITION_EMBEDDING, TOKEN_EMBEDDING
 
 
 class Embeddings(eqx.Module):
-    """token_embeddings {vocab, embed}, position_embeddings {position, embed} or None, then dropout."""
+    """token_embeddings {vocab, embed}, position_embeddings {position, embed} or None, their sum times the multiplier,
+    then dropout."""
 
     token_embeddings: hnn.Embedding
     position_embeddings: hnn.Embedding | None
     dropout: hnn.Dropout
+    multiplier: float = eqx.field(static=True, default=1.0)
 
     @staticmethod
     def init(Vocab: Axis, config: NeuralOdeConfig, *, key) -> "Embeddings":
@@ -30,7 +37,7 @@ class Embeddings(eqx.Module):
         positions = None
         if config.block.learned_positions:
             positions = _embedding(config.max_Pos, config.Embed, POSITION_EMBEDDING, key=k_position)
-        return Embeddings(tokens, positions, hnn.Dropout(config.block.embed_pdrop))
+        return Embeddings(tokens, positions, hnn.Dropout(config.block.embed_pdrop), config.embedding_multiplier)
 
     def __call__(self, tokens: NamedArray, *, pos_ids: NamedArray | None = None, key=None) -> NamedArray:
         """{..., position} -> {..., position, embed}. `pos_ids` defaults to 0, 1, 2, ..."""
@@ -40,6 +47,8 @@ class Embeddings(eqx.Module):
             if pos_ids is None:
                 pos_ids = hax.arange(tokens.resolve_axis(POSITION), dtype=jnp.int32)
             x = x + self.position_embeddings.embed(pos_ids)
+        if self.multiplier != 1.0:
+            x = x * self.multiplier
         return self.dropout(x, key=k_drop)
 
 

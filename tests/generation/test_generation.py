@@ -36,7 +36,7 @@ def depth(solver="euler", **kwargs):
 CASES = {
     "gpt2 rk4 around": {"form": "sequential", "depth": depth("rk4", steps=1), **AROUND},
     "llama heun": {"block": llama(), "depth": depth("heun")},
-    "gpt2 basis": {"weights": "basis", "depth": depth()},
+    "gpt2 basis": {"weights": "basis", "depth": depth(), "embedding_multiplier": 20.0},
     "gpt2 split around": {"weights": "basis", "form": "split", "depth": depth(), **AROUND},
     "selective per layer": {"weights": "per_layer", "block": SELECTIVE, "depth": depth()},
     "control reversible": {

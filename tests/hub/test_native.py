@@ -85,11 +85,19 @@ def test_only_what_the_flow_adds_is_scaled(block, last):
         np.testing.assert_array_equal(found["flow"][key], found["layers"][key] * np.float32(0.25))
 
 
-@pytest.mark.parametrize("block", [Gpt2BlockConfig(num_heads=2, mlp_scale=2, form="split"), llama("split")])
-def test_what_left_comes_back_as_an_ordinary_model(tmp_path, block):
+@pytest.mark.parametrize(
+    ("block", "multiplier"),
+    [
+        (Gpt2BlockConfig(num_heads=2, mlp_scale=2, form="split"), 50.0),
+        (llama("split"), 1.0),
+        (llama("split", tie_word_embeddings=False), 3.0),
+    ],
+)
+def test_what_left_comes_back_as_an_ordinary_model(tmp_path, block, multiplier):
     """A split flow at another depth: Levanter's GPT-2 or Llama of as many layers, the same function."""
     Vocab = hax.Axis("vocab", 257)  # of the tokenizer
-    model = small_config("basis", block=block, coda_layers=1).build(Vocab, key=jax.random.PRNGKey(0))
+    config = small_config("basis", block=block, coda_layers=1, embedding_multiplier=multiplier)
+    model = config.build(Vocab, key=jax.random.PRNGKey(0))
     tokenizer = resolve_tokenizer("byte", tmp_path / "tokenizer")
     (tmp_path / "out").mkdir()
     assert write_folder(model.discretise(5), tokenizer, tmp_path / "out") is None
