@@ -1,8 +1,8 @@
 """Both ends of the model: x(0) = m (token + position), with learned positions where the block wants them; the head.
 
-m, `embedding_multiplier`, is 1 in GPT-2. Blocks normalise what they read: how fast the field turns a state depends on the
-length of the state. With m = 1, x(0) has components of 0.02, any first step exceeds it many times, and no solver with
-steps like those of training follows the solution there.
+m, `embedding_multiplier`, is 1 in GPT-2. Blocks normalise what they read, so how fast the field turns a state depends
+on the length of the state. With m = 1, x(0) has components of 0.02, the first step is many times as long, and no solver
+with as few steps as in training follows the solution there.
 """
 
 import dataclasses
