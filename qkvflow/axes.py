@@ -11,6 +11,7 @@
 | `kv_head`, `q_heads_per_group` | heads of keys and values, and the query heads that share each |
 | `mlp` | hidden units of the feed-forward block |
 | `state` | the state of one channel of a state-space model |
+| `taps` | a convolution's places: this position, the one before it, ... |
 | `delta_rank` | the narrow place between the input and the step Delta of a selective state-space model |
 | `layers` | points of layer-time, or layers of an ordinary stack (the axis of `haliax.nn.Stacked`) |
 | `steps` | steps of the solver |
@@ -34,6 +35,7 @@ KV_HEAD = "kv_head"
 Q_HEADS_PER_GROUP = "q_heads_per_group"
 MLP = "mlp"
 STATE = "state"
+TAPS = "taps"
 DELTA_RANK = "delta_rank"
 LAYERS = "layers"
 STEPS = "steps"

@@ -89,6 +89,11 @@ def to_arrays(model: NeuralOdeLMHeadModel) -> dict[str, np.ndarray]:
             "The official code has no frozen time, so this model's `weights.frozen_time` would be lost. Give a model"
             " without it."
         )
+    if getattr(model.config.block, "convolution", None) is not None:
+        raise UserError(
+            "The official code has no convolution, so this model's `block.convolution` has no name there. Give a model"
+            " without it."
+        )
     return {name: np.asarray(_to_official_order(name, get(model)).array) for name, get in _accessors(model).items()}
 
 

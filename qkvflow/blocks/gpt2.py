@@ -3,10 +3,13 @@
 parallel (the paper):      B(x) = attn(ln1(x)) + mlp(ln2(x))
 sequential (GPT-2 itself): B(x) = a + mlp(ln2(x + a)),  a = attn(ln1(x)),  so that x + B(x) is the GPT-2 layer
 split:                     B(x) = a + mlp(ln2(x + h a)) in a step of length h, see `qkvflow.blocks.forms`
+
+With `convolution` the attention reads ln1(x) after a causal convolution, see `qkvflow.blocks.convolution`.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Annotated
 
 import equinox as eqx
 import haliax.nn as hnn
@@ -18,11 +21,12 @@ from levanter.utils.activation import ActivationFunctionEnum
 from qkvflow.axes import HEAD_SIZE, HEADS, MLP
 from qkvflow.blocks.attention import Gpt2Attention
 from qkvflow.blocks.config import BlockConfig, check_choice, check_heads
+from qkvflow.blocks.convolution import Convolution, ConvolvedMemory
 from qkvflow.blocks.forms import FORMS, seen_by_second_half
 from qkvflow.blocks.inputs import Inputs
 from qkvflow.blocks.memory import KeysValues
 from qkvflow.errors import UserError
-from qkvflow.ranges import Count, Positive, ProperShare
+from qkvflow.ranges import Count, Positive, ProperShare, Range
 
 
 class Gpt2Mlp(eqx.Module):
@@ -54,22 +58,34 @@ class Gpt2Block(eqx.Module):
     mlp: Gpt2Mlp
     resid_dropout: hnn.Dropout
     form: str = eqx.field(static=True)
+    convolution: Convolution | None = None
 
     def __call__(self, x: NamedArray, inputs: Inputs, *, key=None) -> NamedArray:
         return self.extend(x, inputs, None, key=key)[0]
 
-    def extend(self, x: NamedArray, inputs: Inputs, memory: KeysValues | None, *, key=None):
+    def extend(self, x: NamedArray, inputs: Inputs, memory: KeysValues | ConvolvedMemory | None, *, key=None):
         """B(x), and the memory extended by the positions of x."""
         k_attn, k_attn_out, k_mlp_out = maybe_rng_split(key, 3)
-        attn, memory = self.attn.extend(inputs.see("attn.norm", self.attn_ln(x)), inputs, memory, key=k_attn)
+        attn, memory = self._attended(inputs.see("attn.norm", self.attn_ln(x)), inputs, memory, key=k_attn)
         attn = self.resid_dropout(attn, key=k_attn_out)
         x = seen_by_second_half(self.form, x, attn, inputs)
         mlp = self.mlp(inputs.see("mlp.norm", self.mlp_ln(x)), inputs)
         return attn + self.resid_dropout(mlp, key=k_mlp_out), memory
 
-    def memory(self, Batch: Axis, length: int, dtype) -> KeysValues:
+    def memory(self, Batch: Axis, length: int, dtype) -> KeysValues | ConvolvedMemory:
         """An empty memory for `length` positions."""
-        return self.attn.memory(Batch, length, dtype)
+        keys = self.attn.memory(Batch, length, dtype)
+        if self.convolution is None:
+            return keys
+        return ConvolvedMemory(keys, self.convolution.nothing_before(Batch, dtype))
+
+    def _attended(self, x: NamedArray, inputs: Inputs, memory, *, key):
+        if self.convolution is None:
+            return self.attn.extend(x, inputs, memory, key=key)
+        keys, before = (None, None) if memory is None else (memory.attn, memory.before)
+        x, before = self.convolution.extend(x, inputs, before)
+        attn, keys = self.attn.extend(inputs.see("attn.convolved", x), inputs, keys, key=key)
+        return attn, None if memory is None else ConvolvedMemory(keys, before)
 
 
 @dataclass(frozen=True)
@@ -138,9 +154,12 @@ class Gpt2BlockConfig(Gpt2LikeConfig):
 
     Attributes:
         mlp_scale: hidden units of the MLP, as a multiple of the width.
+        convolution: positions that a causal convolution before the attention sees, see `qkvflow.blocks.convolution`;
+            null for none.
     """
 
     mlp_scale: Count = 4
+    convolution: Annotated[int, Range(at_least=2)] | None = None
     activation: ActivationFunctionEnum = ActivationFunctionEnum.gelu_new
 
     def __post_init__(self):
@@ -156,8 +175,12 @@ class Gpt2BlockConfig(Gpt2LikeConfig):
         Mlp = Axis(MLP, self.mlp_scale * Embed.size)
         attn = self.attention(Embed, key=k_attn)
         mlp = Gpt2Mlp.init(Embed, Mlp, self.activation.to_fn(), key=k_mlp, use_bias=self.use_bias)
-        return Gpt2Block(self.norm(Embed), attn, self.norm(Embed), mlp, hnn.Dropout(self.resid_pdrop), self.form)
+        convolution = None if self.convolution is None else Convolution.init(Embed, self.convolution)
+        norms, dropout = (self.norm(Embed), self.norm(Embed)), hnn.Dropout(self.resid_pdrop)
+        return Gpt2Block(norms[0], attn, norms[1], mlp, dropout, self.form, convolution)
 
     def flops_per_token(self, hidden_dim: int, context_length: int) -> float:
-        """Forward FLOPs of one evaluation of B: projections 2*12 d^2 (mlp_scale 4), attention 2*2*n*d."""
-        return 2 * hidden_dim**2 * (4 + 2 * self.mlp_scale) + 4 * context_length * hidden_dim
+        """Forward FLOPs of one evaluation of B: projections 2*12 d^2 (mlp_scale 4), attention 2*2*n*d, and 2 d for each
+        place of a convolution."""
+        convolution = 2 * (self.convolution or 0) * hidden_dim
+        return 2 * hidden_dim**2 * (4 + 2 * self.mlp_scale) + 4 * context_length * hidden_dim + convolution

@@ -79,6 +79,12 @@ def _block(block: BlockConfig, config: NeuralOdeConfig) -> dict[str, Any]:
             "rotation_scale": scale,
         }
     if isinstance(block, Gpt2BlockConfig):
+        if block.convolution is not None:
+            raise UserError(
+                f"a block with a convolution (`block.convolution: {block.convolution}`) cannot be exported: neither"
+                " transformers nor the exported code has one. Keep the run, which every program of qkvflow reads, or"
+                " train without it"
+            )
         return common | {
             "kind": "gpt2",
             "activation": block.activation.value,

@@ -30,6 +30,8 @@ def obstacle(config: NeuralOdeConfig) -> str | None:
         return "its block is neither GPT-2 nor Llama"
     if config.control is not None:
         return "it has a control signal"
+    if isinstance(block, Gpt2BlockConfig) and block.convolution is not None:
+        return "its block has a convolution"
     if block.form not in ("sequential", "split"):
         return f"its block has the {block.form} form"
     assert isinstance(plan, FixedPlan)

@@ -16,7 +16,7 @@ from support.models import VOCAB, is_float, llama, random_tokens, small_config
 
 import qkvflow
 from qkvflow.axes import BATCH, EMBED, POSITION
-from qkvflow.blocks import Inputs, SsmBlockConfig, Window
+from qkvflow.blocks import Gpt2BlockConfig, Inputs, SsmBlockConfig, Window
 from qkvflow.blocks.memory import settled, states
 from qkvflow.depth import DepthConfig
 from qkvflow.errors import UserError
@@ -164,6 +164,7 @@ SELECTIVE = SsmBlockConfig(num_heads=2, state_size=4, selective=True, form="sequ
 MODELS = {
     "gpt2": {},
     "selective around": {"block": SELECTIVE, **AROUND},
+    "convolution": {"block": Gpt2BlockConfig(num_heads=2, convolution=4), **AROUND},
     "llama heun": {"block": llama(), "depth": DepthConfig(solver="heun", steps=3)},
     "split": {"weights": "basis", "form": "split"},
     "rk4": {"form": "sequential", "depth": DepthConfig(solver="rk4", steps=2)},
@@ -185,7 +186,7 @@ def model_of(name, length=352):
     return jax.tree.map(lambda a: scale * a if is_float(a) else a, model)
 
 
-@pytest.mark.parametrize("name", ["selective around", "control reversible"])
+@pytest.mark.parametrize("name", ["selective around", "convolution", "control reversible"])
 def test_memory_goes_back(name):
     """A window on trial of which a few tokens stay leaves the states that a window of those alone leaves, bit for
     bit, and the logits behind them."""

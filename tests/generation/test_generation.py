@@ -16,7 +16,7 @@ from levanter.utils.tree_utils import inference_mode
 from support.models import VOCAB, WEIGHTS, build, heavy, llama, random_tokens, small_config
 
 import qkvflow
-from qkvflow.blocks import Inputs, SsmBlockConfig, Window
+from qkvflow.blocks import Gpt2BlockConfig, Inputs, SsmBlockConfig, Window
 from qkvflow.depth import DepthConfig
 from qkvflow.errors import UserError
 from qkvflow.models import ControlConfig
@@ -25,6 +25,7 @@ from qkvflow.models.levanter_twin import twin
 
 SSM = SsmBlockConfig(num_heads=2, state_size=4)
 SELECTIVE = SsmBlockConfig(num_heads=2, state_size=4, selective=True, form="sequential")
+CONVOLVED = Gpt2BlockConfig(num_heads=2, mlp_scale=2, convolution=4)
 AROUND = {"prelude_layers": 1, "coda_layers": 1}
 
 
@@ -37,6 +38,7 @@ CASES = {
     "gpt2 rk4 around": {"form": "sequential", "depth": depth("rk4", steps=1), **AROUND},
     "llama heun": {"block": llama(), "depth": depth("heun")},
     "gpt2 basis": {"weights": "basis", "depth": depth(), "embedding_multiplier": 20.0},
+    "convolution": {"weights": "basis", "block": CONVOLVED, "depth": depth()},
     "gpt2 split around": {"weights": "basis", "form": "split", "depth": depth(), **AROUND},
     "selective per layer": {"weights": "per_layer", "block": SELECTIVE, "depth": depth()},
     "control reversible": {

@@ -16,7 +16,7 @@ from support.models import VOCAB, build, change, is_float, llama, random_tokens,
 
 import qkvflow
 from qkvflow.axes import BATCH, POSITION
-from qkvflow.blocks import Inputs, SsmBlockConfig, Window
+from qkvflow.blocks import Gpt2BlockConfig, Inputs, SsmBlockConfig, Window
 from qkvflow.depth import DepthConfig
 from qkvflow.errors import UserError
 from qkvflow.generation.forced import read_with_cache
@@ -31,6 +31,7 @@ CASES = {
     "sequential, prelude and coda": {"form": "sequential", "prelude_layers": 1, "coda_layers": 1},
     "split": {"form": "split"},
     "llama by Heun": {"block": llama(), "depth": DepthConfig(solver="heun", steps=3)},
+    "convolution": {"block": Gpt2BlockConfig(num_heads=2, mlp_scale=2, convolution=4)},
     "recurrence": {"block": SsmBlockConfig(num_heads=2, state_size=4)},
 }
 

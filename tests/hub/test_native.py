@@ -38,6 +38,7 @@ RESIDUAL = DepthConfig(steps=3, step_size="residual")
         (small_config(form="split", depth=DepthConfig(solver="heun")), 3, "heun.* several evaluations"),
         (small_config(form="split", depth=DepthConfig(adjoint="reversible")), 3, "several evaluations"),
         (small_config(form="split", control=ControlConfig(dim=2)), 3, "control"),
+        (small_config(block=Gpt2BlockConfig(num_heads=2, form="split", convolution=4)), 3, "convolution"),
         (small_config(block=llama("split", use_bias=True)), 3, "biases"),
         (small_config(block=SsmBlockConfig(num_heads=2, form="split")), 3, "neither GPT-2 nor Llama"),
     ],
