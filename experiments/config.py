@@ -30,8 +30,8 @@ class OutputConfig:
         """Raises: UserError: for settings that cannot work, before any work."""
 
     def rules(self) -> dict[str, Any]:
-        """All keys except paths, which depend on the machine."""
-        places = ("run_dir", "output", "readings", "redraw", "config_path")
+        """All keys except paths, which depend on the machine, and whether anything is trained."""
+        places = ("run_dir", "output", "readings", "redraw", "partial", "config_path")
         return {key: value for key, value in vars(self).items() if key not in places}
 
     def runs(self, study: str) -> Path:
@@ -87,6 +87,10 @@ class SeedsConfig(OutputConfig):
             raise UserError("nothing to study: give --config FILE, one of the YAML files beside the study, or --smoke")
         if len(self.seeds) < 2 or len(set(self.seeds)) < len(self.seeds):
             raise UserError(f"`seeds` must be at least two different ones, for intervals and tests; got {self.seeds}")
+
+    def kept_in(self, run_dir: Path) -> Path:
+        """The folder of the measurements."""
+        return Path(self.readings or run_dir / "readings")
 
     def recipe(self, base: str | Changes | None, text: Text, run_dir: Path, *changes: Changes) -> Recipe:
         """A configuration, or that in a file, with `overrides` and then `changes` merged into it, on a text.

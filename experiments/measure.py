@@ -1,5 +1,6 @@
 """One training and its measurements: losses, times, and the causality test that comes first."""
 
+import dataclasses
 import functools
 import statistics
 import time
@@ -31,6 +32,7 @@ from qkvflow.tracking import read_metrics
 _SEQUENCES = 2  # for the causality test
 
 T = TypeVar("T", bound=Training)
+Trains = Callable[[Job], bool]
 
 
 @dataclass(frozen=True)
@@ -55,19 +57,33 @@ class Measure(Generic[T]):
         searched, chosen = self.search(arms)
         return self.all(reported(arms, self.config.seeds, chosen)), searched
 
-    def search(self, arms: Sequence[Arm], beyond_grid: int = 0) -> tuple[list[T], dict[Hashable, float]]:
+    def search(
+        self, arms: Sequence[Arm], beyond_grid: int = 0, trains: Trains = lambda job: True
+    ) -> tuple[list[T], dict[Hashable, float]]:
         """Trainings with all rates, and the selected rate of each group; a single rate is used as it is. A grid whose
-        best is at an edge grows there, by at most `beyond_grid` rates."""
+        best is at an edge grows there, by at most `beyond_grid` rates. Groups with missing trainings have no rate."""
         rates = self.config.learning_rates
-        chosen = {arm.group: rate for arm in arms for rate in rates[:1]}
+        chosen = {arm.group: rates[0] for arm in arms if len(rates) == 1}
         fresh = selection(arms, rates, self.config.selection_seeds)
-        jobs, found = [], []
+        found, missing = [], set()
         while fresh:
-            found += self.all(fresh, "to choose learning rates by")
-            jobs += fresh
-            chosen = chosen_rates(jobs, [r.select_loss for r in found])
+            found += self.those(fresh, trains, "to choose learning rates by")
+            done = {job.name for job, _ in found}
+            missing |= {job.arm.group for job in fresh if job.name not in done}
+            whole = [(job, r) for job, r in found if job.arm.group not in missing]
+            jobs = [job for job, _ in whole]
+            chosen = chosen_rates(jobs, [r.select_loss for _, r in whole])
             fresh = beyond(jobs, chosen, len(rates) + beyond_grid)
-        return found, chosen
+        return [r for _, r in found], chosen
+
+    def those(self, jobs: Sequence[Job], trains: Trains, why: str = "to report") -> list[tuple[Job, T]]:
+        """The trainings that have records, each described as its arm is now; missing ones are made first, where
+        `trains` says so."""
+        own = [job for job in jobs if trains(job)]
+        if own:
+            self.all(own, why)
+        there = [(job, stored(*self._place(job))) for job in jobs]
+        return [(job, dataclasses.replace(r, **vars(job.arm.what))) for job, r in there if r is not None]
 
     def all(self, jobs: Sequence[Job], why: str = "to report") -> list[T]:
         """The records of all trainings, with one line of progress for each. Trains missing runs first.
@@ -99,7 +115,7 @@ class Measure(Generic[T]):
         asked = {"recipe": job.recipe.digest(), "base": base, "text": hashes}
         if job.is_reported:
             asked |= {"batches": self.config.report_batches, **(vars(arm.flow) if arm.flow else {}), **arm.asks}
-        return Path(self.config.readings or self.run_dir / "readings") / f"{job.name}.json", self.kind, asked
+        return self.config.kept_in(self.run_dir) / f"{job.name}.json", self.kind, asked
 
     def _read(self, job: Job) -> T:
         train(job.recipe)

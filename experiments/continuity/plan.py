@@ -5,18 +5,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
-from experiments.config import RatesConfig, check_among, check_reference
+from experiments.config import check_among, check_reference
 from experiments.cost import cost_of
 from experiments.jobs import Arm, Place, Places
 from experiments.recipes import without_base
+from experiments.search import SearchConfig
 from experiments.texts import Text
 from qkvflow.errors import UserError
 from qkvflow.ranges import Count, Range
 
 
 @dataclass
-class ContinuityConfig(RatesConfig):
-    """In addition to `RatesConfig`; a learning rate is selected for each arm at a smaller width:
+class ContinuityConfig(SearchConfig):
+    """In addition to `SearchConfig`; a learning rate is selected for each arm at a smaller width:
 
     Attributes:
         base: configuration of train_lm that arms start from; its data is replaced by `text`.
@@ -24,9 +25,6 @@ class ContinuityConfig(RatesConfig):
         reference: the arm with whose loss and FLOPs the others are compared.
         only: names of arms; others are left out. Finished results stay in `readings`.
         panels: title -> arms that are drawn together.
-        search_width: `hidden_dim` of the search.
-        beyond_grid: maximum number of rates added to a grid with its best at an edge.
-        transfer: a rate of the search is multiplied by (search_width / hidden_dim) ** transfer.
         layers: L, the steps at which all arms are evaluated.
         depths: other numbers of steps; null: all from 2 to 4 L.
         read_batches: number of batches of the part `report` for these evaluations; null: `report_batches`.
@@ -37,9 +35,8 @@ class ContinuityConfig(RatesConfig):
     reference: str = "per_layer"
     only: list[str] | None = None
     panels: dict[str, list[str]] = field(default_factory=dict)
-    search_width: Count = 64
+    search_width: Count | None = 64
     beyond_grid: Annotated[int, Range(at_least=0)] = 4
-    transfer: float = 0.5
     layers: Count = 12
     depths: list[Count] | None = None
     read_batches: int | None = None
@@ -62,8 +59,6 @@ class ContinuityConfig(RatesConfig):
         }.items():
             check_among(key, names, self.arms)
         check_reference("`reference`", self.reference, self.chosen, "the arms")
-        if len(set(self.learning_rates)) < 2:
-            raise UserError("`learning_rates` must be at least two, for a grid that can grow")
 
 
 @dataclass(frozen=True)
@@ -90,10 +85,10 @@ def arms(config: ContinuityConfig, text: Text, run_dir: Path, rates: Rates | Non
         recipe = config.recipe(changes.get("base") or config.base, text, run_dir, without_base(changes))
         width = recipe.config.model.Embed.size
         if rates is None:
-            recipe, width = recipe.but({"model": {"hidden_dim": config.search_width}}), config.search_width
+            width = config.search_width or width
+            recipe = recipe.but({"model": {"hidden_dim": width}})
         else:
-            rate = rates[name] * (config.search_width / width) ** config.transfer
-            recipe = recipe.but({"optimizer": {"learning_rate": float(f"{rate:.3g}")}})
+            recipe = recipe.but({"optimizer": {"learning_rate": config.transferred(rates[name], width)}})
         steps = recipe.config.model.depth.reading_steps
         if steps != config.layers:
             raise UserError(f"arms.{name} is read with {steps} steps, but `layers` is {config.layers}: make them equal")

@@ -14,6 +14,7 @@ from experiments.lines import Line, against, known, lines, table
 from experiments.measure import ReadTraining
 from experiments.protocol import Protocol
 from experiments.records import Record
+from experiments.search import about_edges, tried
 from experiments.statistics import Contrast, Interval, interval
 from experiments.tables import Table, contrast_numbers
 
@@ -78,21 +79,8 @@ def share_of_flops(record: Continuity, arm: str) -> tuple[int, float]:
     return len(there), sum(there) / len(there) / whole if there else math.nan
 
 
-def at_edge(record: Continuity) -> list[str]:
-    """Arms whose selected rate is the lowest or highest of the search: their optimum may be outside."""
-    found = []
-    for arm in record.costs:
-        tried: dict[float, list[float]] = {}
-        for r in record.selection:
-            if r.arm == arm:
-                tried.setdefault(r.learning_rate, []).append(r.select_loss)
-        if tried and min(tried, key=lambda rate: sum(tried[rate])) in (min(tried), max(tried)):
-            found.append(arm)
-    return found
-
-
 def page(record: Continuity) -> Mapping[str, object]:
-    p, edges = record.protocol, at_edge(record)
+    p, found = record.protocol, {arm: tried(r for r in record.selection if r.arm == arm) for arm in record.costs}
 
     def to_reference(arm: str) -> str:
         reached, share = share_of_flops(record, arm)
@@ -103,7 +91,7 @@ def page(record: Continuity) -> Mapping[str, object]:
     columns = known("trained", "rate", "FLOPs"), against(p.reference), work, known("ms per step", "peak MiB")
     places = [[arm, *(f"{record.loss(arm, place).mean:.3f}" for place in p.read_at)] for arm in record.flows]
     return {
-        "edges": f"Still at an edge: {', '.join(edges)}." if edges else "No chosen rate is at an edge.",
+        "edges": about_edges(found),
         "missing": ", ".join(sorted(set(p.arms) - set(record.costs))) or "none",
         "losses": table("arm", record.lines, *columns),
         "upwards": UPWARDS,
