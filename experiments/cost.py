@@ -14,7 +14,7 @@ from haliax import Axis
 from levanter.utils.jax_utils import parameter_count
 
 from experiments.recipes import Recipe
-from experiments.records import kept
+from experiments.records import kept, stored
 from qkvflow.depth import StepGrowth
 from qkvflow.describe import vocabulary_size
 from qkvflow.errors import UserError
@@ -116,11 +116,11 @@ def _nearest(recipe: Recipe, parameters: int, unit: int) -> tuple[int, int]:
     return unit * units, size(units)
 
 
-def with_memory(own: Cost, recipe: Recipe, path: Path) -> Cost:
+def with_memory(own: Cost, recipe: Recipe, path: Path, compiles: bool = True) -> Cost:
     """Adds the peak memory of a training step, by XLA's count: arguments, results and temporary arrays.
 
-    It is determined by compiling, and cached at `path`.
+    It is determined by compiling, and cached at `path`; otherwise only taken from there.
     """
     asked = {"model": recipe.raw["model"], "jax": jax.__version__, "tokens": own.tokens}
     make = lambda: compile_ahead(recipe.config, vocabulary_size(recipe.config)).memory  # noqa: E731
-    return dataclasses.replace(own, memory=kept(path, int, asked, make))
+    return dataclasses.replace(own, memory=kept(path, int, asked, make) if compiles else stored(path, int, asked))

@@ -55,7 +55,7 @@ COLUMNS: dict[str, Callable[[Line], Cell]] = {
     "FLOPs": lambda line: f"{line.flops:.3g}",
     "rate": lambda line: f"{line.what.learning_rate:g}",
     "ms per step": lambda line: tables.milliseconds(r.seconds_per_step for r in line.trained),
-    "peak MiB": lambda line: f"{(line.cost.memory or 0) / 2**20:.0f}",
+    "peak MiB": lambda line: "" if line.cost.memory is None else f"{line.cost.memory / 2**20:.0f}",
 }
 
 

@@ -29,6 +29,9 @@ class Machine:
     cores: int
     jax: str
 
+    def __str__(self) -> str:
+        return f"{self.device}, {self.cores} core{'' if self.cores == 1 else 's'}"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
@@ -43,8 +46,7 @@ class Record:
         """Machine, date and command, in words; empty if unknown."""
         if self.machine is None:
             return ""
-        cores = f"{self.machine.cores} core{'' if self.machine.cores == 1 else 's'}"
-        return f"{self.machine.device}, {cores}, JAX {self.machine.jax}, {self.date}. Command: `{self.command}`"
+        return f"{self.machine}, JAX {self.machine.jax}, {self.date}. Command: `{self.command}`"
 
     def of(self, **keys: object) -> list[Any]:
         """The trainings among its `results` with these values."""
@@ -90,15 +92,15 @@ def device_name() -> str:
     return device.device_kind if device.platform != "cpu" else platform.machine()
 
 
+def this_machine() -> Machine:
+    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    return Machine(device_name(), cores, jax.__version__)
+
+
 def made_here(record: T, module: str) -> T:
     """The record, with this machine, today's date, and the running command."""
-    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     command = shlex.join(["python", "-m", module, *sys.argv[1:]])
-    where = {
-        "machine": Machine(device_name(), cores, jax.__version__),
-        "date": date.today().isoformat(),
-        "command": command,
-    }
+    where = {"machine": this_machine(), "date": date.today().isoformat(), "command": command}
     return dataclasses.replace(record, **where)
 
 

@@ -1,4 +1,4 @@
-"""Statistics over seeds, with scipy: Student's intervals, tests paired by seed, Holm's correction."""
+"""Statistics over seeds, with scipy: Student's intervals, paired tests of difference and equivalence, Holm."""
 
 import math
 import statistics
@@ -10,6 +10,7 @@ import numpy as np
 from scipy import stats
 
 LEVEL = 0.95
+ALPHA = 0.05  # the level of tests
 
 K = TypeVar("K", bound=Hashable)
 
@@ -40,6 +41,20 @@ class Difference(Interval):
     df: float = math.nan
     p: float = math.nan
     effect: float = math.nan
+
+
+@dataclass(frozen=True)
+class Equivalence:
+    """The tests of whether a difference is within a margin. p: the larger of the two one-sided ones. low, high: its
+    interval of level 1 - 2 ALPHA. These are nan if the differences are constant, or too few."""
+
+    p: float = math.nan
+    low: float = math.nan
+    high: float = math.nan
+
+    def straddles(self, margin: float) -> bool:
+        """Whether the interval contains an end of the margin: neither within it nor outside."""
+        return any(self.low <= end <= self.high for end in (-margin, margin))
 
 
 @dataclass(frozen=True)
@@ -74,12 +89,29 @@ def paired(first: Mapping[int, float], second: Mapping[int, float]) -> Differenc
     return Difference(**found, t=float(test.statistic), df=float(test.df), p=float(test.pvalue), effect=effect)
 
 
+def equivalence(difference: Difference, margin: float) -> Equivalence:
+    """Two one-sided tests (Schuirmann 1987) of -margin < mean difference < margin, with Student's t.
+
+    They reject, at ALPHA, exactly if the interval of level 1 - 2 ALPHA lies within the margin.
+    """
+    if not difference.sd > 0.0:
+        return Equivalence()
+    error, df = difference.sd / math.sqrt(difference.n), difference.df
+    p = max(stats.t.sf((difference.mean + margin) / error, df), stats.t.cdf((difference.mean - margin) / error, df))
+    half = float(stats.t.ppf(1 - ALPHA, df)) * error
+    return Equivalence(float(p), difference.mean - half, difference.mean + half)
+
+
 def contrasts(values: Mapping[K, Mapping[int, float]], reference: Callable[[K], K]) -> dict[K, Contrast]:
     """Compares each of `values` (seed -> value) with another of them, `reference` of its key.
 
-    All tests together are the family for Holm's correction.
+    All tests together are the family for Holm's correction. Without common seeds there is no test.
     """
-    against = {key: paired(own, values[reference(key)]) for key, own in values.items() if reference(key) != key}
+    against = {
+        key: paired(own, values[reference(key)])
+        for key, own in values.items()
+        if reference(key) != key and own.keys() & values.get(reference(key), {}).keys()
+    }
     corrected = dict(zip(against, holm([difference.p for difference in against.values()]), strict=True))
     means = {key: interval(list(own.values())) for key, own in values.items()}
     return {key: Contrast(mean, against.get(key), corrected.get(key)) for key, mean in means.items()}

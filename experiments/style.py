@@ -21,17 +21,17 @@ Span = tuple[float, float]
 Curves = Mapping[str, tuple[Sequence[float], Sequence[Interval]]]  # name -> x, y
 Looks = Mapping[str, Mapping[str, Any]]  # name -> its style
 
-# Okabe and Ito (2008), without yellow, which is faint on white.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
-MARKS = ("o", "s", "^", "D", "v", "P")
-LINES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (1, 3)))
+# Okabe and Ito (2008), without yellow, which is faint on white; then two dark colours of Tol (2021).
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#332288", "#882255")
+MARKS = ("o", "s", "^", "D", "v", "P", "X", "p")
+LINES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (1, 3)), (0, (8, 2)), (0, (3, 1, 1, 1)))
 REFERENCE, MUTED = "black", "grey"
 _WORDS = {"select": "selection text", "report": "held-out text"}
 
 
 def series(k: int) -> dict[str, Any]:
     """Colour, line and marker of the k-th series."""
-    return {"color": COLOURS[k % 6], "linestyle": LINES[k % 6], "marker": MARKS[k % 6]}
+    return {"color": COLOURS[k % 8], "linestyle": LINES[k % 8], "marker": MARKS[k % 8]}
 
 
 def series_of(names: Iterable[str]) -> dict[str, dict[str, Any]]:
@@ -86,7 +86,7 @@ def seeds(panel: Axes, x: float, values: Sequence[float], colour: Any) -> None:
 def span(own: Iterable[Interval], more: Iterable[float] = (), counts: Iterable[Mapping[str, float]] = ()) -> Span:
     """Limits with room for all intervals, `more`, and losses of n-grams with n >= 2: the axis of all panels of a page
     that show the same quantity."""
-    ends = [end for i in own for end in i.bounds if not np.isnan(end)] + list(more)
+    ends = [end for i in own for end in (i.mean, *i.bounds) if not np.isnan(end)] + list(more)
     ends += [loss for each in counts for n, loss in each.items() if n != "1"]
     room = 0.04 * (max(ends) - min(ends))
     return min(ends) - room, max(ends) + room
@@ -100,7 +100,7 @@ def level(panel: Axes, y: float, words: str, colour: str = MUTED) -> None:
     panel.text(0.01, y, words, ha="left", va="bottom", zorder=3, **look)
 
 
-def loss_axis(panel: Axes, what: str, unit: str, n: int, counts: Mapping[str, float], limits: Span) -> None:
+def loss_axis(panel: Axes, what: str, unit: str, n: int | str, counts: Mapping[str, float], limits: Span) -> None:
     """An axis of losses: of `what` text, per `unit`, over n seeds, with those of n-grams, n >= 2, for comparison.
 
     counts: n -> their loss, counted in as much text as the models train on.
@@ -116,9 +116,9 @@ def loss_axis(panel: Axes, what: str, unit: str, n: int, counts: Mapping[str, fl
     panel.grid(alpha=0.25)
 
 
-def losses(panel: Axes, p: Protocol, part: str, limits: Span) -> None:
-    """An axis of losses on a part of the text of a study."""
-    loss_axis(panel, _WORDS[part], p.unit, p.n, p.counts[part], limits)
+def losses(panel: Axes, p: Protocol, part: str, limits: Span, n: int | str | None = None) -> None:
+    """An axis of losses on a part of the text of a study. n: of seeds, if not as planned."""
+    loss_axis(panel, _WORDS[part], p.unit, p.n if n is None else n, p.counts[part], limits)
 
 
 def direct(panel: Axes, ends: Mapping[str, tuple[float, float]], looks: Looks) -> None:

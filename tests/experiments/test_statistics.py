@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from experiments.leak.published import claim_table, published, recompute
-from experiments.statistics import contrasts, holm, interval, paired
+from experiments.statistics import contrasts, equivalence, holm, interval, paired
 
 # R's data set `sleep`: extra hours of sleep of ten patients under two drugs.
 FIRST = dict(enumerate([0.7, -1.6, -0.2, -1.2, -0.1, 3.4, 3.7, 0.8, 0.0, 2.0]))
@@ -52,6 +52,46 @@ def test_all_contrasts_are_one_family():
     assert found["one"].difference == paired(SECOND, FIRST)
     tests = [found[key].difference.p for key in ("one", "other")]
     assert [found[key].p_holm for key in ("one", "other")] == holm(tests) != tests
+
+
+def test_equivalence_is_what_one_finds_by_hand():
+    """For two degrees of freedom, P(T < t) = (1 + t / sqrt(2 + t^2)) / 2. Mean 0.02, standard error 0.01 / sqrt(3)."""
+    difference = paired({1: 1.01, 2: 1.02, 3: 1.03}, dict.fromkeys((1, 2, 3), 1.0))
+    found = equivalence(difference, 0.05)  # t = 7 sqrt(3) and -3 sqrt(3): the latter is nearer
+    assert found.p == pytest.approx((1 - math.sqrt(27 / 29)) / 2)
+    half = math.sqrt(1.62 / 0.19) * 0.01 / math.sqrt(3)  # where P(T < t) = 0.95
+    assert (found.low, found.high) == pytest.approx((0.02 - half, 0.02 + half))
+    other = equivalence(paired(dict.fromkeys((1, 2, 3), 1.0), {1: 1.01, 2: 1.02, 3: 1.03}), 0.05)
+    assert other.p == pytest.approx(found.p)
+    assert not found.straddles(0.05)
+    assert not found.straddles(0.001)
+    assert all(found.straddles(margin) for margin in (0.01, 0.03))
+    constant = equivalence(paired({1: 1.0, 2: 1.0}, {1: 0.5, 2: 0.5}), 0.05)
+    assert math.isnan(constant.p)
+    assert not constant.straddles(0.5)
+
+
+def test_equivalence_errs_as_often_as_it_says():
+    """At the margin one time in twenty; in the middle nearly always; and p < 0.05 is an interval within the margin."""
+
+    def rejected(mean: float) -> float:
+        count = 0
+        for row in np.random.default_rng(0).normal(mean, 0.01, (2000, 5)):
+            found = equivalence(paired(dict(enumerate(row)), dict.fromkeys(range(5), 0.0)), 0.02)
+            assert (found.p < 0.05) == (found.low > -0.02 and found.high < 0.02)
+            count += found.p < 0.05
+        return count / 2000
+
+    assert rejected(0.02) == pytest.approx(0.05, abs=0.015)  # standard error 0.005
+    assert rejected(-0.02) == pytest.approx(0.05, abs=0.015)
+    assert rejected(0.0) > 0.9
+    assert rejected(0.04) == 0.0
+
+
+def test_without_common_seeds_there_is_no_test():
+    found = contrasts({"a": {1: 1.0, 2: 2.0}, "b": {3: 1.0}, "c": {1: 2.0, 2: 2.5}}, lambda key: "a")
+    assert found["b"].difference is None
+    assert found["c"].p_holm == found["c"].difference.p
 
 
 def test_the_published_statistics_of_the_fork_have_errors():

@@ -17,9 +17,9 @@ def panel():
 
 
 def test_series_differ_in_more_than_their_colour():
-    looks = [style.series(k) for k in range(6)]
+    looks = [style.series(k) for k in range(8)]
     for key in ("color", "linestyle", "marker"):
-        assert len({str(look[key]) for look in looks}) == 6
+        assert len({str(look[key]) for look in looks}) == 8
 
 
 def test_names_stand_in_the_order_of_their_ends_and_apart(panel):
