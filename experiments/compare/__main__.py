@@ -1,29 +1,45 @@
-"""Compares language models fairly: the same text in the same order; at equal steps, FLOPs or parameters."""
+"""Compares language models fairly: the same text in the same order; at equal steps, FLOPs, parameters or time.
+
+`--only` makes the trainings of some models; `--partial true` none, and shows what `readings` has.
+"""
 
 from pathlib import Path
 
-from experiments.compare.plan import CompareConfig, arms
-from experiments.compare.report import CompareProtocol, Comparison, Trained, draw, files, page
+from experiments.compare.figures import draw
+from experiments.compare.plan import ROWS, CompareConfig
+from experiments.compare.record import CompareProtocol, Comparison, Trained
+from experiments.compare.report import files, page
+from experiments.compare.trainings import Plan
 from experiments.cost import with_memory
 from experiments.jobs import at_work
 from experiments.measure import Measure
+from experiments.records import this_machine
 from experiments.study import Study
+from qkvflow.errors import UserError
 
 
 def make(config: CompareConfig, run_dir: Path) -> Comparison:
     text = config.text.prepare(run_dir / "texts")
-    planned = arms(config, text, run_dir)
-    costs = {}
+    plan, costs = Plan.of(config, text, run_dir), {}
     with at_work(run_dir) as terminal:
-        for arm in planned:
+        for arm in plan.arms:
             parameters = f"{arm.cost.parameters:,} parameters, {arm.cost.materialised:,} materialised"
             print(f"{arm.label}: {parameters}, {arm.flops:.3g} FLOPs", file=terminal)
-            path = run_dir / "costs" / f"{arm.what.system}-d{arm.what.width}.json"
-            costs[arm.label] = with_memory(arm.cost, arm.recipe, path)
-    results, selection = Measure(Trained, config, run_dir).search_and_report(planned)
-    steps, systems = planned[0].recipe.steps, {arm.what.system: config.systems[arm.what.system] for arm in planned}
-    protocol = CompareProtocol.of(config, text, planned[0].recipe, steps=steps, systems=systems)
-    return Comparison(protocol=protocol, costs=costs, results=results, selection=selection)
+        print(*plan.estimate(), sep="\n", file=terminal)
+        for arm in plan.arms:
+            path = config.kept_in(run_dir) / "costs" / f"{arm.what.system}-d{arm.what.width}.json"
+            is_shown = any(row in ROWS for row in arm.what.rows)
+            compiles = is_shown and not config.partial
+            costs[arm.label] = with_memory(arm.cost, arm.recipe, path, compiles) if is_shown else arm.cost
+    measure = Measure(Trained, config, run_dir, lambda *_: {"machine": str(this_machine())})
+    done = plan.carry_out(measure)
+    if not done.selection and not done.results:
+        raise UserError(
+            f"no training is done yet in {config.kept_in(run_dir)}: there is nothing to show. Run"
+            " without --partial, or name the folder by --readings"
+        )
+    protocol = CompareProtocol.of(config, text, plan.arms[0].recipe, steps=plan.arms[0].recipe.steps)
+    return Comparison(protocol=protocol, costs=costs, **vars(done))
 
 
 STUDY = Study("compare", CompareConfig, Comparison, make, page, files, draw)

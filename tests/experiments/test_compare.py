@@ -13,8 +13,9 @@ import yaml
 from support.studies import ABOUT, ORIGIN, ROOT, smoke
 
 from experiments.compare.__main__ import STUDY
-from experiments.compare.plan import CompareConfig, arms
-from experiments.compare.report import Comparison, by_row, files, losses, reached
+from experiments.compare.plan import CompareConfig, arms, recipes
+from experiments.compare.record import Comparison, by_row
+from experiments.compare.report import files, losses, reached
 from experiments.jobs import Job, reported, selection
 from experiments.records import read
 from experiments.statistics import holm, paired
@@ -121,8 +122,7 @@ def test_every_comparison_can_be(path, tmp_path):
     config.check()
     assert len(set(config.text.parts.values())) == 3
     text = Builtin().prepare(tmp_path / "texts")
-    for file in config.systems.values():
-        assert config.recipe(file, text, tmp_path).config.model.hidden_dim > 0
+    assert {recipe.config.model.hidden_dim > 0 for recipe in recipes(config, text, tmp_path).values()} == {True}
 
 
 @pytest.mark.slow

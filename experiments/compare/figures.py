@@ -1,0 +1,97 @@
+"""The figures of the comparison: losses while training and after it, against costs, in several widths; times."""
+
+from collections.abc import Callable, Iterator
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter
+
+from experiments import style
+from experiments.compare import widths
+from experiments.compare.plan import ROWS
+from experiments.compare.record import CompareProtocol, Comparison, Rows, by_row, each, seeds_of
+from experiments.lines import Line
+
+# Marks of rows that share a training overlap: later ones are larger and hollow.
+MARKERS = {
+    row: {"marker": marker, "markersize": size, "fillstyle": fill, "linestyle": "none"}
+    for row, marker, size, fill in zip(ROWS, "os^", (5, 8, 12), ("full", "none", "none"), strict=True)
+}
+
+
+def draw(record: Comparison) -> Iterator[style.Named]:
+    rows, looks = by_row(record), style.series_of(record.protocol.names)
+    if rows:  # there may be searched rates alone
+        yield "loss", _loss(record.protocol, rows, looks)
+        yield "efficiency", _efficiency(record.protocol, rows, looks)
+        yield "speed", _speed(rows, looks)
+    yield from widths.draw(record, looks)
+
+
+def _limits(p: CompareProtocol, rows: Rows) -> style.Span:
+    """Common limits of all axes of losses."""
+    first = [style.mean_curve([r.curve for r in line.trained])[1] for line in next(iter(rows.values())).values()]
+    own = [line.loss.mean for _, line in each(rows)] + [at for curve in first for at in curve]
+    return style.span(own, counts=p.counts.values())
+
+
+def _loss(p: CompareProtocol, rows: Rows, looks: style.Looks) -> Figure:
+    """Left: loss on the part `select` during training, in the first row. Right: reported losses in all rows."""
+    figure, ((left, right),) = style.panels(1, 2, (12, 5.2), sharey=True)
+    limits, (first, found) = _limits(p, rows), next(iter(rows.items()))
+    left.set(xlabel=f"steps of {p.tokens_per_step:,} tokens", title=f"while training, at {ROWS[first]}")
+    style.losses(left, p, "select", limits, seeds_of({first: found}))
+    style.curves(left, {name: style.mean_curve([r.curve for r in line.trained]) for name, line in found.items()}, looks)
+    aside = {row: 0.2 * (k - 1) for k, row in enumerate(ROWS)}
+    _points(right, rows, looks, lambda row, line: list(looks).index(line.what.system) + aside[row])
+    style.arms(right, list(looks))
+    right.set_title("reported, after training; 95 % intervals over seeds")
+    style.losses(right, p, "report", limits, seeds_of(rows))
+    _legend_of_rows(figure, rows)
+    return figure
+
+
+def _efficiency(p: CompareProtocol, rows: Rows, looks: style.Looks) -> Figure:
+    """Reported loss against trained parameters and against training FLOPs, in all rows."""
+    figure, (both,) = style.panels(1, 2, (12, 5.2), sharey=True)
+    across = {"trained parameters": lambda row, line: line.cost.parameters}
+    across |= {"FLOPs of the training": lambda row, line: line.flops}
+    for panel, (words, where) in zip(both, across.items(), strict=True):
+        _points(panel, rows, looks, where)
+        panel.set(xscale="log", xlabel=words)
+        panel.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        panel.xaxis.set_major_formatter(EngFormatter(sep=""))
+        panel.xaxis.set_minor_formatter(NullFormatter())
+        style.losses(panel, p, "report", _limits(p, rows), seeds_of(rows))
+    _legend_of_rows(figure, rows, looks)
+    return figure
+
+
+def _points(panel: Axes, rows: Rows, looks: style.Looks, where: Callable[[str, Line], float]) -> None:
+    for row, line in each(rows):
+        colour = looks[line.what.system]["color"]
+        style.points(panel, [where(row, line)], [line.loss.mean], color=colour, **MARKERS[row])
+
+
+def _legend_of_rows(figure: Figure, rows: Rows, looks: style.Looks | None = None) -> None:
+    """A legend below the panels, where it covers nothing."""
+    marks = [Line2D([], [], color=style.MUTED, label=f"at {ROWS[row]}", **MARKERS[row]) for row in rows]
+    colours = {name: look["color"] for name, look in (looks or {}).items()}
+    marks += [Line2D([], [], color=colour, marker="o", ls="none", label=name) for name, colour in colours.items()]
+    figure.legend(handles=marks, loc="outside lower center", ncols=3, fontsize=8)
+
+
+def _speed(rows: Rows, looks: style.Looks) -> Figure:
+    """Times of a step, one dot per seed: no intervals, since other work on the machine is not a random sample."""
+    figure, (across,) = style.panels(1, len(rows), (4 * len(rows), 4), sharey=True)
+    for panel, (row, found) in zip(across, rows.items(), strict=True):
+        for k, (system, line) in enumerate(found.items()):
+            times, colour = [1000 * r.seconds_per_step for r in line.trained], looks[system]["color"]
+            panel.plot([k - 0.3, k + 0.3], [min(times)] * 2, color=colour, linewidth=2)
+            style.seeds(panel, k, times, colour)
+        style.arms(panel, list(found), rotation=30)
+        panel.set_title(f"at {ROWS[row]}", fontsize=10)
+        panel.grid(axis="y", alpha=0.3)
+    across[0].set(ylabel="ms per training step: each seed, and the minimum", ylim=(0, None))
+    return figure

@@ -1,0 +1,106 @@
+"""What a comparison leaves: its trainings, what is missing, and the systems of each row side by side."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from experiments.compare.plan import ROWS, WIDTHS, CompareConfig, Variant
+from experiments.cost import Cost
+from experiments.lines import Line, lines
+from experiments.protocol import Protocol
+from experiments.records import Record, Training, by_seed
+from experiments.search import Tried, tried
+
+
+@dataclass(kw_only=True)
+class CompareProtocol(Protocol, CompareConfig):
+    """steps: of the reference."""
+
+    steps: int
+
+
+@dataclass(frozen=True)
+class Trained(Training, Variant):
+    """A training of a variant. machine: where it was reported from; empty if unknown."""
+
+    machine: str = ""
+
+
+Rows = Mapping[str, Mapping[str, Line]]  # row -> system -> its line
+Losses = Mapping[str, Mapping[int, float]]  # system -> seed -> reported loss
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison(Record):
+    """
+    Attributes:
+        costs: label of a variant -> its costs, with memory if it is in a row.
+        selection: trainings for the selection of learning rates. checks: of rates around the transferred ones.
+        progress: stage -> system -> (trainings that are done, all).
+    """
+
+    protocol: CompareProtocol
+    costs: dict[str, Cost]
+    results: list[Trained]
+    selection: list[Trained] = field(default_factory=list)
+    checks: list[Trained] = field(default_factory=list)
+    progress: dict[str, dict[str, tuple[int, int]]] = field(default_factory=dict)
+
+    def row(self, row: str) -> dict[str, list[Trained]]:
+        """The trainings of a row, of systems that have some."""
+        own = {name: [r for r in self.results if r.system == name and row in r.rows] for name in self.protocol.names}
+        return {name: found for name, found in own.items() if found}
+
+    def losses(self) -> Losses:
+        """Those of trainings with equal steps."""
+        return {name: by_seed(found) for name, found in self.row("iso_step").items()}
+
+    def cost(self, of: Trained) -> Cost:
+        return self.costs[f"{of.system}-d{of.width}-s{of.steps}"]
+
+    def by_width(self) -> dict[str, dict[int, dict[int, float]]]:
+        """system -> width -> seed -> reported loss."""
+        found: dict[str, dict[int, dict[int, float]]] = {}
+        for name, trained in self.row(WIDTHS).items():
+            for r in trained:
+                found.setdefault(name, {}).setdefault(r.width, {})[r.seed] = r.report_loss
+        return found
+
+    def tried(self) -> dict[str, Tried]:
+        """system -> the rates of its search."""
+        found = {name: tried(r for r in self.selection if r.system == name) for name in self.protocol.names}
+        return {name: rates for name, rates in found.items() if rates}
+
+
+def by_row(record: Comparison) -> Rows:
+    """The systems of a row are one family of tests."""
+    found = {}
+    for row in (row for row in ROWS if row in record.protocol.rows):
+        own = record.row(row)
+        costs = {name: record.cost(rs[0]) for name, rs in own.items()}
+        if own:
+            steps = {name: rs[0].steps for name, rs in own.items()}
+            found[row] = lines(own, record.protocol.reference, costs, steps)
+    return found
+
+
+def each(rows: Rows) -> list[tuple[str, Line]]:
+    return [(row, line) for row, found in rows.items() for line in found.values()]
+
+
+def seeds_of(rows: Rows) -> str:
+    """The number of seeds of all lines, or the smallest and the largest."""
+    numbers = sorted({line.loss.mean.n for _, line in each(rows)})
+    return " to ".join(map(str, dict.fromkeys([numbers[0], numbers[-1]])))
+
+
+def missing(progress: Mapping[str, Mapping[str, tuple[int, int]]]) -> str:
+    """What is missing, in words; empty if nothing is."""
+    stages = {stage: own for stage, own in progress.items() if any(done < all_ for done, all_ in own.values())}
+    if not stages:
+        return ""
+    done, planned = (sum(pair[k] for own in progress.values() for pair in own.values()) for k in (0, 1))
+    rest = "; ".join(
+        f"{stage}: {', '.join(f'{name} ({d} of {n})' for name, (d, n) in own.items() if d < n)}"
+        for stage, own in stages.items()
+    )
+    return f"**Not finished.** {done} of {planned} trainings are done; missing: {rest}."

@@ -1,0 +1,121 @@
+"""The trainings of a comparison, in an order in which those that are done make a page at any time."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from experiments.compare.contrasts import undecided
+from experiments.compare.plan import ROWS, WIDTHS, CompareConfig, Rates, arms, narrow, transferred
+from experiments.compare.record import Trained
+from experiments.jobs import Arm, Job, reported, selection
+from experiments.measure import Measure
+from experiments.records import by_seed
+from experiments.texts import Text
+
+SEARCH, CHECK, MORE = "search of rates", "check of the transfer", "more seeds"
+
+
+@dataclass
+class Done:
+    """The trainings that have records, and progress: stage -> system -> (done, all)."""
+
+    selection: list[Trained] = field(default_factory=list)
+    results: list[Trained] = field(default_factory=list)
+    checks: list[Trained] = field(default_factory=list)
+    progress: dict[str, dict[str, tuple[int, int]]] = field(default_factory=dict)
+
+    def count(self, stage: str, planned: Sequence[str], found: Sequence[Trained]) -> None:
+        """planned: the system of each training."""
+        done = [r.system for r in found]
+        of = {name: (done.count(name), planned.count(name)) for name in dict.fromkeys(planned)}
+        self.progress[stage] = {name: (d, max(d, n)) for name, (d, n) in of.items()}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """arms: all variants. search: those that select learning rates."""
+
+    config: CompareConfig
+    arms: list[Arm]
+    search: list[Arm]
+
+    @staticmethod
+    def of(config: CompareConfig, text: Text, run_dir: Path) -> "Plan":
+        own = arms(config, text, run_dir)
+        return Plan(config, own, own if config.search_width is None else narrow(config, text, run_dir))
+
+    def stages(self) -> dict[str, list[Arm]]:
+        """The variants, each in the first stage that needs it: equal steps, other widths, other rows."""
+        rows = [row for row in self.config.rows if row in ROWS]
+        order = [*sorted(rows, key=lambda row: row != "iso_step")[:1], WIDTHS, *rows]
+        found: dict[str, list[Arm]] = {}
+        for arm in sorted(self.arms, key=lambda arm: min(order.index(row) for row in arm.what.rows)):
+            row = min(arm.what.rows, key=order.index)
+            found.setdefault(f"width {arm.what.width}" if row == WIDTHS else ROWS[row], []).append(arm)
+        return found
+
+    def estimate(self) -> Iterator[str]:
+        """FLOPs of each stage, in words; without rates beyond the grid and more seeds."""
+        jobs = selection(self.search, self.config.learning_rates, self.config.selection_seeds)
+        work = {SEARCH: [job.arm.flops for job in jobs]}
+        work |= {stage: [arm.flops for arm in own for _ in self.config.seeds] for stage, own in self.stages().items()}
+        work[CHECK] = [arm.flops for arm, _ in self.checks()]
+        for stage, flops in work.items():
+            if flops:
+                yield f"{stage}: {len(flops)} trainings, {sum(flops):.3g} FLOPs"
+        yield f"all: {sum(map(len, work.values()))} trainings, {sum(map(sum, work.values())):.3g} FLOPs"
+
+    def checks(self) -> list[tuple[Arm, float]]:
+        """Arms with equal steps, and factors of their rates."""
+        check = self.config.check_rates
+        if check is None:
+            return []
+        own = [arm for arm in self.arms if "iso_step" in arm.what.rows and arm.what.system in check.arms]
+        return [(arm, factor) for arm in own for factor in check.factors]
+
+    def carry_out(self, measure: Measure[Trained]) -> Done:
+        """Makes the trainings that the configuration says, and reads all that are there.
+
+        Raises:
+            UserError: a model sees the future, or an existing run has other settings.
+        """
+        config, done = self.config, Done()
+
+        def trains(job: Job) -> bool:
+            return not config.partial and (config.only is None or job.arm.what.system in config.only)
+
+        def report(stage: str, own: Sequence[Arm], seeds: Sequence[int]) -> None:
+            jobs = reported([arm for arm in own if arm.group in rates], seeds, rates)
+            found = [r for _, r in measure.those(jobs, trains)]
+            done.results += found
+            done.count(stage, [arm.what.system for arm in own for _ in seeds], found)
+
+        done.selection, chosen = measure.search(self.search, config.beyond_grid, trains)
+        grid = selection(self.search, config.learning_rates, config.selection_seeds)
+        done.count(SEARCH, [job.arm.what.system for job in grid], done.selection)
+        rates = transferred(config, self.arms, chosen)
+        (first, own), *others = self.stages().items()
+        report(first, own, config.seeds)
+        self._check(measure, done, rates, trains)
+        straddling = self._straddling(done) if config.more_seeds else set()
+        if straddling:
+            report(MORE, [arm for arm in own if arm.what.system in straddling], config.more_seeds)
+        for stage, own in others:
+            report(stage, own, config.seeds)
+        return done
+
+    def _check(self, measure: Measure[Trained], done: Done, rates: Rates, trains) -> None:
+        seed = self.config.selection_seeds[0]
+        jobs = [
+            Job.of(arm, seed, float(f"{rates[arm.group] * factor:.3g}"), is_reported=False)
+            for arm, factor in self.checks()
+            if arm.group in rates
+        ]
+        done.checks = [r for _, r in measure.those(jobs, trains, "to check rates by")]
+        if self.checks():
+            done.count(CHECK, [arm.what.system for arm, _ in self.checks()], done.checks)
+
+    def _straddling(self, done: Done) -> set[str]:
+        """The systems of contrasts that the first seeds leave open."""
+        losses = {name: by_seed(r for r in done.results if r.system == name) for name in self.config.names}
+        return {name for pair in undecided(self.config, losses) for name in pair}

@@ -1,0 +1,276 @@
+"""What a comparison says: one family of contrasts with verdicts, laws in the width, times; whole or in part."""
+
+import math
+import re
+
+import numpy as np
+import pytest
+from support.studies import ABOUT, COUNTS, ORIGIN, refuse_work
+
+from experiments.compare import clock, contrasts, widths
+from experiments.compare.__main__ import STUDY
+from experiments.compare.plan import CompareConfig, arms, narrow, transferred
+from experiments.compare.record import Comparison, missing
+from experiments.compare.report import files, losses
+from experiments.compare.trainings import Plan
+from experiments.config import OutputConfig
+from experiments.records import read
+from experiments.statistics import equivalence, holm, paired
+from experiments.study import FOLDER
+from qkvflow.cli import parse
+from qkvflow.errors import UserError
+
+SEEDS, MORE = [1, 2, 3, 4, 5], [7, 8]
+NOISE = dict(zip([*SEEDS, *MORE], (0.0, 0.05, 0.1, -0.05, 0.02, 0.01, 0.03), strict=True))
+# Of each system: its loss above that of `a`, and what is its own in each seed.
+SHIFTS = {"a": 0.0, "same": 0.0, "little": 0.01, "far": 0.2, "open": 0.02}
+OWN = {"a": 0.0, "same": 0.002, "little": 0.001, "far": 0.004, "open": 0.03}
+PAIRS = [[name, "a"] for name in ("same", "little", "far", "open")]
+
+
+def loss_of(name: str, seed: int, width: int = 32) -> float:
+    own = OWN[name] * math.sin(11 * seed + 3 * len(name))
+    return 2.0 + SHIFTS[name] + NOISE[seed] + own - 0.1 * math.log2(width / 32)
+
+
+def training(name: str, seed: int, width: int = 32, **more) -> dict:
+    loss, rows = loss_of(name, seed, width), ["iso_step", "widths"] if width == 32 else ["widths"]
+    curve = [(5, loss + 1.0), (10, loss)]
+    found = {"system": name, "seed": seed, "width": width, "steps": 10, "rows": rows, "curve": curve}
+    found |= {"learning_rate": 1e-3, "select_loss": loss, "report_loss": loss, "machine": "m"}
+    return found | {"seconds_per_step": 0.2 if name == "far" else 0.05 if name == "open" else 0.1} | more
+
+
+def record(results: list[dict] | None = None, progress=None, **keys) -> Comparison:
+    names = list(SHIFTS)
+    if results is None:
+        results = [training(name, seed, width) for width in (32, 16, 64) for seed in SEEDS for name in names]
+    searched = [
+        {"system": name, "seed": 9, "width": 16, "steps": 10, "rows": [], "learning_rate": rate, "select_loss": loss}
+        for name in names
+        for rate, loss in ((1e-3, 2.5), (2e-3, 2.4), (4e-3, 2.3 if name == "far" else 2.6))
+    ]
+    checks = [one | {"width": 32, "learning_rate": 0.7 * one["learning_rate"]} for one in searched[:3]]
+    cost = {"parameters": 1e6, "materialised": 1e6, "evaluations": 6, "flops": 1e9, "tokens": 512}
+    protocol = {"arms": {name: {} for name in names}, "reference": "a", "rows": ["iso_step", "iso_time"], "steps": 10}
+    protocol |= {"seeds": SEEDS, "more_seeds": MORE, "contrasts": PAIRS, "widths": [16, 32, 64], "ngrams": 2}
+    protocol |= {"search_width": 16, "learning_rates": [1e-3, 2e-3, 4e-3], "selection_seeds": [9]}
+    protocol |= {"check_rates": {"arms": ["a"], "factors": [0.5, 1, 2]}, "margin": 0.02}
+    protocol |= {"published": {"about": "Invented.", "losses": {"same": 1.25}}, **keys}
+    costs = {f"{name}-d{width}-s10": cost for name in names for width in (16, 32, 64)}
+    found = {"protocol": protocol | ABOUT, "costs": costs, "results": results, "selection": searched, "checks": checks}
+    return read(Comparison, found | {"progress": progress or {}} | ORIGIN)
+
+
+def test_each_contrast_has_two_corrected_tests_and_a_verdict():
+    found = contrasts.tests(record().protocol, record().losses())
+    verdicts = {each.arm: each.verdict for each in found}
+    assert verdicts["little"] == "different but within the margin"
+    assert (verdicts["same"], verdicts["far"], verdicts["open"]) == ("equivalent", "different", "neither")
+    own = {name: {seed: loss_of(name, seed) for seed in SEEDS} for name in SHIFTS}
+    differences = [paired(own[arm], own["a"]) for arm, _ in PAIRS]
+    assert [each.p_holm for each in found] == holm([d.p for d in differences])
+    assert [each.p_within for each in found] == holm([equivalence(d, 0.02).p for d in differences])
+
+
+def test_only_open_contrasts_ask_for_more_seeds_and_only_when_the_first_are_there():
+    own = {name: {seed: loss_of(name, seed) for seed in SEEDS} for name in SHIFTS}
+    config = CompareConfig(seeds=SEEDS, contrasts=[tuple(pair) for pair in PAIRS], margin=0.02)
+    assert contrasts.undecided(config, own) == [("open", "a")]
+    more = {name: values | {7: 0.0} for name, values in own.items()}
+    assert contrasts.undecided(config, more) == [("open", "a")], "it depends on the first seeds alone"
+    assert contrasts.undecided(config, own | {"open": {1: 2.0, 2: 2.1}}) == []
+    assert contrasts.undecided(config, {name: own[name] for name in ("a", "same")}) == []
+
+
+def test_more_seeds_are_marked_and_said():
+    results = [training(name, seed) for seed in SEEDS for name in SHIFTS]
+    results += [training(name, seed) for seed in MORE for name in ("a", "open")]
+    text = STUDY.filled_page(record(results))
+    assert "| open - a | 7 * |" in text
+    assert "| same - a | 5 |" in text
+    assert "so that their p are not exact" in text
+    assert "## At the same number of steps (n = 5 to 7)" in text
+    assert "| model | width | trained | materialised | steps | FLOPs | rate | n | loss |" in text
+
+
+def test_a_page_in_part_has_its_own_n_and_the_whole_family():
+    """`far` has one seed, `open` none: the p of the others are corrected for all four contrasts."""
+    progress = {"the same number of steps": {"a": (2, 2), "far": (1, 2), "open": (0, 2)}, "width 16": {"a": (0, 2)}}
+    results = [training(name, seed) for name in ("a", "same", "little") for seed in (1, 2)] + [training("far", 1)]
+    own = record(results, progress, seeds=[1, 2])
+    found = {each.arm: each for each in contrasts.tests(own.protocol, own.losses())}
+    assert found["far"].difference is found["open"].difference is None
+    assert found["open"].verdict.startswith("not tested")
+    tests = sorted(found[name].difference.p for name in ("same", "little"))
+    assert min(found[name].p_holm for name in ("same", "little")) == pytest.approx(min(1.0, 4 * tests[0]))
+    text = STUDY.filled_page(own)
+    rest = "the same number of steps: far (1 of 2), open (0 of 2); width 16: a (0 of 2)."
+    assert f"**Not finished.** 3 of 8 trainings are done; missing: {rest}" in text
+    assert re.search(r"\| far \| 32 .* \| 1 \| 2\.2\d\d \| nan \| 0\.2\d\d \| - \|", text)
+    assert "| open | 32" not in text
+    assert "Losses in" not in text, "one width is no law"
+    assert [name for name, _ in STUDY.figures(own)] == ["loss", "efficiency", "speed"]
+
+
+def test_searched_rates_alone_make_a_page():
+    own = record([], {"search of rates": {"a": (3, 3)}, "width 32": {"a": (0, 5)}})
+    text = STUDY.filled_page(own)
+    assert "None yet." in text
+    assert "| far | 2.500 | 2.400 | 2.300 | 0.004 | no |" in text
+    assert list(STUDY.figures(own)) == []
+    assert set(files(own)) == {"contrasts.csv", "rates.csv"}
+
+
+def test_the_law_is_fitted_for_each_seed():
+    """loss = 2 - 0.1 log2(width / 32), a straight line; bent by what is added in the middle."""
+    found = widths.law({w: {seed: loss_of("far", seed, w) for seed in SEEDS} for w in (16, 32, 64)})
+    assert found.slope.mean == pytest.approx(0.1)
+    assert found.slope.half == pytest.approx(0.0, abs=1e-9)
+    assert found.bend.mean == pytest.approx(0.0, abs=1e-9)
+    assert found.losses[64].n == 5
+    bent = {w: {seed: 2.0 + 0.03 * (w == 32) - 0.01 * seed * math.log2(w) for seed in (1, 2, 3)} for w in (16, 32, 64)}
+    found = widths.law(bent)
+    assert found.slopes == pytest.approx({1: 0.01, 2: 0.02, 3: 0.03})
+    assert found.bend.mean == pytest.approx(0.03)
+    assert widths.law({16: bent[16], 64: bent[64]}).bend is None
+    assert widths.law({16: bent[16]}) is widths.law({}) is widths.law({16: {1: 2.0}, 32: {2: 2.0}}) is None
+    uneven = widths.law(bent | {64: {1: bent[64][1], 9: 0.0}})
+    assert list(uneven.slopes) == [1], "seeds that not all widths have do not count"
+
+
+def test_what_was_reached_when_the_time_of_the_reference_is_over():
+    """`far` takes twice the time of a step, and is at 5 of 10 steps; `open` half of it, and has finished."""
+    own = record()
+    found = clock.at_time(own)
+    assert (found["far"].steps, found["far"].share, found["open"].share) == (5.0, 0.5, 1.0)
+    assert found["far"].loss.mean == pytest.approx(np.mean([loss_of("far", seed) for seed in SEEDS]) + 1.0)
+    assert found["far"].difference.n == 5
+    assert found["a"].difference is None
+    machines = {"a": "m", "far": "n"}
+    elsewhere = [training(name, seed, machine=machine) for name, machine in machines.items() for seed in SEEDS]
+    assert list(clock.at_time(record(elsewhere))) == ["a"], "times of two machines are not compared"
+
+
+def test_tables_and_figures_come_from_the_record_alone():
+    own = record()
+    text = STUDY.filled_page(own)
+    (_, _, table), *_ = losses(own)
+    assert "p (Holm)" not in table.head, "the contrasts are the only family"
+    assert "p: only of the contrasts" in text
+    assert f"2-grams counted in as much text reach {COUNTS['2']:.3f}" in text
+    assert len(re.findall(r"^\| \w+ \| 5 \| 2.* \| no \|$", text, re.MULTILINE)) == 5
+    assert "| same | 1.250 | 2.0" in text
+    assert "Still at an edge" not in text
+    assert "| far | 2.500 | 2.400 | 2.300 | 0.004 | no |" in text
+    assert "## Losses in 3 widths" in text
+    assert "## At the same wall-clock time" in text
+    made = files(own)
+    assert set(made) == {
+        "table.tex",
+        *(f"{n}.csv" for n in ("summary", "runs", "contrasts", "widths", "rates", "time")),
+    }
+    assert len(made["contrasts.csv"].rows) == 4
+    assert "p_holm" not in made["summary.csv"].head
+    assert [name for name, _ in STUDY.figures(own)] == ["loss", "efficiency", "speed", "widths"]
+    assert missing({"one": {"a": (2, 2)}}) == ""
+
+
+SMOKE = str(FOLDER / "compare" / "smoke_all.yaml")
+
+
+def everything(**changes) -> CompareConfig:
+    words = [word for key, value in changes.items() for word in (f"--{key}", value)]
+    return parse(CompareConfig, ["--config_path", SMOKE, *words])[0]
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("contrasts", '[["basis_3", "standard"]]', "`contrasts` has basis_3. Choices: standard, basis_2"),
+        ("contrasts", '[["standard", "standard"]]', "no pair of two systems"),
+        ("contrasts", '[["basis_2", "standard"], ["basis_2", "standard"]]', "or there twice"),
+        ("contrasts", "[]", "`more_seeds` is for systems of `contrasts`"),
+        ("more_seeds", "[1]", "`more_seeds` must be others"),
+        ("learning_rates", "[0.001]", "for a grid that can grow at `search_width`"),
+        ("rows", "[iso_flop]", "`rows` must have iso_step"),
+        ("rows", "[iso_money]", "Choices: iso_step"),
+        ("check_rates", '{"arms": ["basis_3"]}', r"`check_rates\.arms` has basis_3"),
+        ("check_rates", '{"arms": ["standard"], "factors": [1.0]}', "must be positive, 1 and others"),
+        ("only", "[basis_3]", "`only` has basis_3"),
+        ("published", '{"about": "x", "losses": {"nothing": 1.0}}', r"`published\.losses` has nothing"),
+        ("arms", '{"standard": {}, "basis_2": {}}', "share the name standard"),
+    ],
+)
+def test_what_cannot_be_said_is_refused_before_any_work(key, value, message):
+    with pytest.raises(UserError, match=message):
+        everything(**{key: value}).check()
+
+
+def test_so_is_a_margin_that_is_none_and_a_width_that_is_missing(tmp_path):
+    for margin in ("0", "-0.1"):
+        with pytest.raises(UserError, match="`margin` must be above 0"):
+            everything(margin=margin)
+    config = everything(widths="[16, 48]")
+    config.check()
+    with pytest.raises(UserError, match=r"`widths` is \[16, 48\].* \[32\]: add it"):
+        arms(config, config.text.prepare(tmp_path), tmp_path)
+    config = everything(arms='{"other": {"model": {"nonsense": 1}}}', contrasts="[]", more_seeds="[]")
+    with pytest.raises(UserError, match=r"arms\.other: .*nonsense"):
+        arms(config, config.text.prepare(tmp_path), tmp_path)
+
+
+def test_trainings_are_in_an_order_in_which_the_page_grows(tmp_path):
+    config = everything(rows="[iso_flop, iso_step, iso_parameter]", widths="[16, 32, 48]")
+    text = config.text.prepare(tmp_path)
+    plan = Plan.of(config, text, tmp_path)
+    stages = plan.stages()
+    assert [*stages][:3] == ["the same number of steps", "width 16", "width 48"]
+    assert [arm.what.system for arm in stages["the same number of steps"]] == ["standard", "basis_2"]
+    assert sum(map(len, stages.values())) == len(plan.arms) == len({arm.label for arm in plan.arms})
+    assert {arm.what.width for arm in plan.search} == {16}
+    words = list(plan.estimate())
+    assert words[0].startswith("search of rates: 4 trainings")
+    assert words[-1].startswith("all: ")
+
+
+def test_rates_are_transferred_by_the_rule(tmp_path):
+    config = everything()
+    text = config.text.prepare(tmp_path)
+    own = arms(config, text, tmp_path)
+    rates = transferred(config, own, {("standard", 16): 2e-3})
+    assert rates == {("standard", 16): 2e-3, ("standard", 32): 0.00141}
+    assert [arm.recipe.config.model.hidden_dim for arm in narrow(config, text, tmp_path)] == [16, 16]
+
+
+@pytest.mark.slow
+def test_smoke_in_parts_is_the_whole(tmp_path, monkeypatch):
+    """One system, then the page of that, then the rest; and with the readings alone the same page again."""
+
+    def run(**changes) -> Comparison:
+        words = {"readings": str(tmp_path / "kept"), "run_dir": str(tmp_path / "runs"), **changes}
+        return STUDY.carry_out(everything(**words))
+
+    with pytest.raises(UserError, match="no training is done yet"):
+        run(partial="true")
+    one = run(only="[standard]")
+    assert {r.system for r in one.results} == {"standard"}
+    assert missing(one.progress)
+    page = tmp_path / "runs" / "results" / "results.md"
+    assert "**Not finished.**" in page.read_text()
+    whole = run()
+    assert missing(whole.progress) == ""
+    assert len(whole.selection) >= 4
+    assert len(whole.checks) == 2
+    assert {r.width for r in whole.results} == {16, 32}
+    assert {r.seed for r in whole.results} >= {1, 2}
+    assert all(r.machine for r in whole.results)
+    text = page.read_text()
+    refuse_work(monkeypatch)
+    again = run(partial="true", run_dir=str(tmp_path / "other"))
+    assert again.results == whole.results
+    other = (tmp_path / "other" / "results" / "results.md").read_text()
+    where = [line for line in text.splitlines() if "Command:" in line]
+    assert [a for a, b in zip(other.splitlines(), text.splitlines(), strict=True) if a != b and b not in where] == []
+    STUDY.carry_out(OutputConfig(output=str(tmp_path / "other" / "results"), redraw=True))
+    assert (tmp_path / "other" / "results" / "results.md").read_text() == other
