@@ -29,7 +29,7 @@ def make(config: CompareConfig, run_dir: Path) -> Comparison:
         for arm in plan.arms:
             path = config.kept_in(run_dir) / "costs" / f"{arm.what.system}-d{arm.what.width}.json"
             is_shown = any(row in ROWS for row in arm.what.rows)
-            compiles = is_shown and not config.partial
+            compiles = config.trains(arm.what.system)
             costs[arm.label] = with_memory(arm.cost, arm.recipe, path, compiles) if is_shown else arm.cost
     measure = Measure(Trained, config, run_dir, lambda *_: {"machine": str(this_machine())})
     done = plan.carry_out(measure)

@@ -84,6 +84,10 @@ class CompareConfig(SearchConfig):
         """All systems, the reference first."""
         return list(dict.fromkeys([self.reference, *self.systems, *self.arms]))
 
+    def trains(self, system: str) -> bool:
+        """Whether its trainings are made now."""
+        return not self.partial and (self.only is None or system in self.only)
+
     def check(self) -> None:
         super().check()
         known = [*self.systems, *self.arms]

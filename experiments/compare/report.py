@@ -39,7 +39,9 @@ def page(record: Comparison) -> Mapping[str, object]:
         "tokens": p.steps * p.tokens_per_step,
         "read": _read(record),
         "rates": p.about_search if p.search_width else p.about_rates("each model in each size"),
-        "tests": "p is Holm-corrected over the models of a row" if not p.contrasts else "p: only of the contrasts",
+        "tests": "p is Holm-corrected over the models of a row"
+        if not p.contrasts
+        else "the only tests are those of the contrasts",
         "same": SAME_FLOPS,
         "contrasts": contrasts.section(record) + _published(record) + _against_counts(record),
         "losses": "\n\n".join(found) or "None yet.",

@@ -82,7 +82,7 @@ class Plan:
         config, done = self.config, Done()
 
         def trains(job: Job) -> bool:
-            return not config.partial and (config.only is None or job.arm.what.system in config.only)
+            return config.trains(job.arm.what.system)
 
         def report(stage: str, own: Sequence[Arm], seeds: Sequence[int]) -> None:
             jobs = reported([arm for arm in own if arm.group in rates], seeds, rates)

@@ -157,7 +157,7 @@ def test_tables_and_figures_come_from_the_record_alone():
     text = STUDY.filled_page(own)
     (_, _, table), *_ = losses(own)
     assert "p (Holm)" not in table.head, "the contrasts are the only family"
-    assert "p: only of the contrasts" in text
+    assert "the only tests are those of the contrasts" in text
     assert f"2-grams counted in as much text reach {COUNTS['2']:.3f}" in text
     assert len(re.findall(r"^\| \w+ \| 5 \| 2.* \| no \|$", text, re.MULTILINE)) == 5
     assert "| same | 1.250 | 2.0" in text

@@ -1,5 +1,6 @@
 """The study of continuity: arms in two widths, costs where depth grows, its rule; tables from the record alone."""
 
+import json
 import math
 
 import pytest
@@ -8,8 +9,12 @@ from support.studies import ABOUT, COUNTS, ORIGIN, refuse_work, smoke
 from experiments.continuity.__main__ import STUDY
 from experiments.continuity.plan import ContinuityConfig, arms
 from experiments.continuity.report import Continuity, share_of_flops, worst
+from experiments.jobs import Job
 from experiments.records import read
 from experiments.statistics import holm, paired
+from experiments.study import FOLDER
+from experiments.texts import Builtin
+from qkvflow.cli import parse
 from qkvflow.errors import UserError
 
 
@@ -29,6 +34,20 @@ def test_rates_are_searched_in_a_smaller_width_and_transferred(planned):
     assert own["generated_range"].recipe.config.optimizer.generated_scale == "sum_e"
     assert own["per_layer"].flow is None
     assert own["basis_2"].flow.places == [("euler", 2), ("euler", 4), ("euler", 8), ("rk4", 4)]
+
+
+def test_committed_readings_are_those_of_the_yaml(tmp_path):
+    """They are found again by what determined their trainings, whatever has changed in the code."""
+    config = parse(ContinuityConfig, ["--config_path", str(FOLDER / "continuity" / "wikitext2.yaml")])[0]
+    kept = [json.loads(path.read_text()) for path in sorted((FOLDER / "continuity" / "readings").glob("*.json"))]
+    config.only = list(dict.fromkeys(one["found"]["arm"] for one in kept))
+    text = Builtin().prepare(tmp_path)  # which text it is, is not part of a recipe
+    known = [*arms(config, text, tmp_path), *arms(config, text, tmp_path, dict.fromkeys(config.only, 1e-3))]
+    of = {(arm.what.arm, arm.what.width): arm for arm in known}
+    for found, asked in ((one["found"], one["asked"]) for one in kept):
+        job = Job.of(of[found["arm"], found["width"]], found["seed"], found["learning_rate"])
+        assert job.recipe.digest() == asked["recipe"], job.name
+    assert kept
 
 
 def test_steps_cost_what_their_stage_costs(planned):
