@@ -44,7 +44,7 @@ def decode(cls: type[T], raw: Any, path: str = "") -> T:
         return _decode_typed(cls, raw, path)
     origin = typing.get_origin(cls) or cls
     if cls is Any or isinstance(cls, TypeVar):
-        return plain(raw)
+        return _anything(raw)
     if origin in (typing.Union, types.UnionType):
         return _decode_union(cls, raw, path)
     if origin is typing.Literal:
@@ -196,6 +196,15 @@ def _decode_typed(cls: Any, raw: Typed, path: str) -> Any:
             if isinstance(value, dict | list):
                 raise
     return decode(texts[0], raw.as_text, path)
+
+
+def _anything(raw: Any) -> Any:
+    """Plain data; values of the command line as YAML reads them, at any depth."""
+    if isinstance(raw, Typed):
+        return _anything(raw.value)
+    if isinstance(raw, dict):
+        return {plain(key): _anything(value) for key, value in raw.items()}
+    return [_anything(item) for item in raw] if isinstance(raw, list) else plain(raw)
 
 
 def _text(raw: Any) -> Any:

@@ -17,6 +17,7 @@ from experiments.config import OutputConfig
 from experiments.records import read
 from experiments.statistics import equivalence, holm, paired
 from experiments.study import FOLDER
+from experiments.texts import WikiText2
 from qkvflow.cli import parse
 from qkvflow.errors import UserError
 
@@ -218,6 +219,20 @@ def test_so_is_a_margin_that_is_none_and_a_width_that_is_missing(tmp_path):
     config = everything(arms='{"other": {"model": {"nonsense": 1}}}', contrasts="[]", more_seeds="[]")
     with pytest.raises(UserError, match=r"arms\.other: .*nonsense"):
         arms(config, config.text.prepare(tmp_path), tmp_path)
+
+
+def test_overrides_of_the_command_line_are_plain_values():
+    """They are part of recipes, which are hashed as JSON; and the text can be another one."""
+    text = '{"type": "wikitext2", "folder": "f"}'
+    config = everything(
+        **{"overrides.trainer.num_train_steps": "7", "overrides.model.block.form": "split", "text": text}
+    )
+    assert config.overrides["trainer"] == {"num_train_steps": 7}
+    assert type(config.overrides["trainer"]["num_train_steps"]) is int
+    assert config.overrides["model"] == {"hidden_dim": 32, "max_seq_len": 32, "depth": {"steps": 2}} | {
+        "block": {"form": "split"}
+    }
+    assert config.text == WikiText2("f")
 
 
 def test_trainings_are_in_an_order_in_which_the_page_grows(tmp_path):
