@@ -23,7 +23,7 @@ def make(config: ContinuityConfig, run_dir: Path) -> Continuity:
         costs = {a.what.arm: with_memory(a.cost, a.recipe, run_dir / "costs" / f"{a.label}.json") for a in own}
     results = measure.all(reported(own, config.seeds))
     longest = max((arm.recipe for arm in own), key=lambda recipe: recipe.steps)
-    protocol = ContinuityProtocol.of(config, text, longest, steps=longest.steps, read_at=config.places)
+    protocol = ContinuityProtocol.of(config, text, longest, steps=longest.steps, read_at=config.steps_read)
     return Continuity(protocol=protocol, costs=costs, results=results, selection=selection)
 
 

@@ -26,7 +26,7 @@ class ContinuityConfig(SearchConfig):
         only: names of arms; others are left out. Finished results stay in `readings`.
         panels: title -> arms that are drawn together.
         layers: L, the steps at which all arms are evaluated.
-        depths: other numbers of steps; null: all from 2 to 4 L.
+        depths: other numbers of steps, each with the arm's own solver; null: all from 2 to 4 L.
         read_batches: number of batches of the part `report` for these evaluations; null: `report_batches`.
     """
 
@@ -46,10 +46,14 @@ class ContinuityConfig(SearchConfig):
         return list(self.arms) if self.only is None else self.only
 
     @property
-    def places(self) -> list[Place]:
-        """Where flows are evaluated: with Euler at all depths, and with RK4."""
+    def steps_read(self) -> list[int]:
+        """The numbers of steps at which flows are evaluated."""
         steps = range(2, 4 * self.layers + 1) if self.depths is None else self.depths
-        return [*(("euler", n) for n in sorted({*steps, self.layers})), ("rk4", self.layers)]
+        return sorted({*steps, self.layers})
+
+    def places(self, solver: str) -> list[Place]:
+        """Where a flow is evaluated: with its own solver at all depths, and with RK4."""
+        return [*((solver, n) for n in self.steps_read), *([] if solver == "rk4" else [("rk4", self.layers)])]
 
     def check(self) -> None:
         super().check()
@@ -63,18 +67,19 @@ class ContinuityConfig(SearchConfig):
 
 @dataclass(frozen=True)
 class Named:
-    """arm: its name. width: `hidden_dim`."""
+    """arm: its name. width: `hidden_dim`. solver: of its steps."""
 
     arm: str
     width: int
+    solver: str
 
 
 Rates = Mapping[Hashable, float]
 
 
 def arms(config: ContinuityConfig, text: Text, run_dir: Path, rates: Rates | None = None) -> list[Arm]:
-    """The arms at their own width, with learning rates derived from those of the search; without `rates`, the arms of
-    the search.
+    """The arms at their own width, with learning rates derived from those of the search, or their own without a
+    search; without `rates`, the arms of the search.
 
     Raises:
         UserError: a configuration cannot be read, or does not have `layers` steps.
@@ -88,12 +93,16 @@ def arms(config: ContinuityConfig, text: Text, run_dir: Path, rates: Rates | Non
             width = config.search_width or width
             recipe = recipe.but({"model": {"hidden_dim": width}})
         else:
-            recipe = recipe.but({"optimizer": {"learning_rate": config.transferred(rates[name], width)}})
-        steps = recipe.config.model.depth.reading_steps
-        if steps != config.layers:
-            raise UserError(f"arms.{name} is read with {steps} steps, but `layers` is {config.layers}: make them equal")
-        flow = Places(config.places, config.read_batches) if recipe.is_flow else None
-        what = {"what": Named(name, width), "flow": flow}
+            if name in rates:
+                recipe = recipe.but({"optimizer": {"learning_rate": config.transferred(rates[name], width)}})
+        depth = recipe.config.model.depth
+        if depth.reading_steps != config.layers:
+            raise UserError(
+                f"arms.{name} is read with {depth.reading_steps} steps, but `layers` is {config.layers}: make them"
+                " equal"
+            )
+        flow = Places(config.places(depth.solver), config.read_batches) if recipe.is_flow else None
+        what = {"what": Named(name, width, depth.solver), "flow": flow}
         cost = cost_of(recipe)
         found.append(Arm(label=f"{name}-d{width}", recipe=recipe, cost=cost, text=text, shares_rate=name, **what))
     return found

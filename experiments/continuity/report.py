@@ -23,15 +23,15 @@ UPWARDS, AROUND = 0.02, 0.05  # nats by which the loss of a flow may change, fro
 
 @dataclass(kw_only=True)
 class ContinuityProtocol(Protocol, ContinuityConfig):
-    """steps: of trainings. read_at: places of the evaluations."""
+    """steps: of trainings. read_at: numbers of steps of the evaluations."""
 
     steps: int
-    read_at: list[Place]
+    read_at: list[int]
 
     @property
-    def own(self) -> Place:
-        """The place of training."""
-        return "euler", self.layers
+    def rk4(self) -> Place:
+        """The evaluation by another method, with L steps."""
+        return "rk4", self.layers
 
 
 @dataclass(frozen=True)
@@ -59,13 +59,21 @@ class Continuity(Record):
         """The arms that are evaluated at other depths."""
         return [arm for arm in self.costs if self.of(arm=arm)[0].readings]
 
+    def at(self, arm: str, steps: int) -> Place:
+        """So many steps of the arm's own solver."""
+        return self.of(arm=arm)[0].solver, steps
+
+    def places(self, arm: str, least: float = 0) -> list[Place]:
+        """Where the arm is evaluated with its own solver, with at least so many steps."""
+        return [self.at(arm, steps) for steps in self.protocol.read_at if steps >= least]
+
     def loss(self, arm: str, place: Place) -> Interval:
         """The loss at that place."""
         return interval([r.at(place).loss for r in self.of(arm=arm)])
 
     def change(self, arm: str, place: Place) -> Interval:
         """Loss at that place minus loss at the place of training, paired by seed."""
-        own = self.protocol.own
+        own = self.at(arm, self.protocol.layers)
         return interval([r.at(place).loss - r.at(own).loss for r in self.of(arm=arm)])
 
 
@@ -89,31 +97,32 @@ def page(record: Continuity) -> Mapping[str, object]:
 
     work = {f"FLOPs to the loss of {p.reference}": lambda line: to_reference(line.what.arm)}
     columns = known("trained", "rate", "FLOPs"), against(p.reference), work, known("ms per step", "peak MiB")
-    places = [[arm, *(f"{record.loss(arm, place).mean:.3f}" for place in p.read_at)] for arm in record.flows]
+    places = {arm: [*record.places(arm), p.rk4] for arm in record.flows}
+    rows = [[arm, own[0][0], *(f"{record.loss(arm, place).mean:.3f}" for place in own)] for arm, own in places.items()]
     return {
-        "edges": about_edges(found),
+        "rates": f"{p.about_search}. {about_edges(found)}" if record.selection else f"{p.about_rates('each arm')}.",
         "missing": ", ".join(sorted(set(p.arms) - set(record.costs))) or "none",
         "losses": table("arm", record.lines, *columns),
         "upwards": UPWARDS,
         "around": AROUND,
         "verdicts": _verdicts(record),
-        "readings": Table(["arm", *(f"{solver} {steps}" for solver, steps in p.read_at)], places),
+        "readings": Table(["arm", "solver", *map(str, p.read_at), f"RK4 {p.layers}"], rows),
     }
 
 
-def worst(record: Continuity, arm: str, least: float, solvers: Sequence[str]) -> Interval:
-    """The change of largest magnitude among all evaluations with at least so many steps."""
-    places = [place for place in record.protocol.read_at if place[0] in solvers and place[1] >= least]
+def worst(record: Continuity, arm: str, places: Sequence[Place]) -> Interval:
+    """The change of largest magnitude among these places."""
     return max((record.change(arm, place) for place in places), key=lambda change: abs(change.mean))
 
 
 def _verdicts(record: Continuity) -> Table:
     p, rows = record.protocol, []
     for arm in record.flows:
-        upwards, around = (worst(record, arm, p.layers, ("euler", "rk4")), worst(record, arm, p.layers / 2, ("euler",)))
+        upwards = worst(record, arm, [*record.places(arm, p.layers), p.rk4])
+        around = worst(record, arm, record.places(arm, p.layers / 2))
         holds = abs(upwards.mean) <= UPWARDS and abs(around.mean) <= AROUND
-        change = record.change(arm, ("rk4", p.layers))
-        rows.append([arm, record.loss(arm, p.own), change, upwards, around, "yes" if holds else "no"])
+        own = record.loss(arm, record.at(arm, p.layers))
+        rows.append([arm, own, record.change(arm, p.rk4), upwards, around, "yes" if holds else "no"])
     head = ["arm", f"loss at L = {p.layers}", "RK4 minus that", "largest change from L on"]
     return Table([*head, "largest from L / 2 on", "ODE by the rule"], rows)
 
@@ -126,7 +135,7 @@ def files(record: Continuity) -> dict[str, Table]:
         what = {"arm": arm, "parameters": cost.parameters, "flops": cost.flops, "memory": cost.memory}
         rows.append({**what, "read": "as trained", **contrast_numbers(line.loss)})
         if arm in record.flows:
-            for place in record.protocol.read_at:
+            for place in [*record.places(arm), record.protocol.rk4]:
                 own = Contrast(record.loss(arm, place))
                 rows.append({**what, "read": "{} {}".format(*place), **contrast_numbers(own)})
     return {"summary.csv": Table.of(rows), "runs.csv": Table.of(map(vars, record.results))}
@@ -155,10 +164,10 @@ def _flops(record: Continuity, shown: Mapping[str, list[str]]) -> Figure:
 
 
 def _depths(record: Continuity, shown: Mapping[str, list[str]]) -> Figure:
-    """Loss against the number of Euler steps, without retraining; hollow marks: RK4 with L steps."""
-    p, steps = record.protocol, [steps for solver, steps in record.protocol.read_at if solver == "euler"]
-    found = {arm: (steps, [record.loss(arm, ("euler", n)) for n in steps]) for arm in record.flows}
-    other = {arm: record.loss(arm, ("rk4", p.layers)) for arm in record.flows}
+    """Loss against the number of steps of each arm's solver, without retraining; hollow marks: RK4 with L steps."""
+    p, steps = record.protocol, record.protocol.read_at
+    found = {arm: (steps, [record.loss(arm, place) for place in record.places(arm)]) for arm in record.flows}
+    other = {arm: record.loss(arm, p.rk4) for arm in record.flows}
     limits = style.span(
         [at for _, own in found.values() for at in own] + list(other.values()), counts=[p.counts["report"]]
     )
@@ -168,7 +177,7 @@ def _depths(record: Continuity, shown: Mapping[str, list[str]]) -> Figure:
         panel.set_xscale("log", base=2)
         panel.set_xticks([n for n in steps if n % p.layers == 0 or p.layers % n == 0])
         panel.xaxis.set_major_formatter("{x:.0f}")
-        panel.set(title=title, xlabel=f"Euler steps, without training (trained with {p.layers})")
+        panel.set(title=title, xlabel=f"steps, without training (trained with {p.layers})")
         style.losses(panel, p, "report", limits)
         own = {arm: found[arm] for arm in names if arm in found}
         for arm, (_, losses) in own.items():
