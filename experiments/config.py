@@ -51,6 +51,8 @@ class SeedsConfig(OutputConfig):
     Attributes:
         overrides: merged into the configuration of every model.
         seeds: of the reported trainings; a seed determines data order and initial weights.
+        seeds_at_once: number of seeds of an arm that are trained together, as one program on one device; the same
+            trainings up to rounding. For a GPU that one small training leaves idle.
         evaluations: number of evaluations of the loss on `select` per training.
         select_batches: number of batches in each of these evaluations.
         report_batches: number of batches of the part `report` for the reported loss; all if null.
@@ -61,6 +63,7 @@ class SeedsConfig(OutputConfig):
 
     overrides: dict[str, Any] = field(default_factory=dict)
     seeds: list[int] = field(default_factory=lambda: [42, 123, 456, 789, 1011])
+    seeds_at_once: Count = 1
     evaluations: Count = 20
     select_batches: int | None = None
     report_batches: int | None = None

@@ -2,9 +2,10 @@
 
 import contextlib
 import dataclasses
+import functools
 import io
 import statistics
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
@@ -19,8 +20,11 @@ from qkvflow.cli.quiet import quiet_libraries
 from qkvflow.config import differences, listed, read_config
 from qkvflow.errors import UserError
 from qkvflow.runs import data_record
-from qkvflow.runs.config import FREE_KEYS, FinetuneConfig
+from qkvflow.runs.config import FREE_KEYS, FinetuneConfig, TrainConfig
+from qkvflow.runs.prepare import PreparedRun
 from qkvflow.training.finetune import settle
+from qkvflow.training.start import FromBase, FromScratch, Start
+from qkvflow.training.together import train_together
 
 # Settings in which an existing run may differ. The location of its data does not matter (its content is compared); the
 # number and size of its evaluations do, since its losses come from them.
@@ -132,17 +136,52 @@ def reported(arms: Sequence[Arm], seeds: Sequence[int], rates: Mapping[Hashable,
     return [Job.of(arm, seed, rates.get(arm.group)) for seed in seeds for arm in arms]
 
 
-def train(recipe: Recipe) -> None:
-    """Trains or resumes a run, without output. A finished run stays unchanged.
+def at_once(jobs: Sequence[Job], seeds: int) -> dict[str, list[Job]]:
+    """name -> the trainings that are made together with it, itself included: those of the same arm and rate, in groups
+    of up to `seeds` different seeds."""
+    alike: dict[Hashable, list[Job]] = {}
+    for job in {job.name: job for job in jobs}.values():
+        alike.setdefault((job.arm.label, job.rate, job.is_reported), []).append(job)
+    groups = (own[i : i + seeds] for own in alike.values() for i in range(0, len(own), seeds))
+    return {job.name: group for group in groups for job in group}
+
+
+def train(*recipes: Recipe, lanes: int = 1) -> None:
+    """Trains or resumes runs, without output. Finished ones stay unchanged.
+
+    Args:
+        lanes: if more than one, the runs differ by their seed alone, and are trained as one program with so many lanes.
 
     Raises:
-        UserError: the existing run, finished or not, has other settings or another text.
+        UserError: an existing run, finished or not, has other settings or another text; or these cannot be trained
+            together.
     """
-    _check_is_same(recipe)
-    if not recipe.is_finished:
-        program = finetune_lm if isinstance(recipe.config, FinetuneConfig) else train_lm
-        with contextlib.redirect_stdout(io.StringIO()):
-            program.main(recipe.config)
+    for recipe in recipes:
+        _check_is_same(recipe)
+    left = [recipe.config for recipe in recipes if not recipe.is_finished]
+    if not left:
+        return
+    with contextlib.redirect_stdout(io.StringIO()):
+        if lanes > 1:
+            _train_together(left, lanes)
+        else:
+            for config in left:
+                (finetune_lm if isinstance(config, FinetuneConfig) else train_lm).main(config)
+
+
+def _train_together(configs: Sequence[TrainConfig], lanes: int) -> None:
+    with quiet_libraries() as quiet:
+        for trained in train_together([_with_start(config) for config in configs], quiet, lanes):
+            if trained.exit_status:  # of a signal, so that of all
+                raise SystemExit(trained.exit_status)
+
+
+def _with_start(config: TrainConfig) -> tuple[TrainConfig, Callable[[PreparedRun], Start]]:
+    """The configuration, completed, and where its model comes from."""
+    if not isinstance(config, FinetuneConfig):
+        return config, FromScratch.of
+    settled, base, mode = settle(config)
+    return settled, functools.partial(FromBase.of, base=base, mode=mode)
 
 
 def _check_is_same(recipe: Recipe) -> None:

@@ -19,7 +19,7 @@ from levanter.layers.attention import AttentionMask
 from levanter.models.lm_model import LmHeadModel
 
 from experiments.config import SeedsConfig
-from experiments.jobs import Arm, Job, Place, Places, at_work, beyond, chosen_rates, reported, selection, train
+from experiments.jobs import Arm, Job, Place, Places, at_once, at_work, beyond, chosen_rates, reported, selection, train
 from experiments.records import Training, kept, stored
 from experiments.texts import PARTS, Text
 from qkvflow.errors import UserError
@@ -93,14 +93,17 @@ class Measure(Generic[T]):
         """
         found, spent, worked = [], 0.0, 0.0
         left = {job.name: job.arm.flops for job in jobs if stored(*self._place(job)) is None}
+        groups = at_once(jobs, self.config.seeds_at_once)
         with at_work(self.run_dir) as terminal:
             print(f"{len(jobs)} trainings {why}, {sum(left.values()):.3g} FLOPs to go", file=terminal)
             for number, job in enumerate(jobs, 1):
                 start = time.monotonic()
-                found.append(kept(*self._place(job), functools.partial(self._read, job)))
+                group = groups[job.name]
+                found.append(kept(*self._place(job), functools.partial(self._read, job, group)))
                 took = time.monotonic() - start
-                if job.name in left:  # known records would distort the estimate
-                    worked, spent = worked + left.pop(job.name), spent + took
+                made = sum(left.pop(other.name, 0.0) for other in group)  # by the first of them
+                if made:  # known records would distort the estimate
+                    worked, spent = worked + made, spent + took
                 rest = f", about {sum(left.values()) * spent / worked / 60:.0f} min left" if worked else ""
                 loss = found[-1].report_loss if job.is_reported else found[-1].select_loss
                 print(f"{number}/{len(jobs)}  {job.name}  loss {loss:.3f}  {took:.0f} s{rest}", file=terminal)
@@ -117,8 +120,9 @@ class Measure(Generic[T]):
             asked |= {"batches": self.config.report_batches, **(vars(arm.flow) if arm.flow else {}), **arm.asks}
         return self.config.kept_in(self.run_dir) / f"{job.name}.json", self.kind, asked
 
-    def _read(self, job: Job) -> T:
-        train(job.recipe)
+    def _read(self, job: Job, group: Sequence[Job]) -> T:
+        missing = [other.recipe for other in group if stored(*self._place(other)) is None]
+        train(*missing, lanes=len(group))
         arm, found = job.arm, vars(job.arm.what) | vars(read_training(job))
         if job.is_reported:
             run, evaluator = load_run(job.recipe.run.path), None

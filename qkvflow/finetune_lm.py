@@ -6,13 +6,13 @@
 The second writes `runs/finetune-quickstart_lora-merged`, an ordinary run that does not need its base.
 """
 
+import functools
 from pathlib import Path
 
 import qkvflow as qkvflow  # registers the models
 from qkvflow.cli import run_program
 from qkvflow.cli.program import conclude
 from qkvflow.cli.quiet import quiet_libraries
-from qkvflow.data import copy_tokenizer
 from qkvflow.errors import UserError
 from qkvflow.places import Place
 from qkvflow.progress import Progress
@@ -21,7 +21,6 @@ from qkvflow.runs.config import FinetuneConfig
 from qkvflow.runs.directory import RunDirectory, location_of, run_id
 from qkvflow.runs.load import find_run
 from qkvflow.runs.merge import merge_run
-from qkvflow.runs.prepare import PreparedRun
 from qkvflow.training.finetune import finetune_directory, settle
 from qkvflow.training.session import train_run
 from qkvflow.training.start import FromBase
@@ -47,14 +46,8 @@ def main(config: FinetuneConfig) -> Path | Place:
     if config.merge:
         _target(directory, config, free=True)
     if not (config.merge and _is_finished(directory, settled)):
-
-        def start(run: PreparedRun[FinetuneConfig]) -> FromBase:
-            if base.tokenizer is not None:
-                copy_tokenizer(base.tokenizer[0], run.directory.tokenizer)
-            return FromBase(run.config.model, run.directory, base, mode)
-
         with quiet_libraries() as quiet:
-            trained = train_run(settled, start, quiet)
+            trained = train_run(settled, functools.partial(FromBase.of, base=base, mode=mode), quiet)
         conclude(trained.text, trained.exit_status)
         if trained.text and not (config.merge or mode.stores_base):
             merge = f"{called('finetune')} --run {directory} --merge"

@@ -8,7 +8,6 @@ from qkvflow.cli.program import conclude
 from qkvflow.cli.quiet import quiet_libraries
 from qkvflow.places import Place
 from qkvflow.runs.config import TrainConfig
-from qkvflow.runs.prepare import PreparedRun
 from qkvflow.training.session import train_run
 from qkvflow.training.start import FromScratch
 
@@ -23,12 +22,8 @@ def main(config: TrainConfig) -> Path | Place:
         UserError: before any work if a setting cannot work.
         SystemExit: with the signal's status if SIGTERM or Ctrl-C stopped the training; a checkpoint is written first.
     """
-
-    def start(run: PreparedRun[TrainConfig]) -> FromScratch:
-        return FromScratch(run.config.model, run.directory)
-
     with quiet_libraries() as quiet:
-        trained = train_run(config, start, quiet)
+        trained = train_run(config, FromScratch.of, quiet)
     conclude(trained.text, trained.exit_status)
     return trained.path
 

@@ -62,3 +62,12 @@ def pytest_sessionfinish():
 @pytest.fixture
 def tokens():
     return random_tokens()
+
+
+@pytest.fixture(scope="module")
+def numbers_of_lanes():
+    """The random numbers of programs, JAX's default: those of the tests (rbg) are others if they are vmapped."""
+    before = jax.config.jax_default_prng_impl
+    jax.config.update("jax_default_prng_impl", "threefry2x32")
+    yield
+    jax.config.update("jax_default_prng_impl", before)

@@ -2,7 +2,7 @@
 
 import sys
 
-from experiments.bench import analysis, exits, generation, gradients, hooks
+from experiments.bench import analysis, exits, generation, gradients, hooks, together
 from experiments.bench.frame import run
 
 TABLE = {
@@ -13,6 +13,7 @@ TABLE = {
         *analysis.BENCHMARKS,
         *hooks.BENCHMARKS,
         *exits.BENCHMARKS,
+        *together.BENCHMARKS,
     )
 }
 unknown = sorted(set(sys.argv[1:]) - set(TABLE))

@@ -121,12 +121,12 @@ class StepTrainer(Trainer):
         return self.see(state, super()._train_step(state, batch, batch_kwargs, _no_hooks=_no_hooks))
 
 
-def bare_step(trainer: Trainer, state: TrainerState, batch: Any) -> Any:
-    """One step without hooks, to be traced.
+def bare_step(trainer: Trainer, state: TrainerState, batch: Any, *, hooks: bool = False) -> Any:
+    """One step, by default without hooks, to be traced.
 
-    Reason: Levanter's `train_step` is already compiled and needs arrays; only this accepts shapes.
+    Reason: Levanter's `train_step` is already compiled and needs arrays; only this accepts shapes, and can be vmapped.
     """
-    return trainer._train_step(state, (batch,), {}, _no_hooks=True)
+    return trainer._train_step(state, (batch,), {}, _no_hooks=not hooks)
 
 
 def _file_system(path: Any, fs: Any = None) -> tuple[Any, str]:

@@ -26,9 +26,10 @@ class RunCheckpointer(StoppableCheckpointer):
 
     before_saving: Callable[[], None] = staticmethod(lambda: None)
 
-    def save_checkpoint(self, *args: Any, **options: Any) -> None:
+    def save_checkpoint(self, tree: Any, step: int, destination: str, *args: Any, **options: Any) -> None:
+        """tree: what is saved, or a function that gives it, which is called only if something is saved."""
         self.before_saving()
-        super().save_checkpoint(*args, **options)
+        super().save_checkpoint(tree() if callable(tree) else tree, step, destination, *args, **options)
 
     def remove(self, checkpoint: str) -> None:
         """Removes an old checkpoint; a failure is logged, since training can go on."""

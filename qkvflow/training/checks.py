@@ -70,13 +70,14 @@ def check_devices(trainer: TrainerConfig) -> None:
         raise UserError(f"trainer: {error}") from None
 
 
-def check_memory(trainer: TrainerConfig, model: LmConfig, Pos: Axis, state_bytes: int) -> None:
+def check_memory(trainer: TrainerConfig, model: LmConfig, Pos: Axis, state_bytes: int, copies: int = 1) -> None:
     """Refuses what cannot fit whatever the compiler does: the training state, and one fp32 state x(t) per token.
 
     A training step needs several times as much. `qkvflow.describe --mesh` compiles it and knows.
 
     Args:
         state_bytes: parameters and optimizer state, of all devices together.
+        copies: trainings that are to fit together.
 
     Raises:
         UserError: the devices together have less memory.
@@ -87,12 +88,15 @@ def check_memory(trainer: TrainerConfig, model: LmConfig, Pos: Axis, state_bytes
     present = per_device * (jax.process_count() if jax.default_backend() == "cpu" else jax.device_count())
     at_once = trainer.per_device_parallelism * trainer.data_axis_size
     states = at_once * Pos.size * model.Embed.size * 4
-    if state_bytes + states > present:
+    if copies * (state_bytes + states) > present:
+        together, each, fewer = "", "", ""
+        if copies > 1:
+            together, each, fewer = f" for {copies} trainings at once", ", each", "fewer at once, "
         raise UserError(
-            f"there is not enough memory: parameters and optimizer state take {in_bytes(state_bytes)}, and the states"
-            f" of {at_once:,} sequences of {Pos.size:,} tokens at least {in_bytes(states)}, but there are"
-            f" {in_bytes(present)}. Use a smaller `trainer.train_batch_size`, accumulate gradients over smaller parts"
-            " (`trainer.per_device_parallelism`), or use a smaller model"
+            f"there is not enough memory{together}: parameters and optimizer state take {in_bytes(state_bytes)}, and"
+            f" the states of {at_once:,} sequences of {Pos.size:,} tokens at least {in_bytes(states)}{each}, but there"
+            f" are {in_bytes(present)}. Use {fewer}a smaller `trainer.train_batch_size`, accumulate gradients over"
+            " smaller parts (`trainer.per_device_parallelism`), or use a smaller model"
         )
 
 

@@ -1,11 +1,16 @@
 """The loop over training steps: logging, validation, checkpoints, stopping. The step itself is Levanter's."""
 
 import bisect
-from collections.abc import Iterable
+import contextlib
+import time
+from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import levanter.callbacks
 from levanter.callbacks import StepInfo, log_performance_stats, log_step_info
+from levanter.tracker import capture_time
 from levanter.trainer_state import TrainerState
 
 from qkvflow.errors import UserError
@@ -20,6 +25,9 @@ from qkvflow.training.stopping import StopRequest
 from qkvflow.training.validation import Validation
 
 _NAN = "not a number (NaN)"
+# A training as a sequence of questions: it yields the batch of each step, and is sent what the step made of it, or the
+# error by which it failed. So one training, and several at once (together.py), share this loop.
+Training = Generator[Any, StepInfo, "Outcome"]
 
 
 @dataclass(frozen=True)
@@ -60,11 +68,29 @@ class Outcome:
     skipped: int = 0
 
 
+def alone(trainer: FiniteTrainer, state: TrainerState, training: Training) -> Outcome:
+    """Makes the steps of one training from `state`, by its own trainer."""
+    with contextlib.closing(training):
+        try:
+            batch = next(training)
+            while True:
+                try:
+                    info = trainer.train_step(state, batch)
+                except RuntimeError as error:
+                    batch = training.throw(error)
+                else:
+                    state = info.state
+                    batch = training.send(info)
+        except StopIteration as end:
+            return end.value
+
+
 def train(
     trainer: FiniteTrainer,
-    state: TrainerState,
+    done: int,
     batches: Iterable,
     *,
+    stop: StopRequest,
     validation: Validation,
     tracker: RunTracker,
     run: PreparedRun,
@@ -74,38 +100,45 @@ def train(
     unigram: float | None,
     max_skipped_steps: int = 0,
     sequences_per_epoch: int | None = None,
-) -> Outcome:
-    """Trains from `state` to `trainer.config.num_train_steps`.
+    clock: Callable[[], float] = time.monotonic,
+) -> Training:
+    """Trains from step `done` to `trainer.config.num_train_steps`; whoever drives it makes the steps (`alone`).
 
     Differs from Levanter's `Trainer.train`: every step is logged (Levanter leaves out the first two), and
     a step's metrics are on disk before the checkpoint of that step begins, so that none is lost when the
     process is killed and the run continued.
 
+    Args:
+        done: the number of steps made before.
+        clock: of `save_interval`, in seconds since any beginning.
+
     Raises:
         UserError: the loss is not finite (in more than `max_skipped_steps` steps in a row) or the data ends.
     """
     config = trainer.config
-    total, done = config.num_train_steps, int(state.step)
+    total, batches = config.num_train_steps, iter(batches)
     log_loss = log_step_info(total)
     log_speed = [
         log_performance_stats(tokens_per_example, config.batch_schedule, flops) for flops in stages.flops_per_example
     ]
     trainer.stage = stages.at(done)
-    checkpointer = create_checkpointer(config.checkpointer)
+    checkpointer = create_checkpointer(config.checkpointer, clock)
     checkpointer.before_saving = run.keep
     bad_steps = BadSteps(max_skipped_steps)
     _add_hooks(trainer)
-    steps = trainer.training_steps(state, batches)
-    del state  # its arrays are given away in the first step
 
-    def next_step() -> StepInfo:
+    def next_step() -> Generator[Any, StepInfo, StepInfo]:
+        with capture_time() as loading:
+            try:
+                batch = next(batches)
+            except StopIteration:
+                raise UserError(f"the training data ended after step {done - 1}, before step {total}") from None
         try:
-            info = next(steps)
+            info = yield batch
+            levanter.tracker.log({"throughput/loading_time": loading()}, step=info.step)
             if bad_steps.see(info.loss):
                 levanter.tracker.log({"train/skipped_step": 1}, step=info.step)
             return info
-        except StopIteration:
-            raise UserError(f"the training data ended after step {done - 1}, before step {total}") from None
         except (RuntimeError, TooManyBadSteps) as error:
             what = {"Loss is Inf": "infinite", "Loss is NaN": _NAN}.get(str(error))
             if what is None and not isinstance(error, TooManyBadSteps):
@@ -129,42 +162,42 @@ def train(
         progress.say(text + "  (compiling)")
 
     validation_loss = None
-    with StopRequest() as stop:
-        if stop.is_due():  # the signal came while data and model were prepared
-            return Outcome(None, None, None, stop.exit_status)
-        with progress.phase("Compiling the training step"):
-            info = next_step()
-        progress.start(done, total)
-        is_first = True
-        try:
-            while True:
-                done = info.next_step
-                log_loss(info)
-                log_speed[trainer.stage](info)
-                tokens = tokens_per_example * config.batch_schedule.batch_size_at_step(info.step)
-                # The first step of a process is mostly compilation; its speed says nothing.
-                progress.step(done, info.loss, None if is_first else tokens / info.step_duration)
-                is_first, is_last = False, done == total
-                # Differs from Levanter: counted in steps made, as the bar counts them, so that the last
-                # validation is one of the regular ones if `steps_per_eval` divides `num_train_steps`.
-                if validation.is_possible and (is_last or done % config.steps_per_eval == 0):
-                    progress.busy("validating")
-                    validation_loss = validation(info)
-                    progress.validation(done, validation_loss, unigram)
-                tracker.flush()
-                is_stopped = stop.is_due() and not is_last
-                if is_stopped:
-                    checkpointer.save_to_continue(info.state.saveable_state, info.step)
-                else:
-                    checkpointer.on_step(tree=info.state.saveable_state, step=info.step, force=is_last)
-                if is_last or is_stopped:
-                    break
-                if stages.at(done) != trainer.stage:
-                    grow(info)
-                info = next_step()
-        finally:
-            progress.close()
-        checkpointer.wait_until_finished()
+    if stop.is_due():  # the signal came while data and model were prepared
+        return Outcome(None, None, None, stop.exit_status)
+    with progress.phase("Compiling the training step"):
+        info = yield from next_step()
+    progress.start(done, total)
+    is_first = True
+    try:
+        while True:
+            done = info.next_step
+            log_loss(info)
+            log_speed[trainer.stage](info)
+            tokens = tokens_per_example * config.batch_schedule.batch_size_at_step(info.step)
+            # The first step of a process is mostly compilation; its speed says nothing.
+            progress.step(done, info.loss, None if is_first else tokens / info.step_duration)
+            is_first, is_last = False, done == total
+            # Differs from Levanter: counted in steps made, as the bar counts them, so that the last
+            # validation is one of the regular ones if `steps_per_eval` divides `num_train_steps`.
+            if validation.is_possible and (is_last or done % config.steps_per_eval == 0):
+                progress.busy("validating")
+                validation_loss = validation(info)
+                progress.validation(done, validation_loss, unigram)
+            tracker.flush()
+            is_stopped = stop.is_due() and not is_last
+            state = partial(_saveable, info)
+            if is_stopped:
+                checkpointer.save_to_continue(state, info.step)
+            else:
+                checkpointer.on_step(tree=state, step=info.step, force=is_last)
+            if is_last or is_stopped:
+                break
+            if stages.at(done) != trainer.stage:
+                grow(info)
+            info = yield from next_step()
+    finally:
+        progress.close()
+    checkpointer.wait_until_finished()
     return Outcome(
         info.step,
         info.loss,
@@ -172,6 +205,10 @@ def train(
         stop.exit_status if is_stopped else 0,
         bad_steps.total,
     )
+
+
+def _saveable(info: StepInfo) -> Any:
+    return info.state.saveable_state
 
 
 def _add_hooks(trainer: FiniteTrainer) -> None:

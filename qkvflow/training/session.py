@@ -1,16 +1,18 @@
 """One training run from start to end, for all training programs: directory, data, model, loop, final message."""
 
+import contextlib
 import dataclasses
 import os
 import signal
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Generic
 
 import jax
 import levanter.tracker
 from haliax import Axis
 from levanter.callbacks import StepInfo
-from levanter.trainer import Trainer
 from levanter.trainer_state import TrainerState
 from levanter.utils.jax_utils import parameter_count
 
@@ -22,16 +24,17 @@ from qkvflow.runs.config import TrainConfig
 from qkvflow.runs.directory import log_name
 from qkvflow.runs.load import unreadable_checkpoint
 from qkvflow.runs.prepare import C, PreparedRun, prepare_run
-from qkvflow.tracking import start_trackers
+from qkvflow.tracking import RunTracker, start_trackers
 from qkvflow.training.checks import check_config, check_devices, check_memory, tree_bytes
 from qkvflow.training.corpus import Corpus, open_corpus
+from qkvflow.training.finite import FiniteTrainer
 from qkvflow.training.levanter_config import configure_jax, levanter_trainer
-from qkvflow.training.loop import Outcome, Stages, train
+from qkvflow.training.loop import Outcome, Stages, Training, alone, train
 from qkvflow.training.mesh import check_mesh, complete_mesh
 from qkvflow.training.share import TrainedShare
 from qkvflow.training.start import Start
 from qkvflow.training.step import make_trainer, vocabulary
-from qkvflow.training.stopping import meet
+from qkvflow.training.stopping import StopRequest, meet
 from qkvflow.training.validation import Validation
 from qkvflow.weights import PerLayerConfig
 from qkvflow_command import called
@@ -53,32 +56,125 @@ class Trained:
     exit_status: int
 
 
-def train_run(config: C, start_of: Callable[[PreparedRun[C]], Start], console: Console) -> Trained:
+StartOf = Callable[[PreparedRun[C]], Start]  # for the opened run directory; may prepare files in it
+
+
+@dataclasses.dataclass(frozen=True)
+class Session(Generic[C]):
+    """A training that is ready to begin: its directory is open, its text is there, its model fits.
+
+    Attributes:
+        start: where its model comes from. trainer: of its steps. tracker: of its metrics. Vocab: axis of its model.
+        keys: of its initial model, and of its steps.
+    """
+
+    run: PreparedRun[C]
+    start: Start
+    corpus: Corpus
+    share: TrainedShare
+    trainer: FiniteTrainer
+    tracker: RunTracker
+    progress: Progress
+    Vocab: Axis
+    keys: tuple[jax.Array, jax.Array]
+
+    def begin(self) -> TrainerState:
+        """A new training state, or that of the checkpoint that the run continues from."""
+        run, progress = self.run, self.progress
+        what = "Loading the base" if self.start.is_finetune else "Building the model"
+        what = what if run.last_step < 0 else f"Loading checkpoint step-{run.last_step}"
+        model_key, training_key = self.keys
+        with progress.phase(what):
+            state = _initial_state(self.trainer, training_key, self.start, self.Vocab, run, key=model_key)
+        progress.say(_headline(run, parameter_count(state.model), self.corpus))
+        if self.start.is_finetune:
+            progress.say(self.share.describe(tree_bytes(state.opt_state)))
+            if run.last_step < 0:
+                validation = Validation(self.trainer, self.corpus.validation)
+                _log_beginning(state, self.share, validation, progress, self.corpus.unigram)
+        return state
+
+    def training(self, done: int, stop: StopRequest, clock: Callable[[], float] = time.monotonic) -> Training:
+        """The training from step `done` on; see `train`."""
+        config, corpus = self.run.config, self.corpus
+        return train(
+            self.trainer,
+            done,
+            self.trainer.data_loader(corpus.train).iter_from_step(done),
+            stop=stop,
+            validation=Validation(self.trainer, corpus.validation),
+            tracker=self.tracker,
+            run=self.run,
+            progress=self.progress,
+            tokens_per_example=config.Pos.size,
+            stages=_stages(config, self.Vocab.size),
+            unigram=corpus.unigram,
+            max_skipped_steps=config.max_skipped_steps,
+            sequences_per_epoch=corpus.train_sequences,
+            clock=clock,
+        )
+
+    def trained(self, outcome: Outcome) -> Trained:
+        """What to tell of how it ended."""
+        is_first = jax.process_index() == 0
+        text = _last_words(self.run, outcome, self.corpus.unigram) if is_first else ""
+        return Trained(self.run.directory.location, text, outcome.exit_status)
+
+
+def train_run(config: C, start_of: StartOf[C], console: Console) -> Trained:
     """Trains in the run directory that `config` names.
 
     Args:
-        start_of: for the opened run directory: where its model comes from. May prepare files in the directory.
+        start_of: where its model comes from.
         console: where progress is shown.
 
     Raises:
         UserError: before any work if a setting cannot work.
+    """
+    begin_process(config)
+    with opened(config, start_of, console) as session:
+        state = session.begin()
+        done = int(state.step)
+        with StopRequest() as stop:
+            outcome = alone(session.trainer, state, session.training(done, stop))
+    return session.trained(outcome)
+
+
+def begin_process(config: TrainConfig) -> None:
+    """What comes first, once in a process: checks without devices, options of JAX, the other processes of the run.
+
+    Raises:
+        UserError: a setting cannot work.
     """
     check_config(config)
     configure_jax(config.trainer)
     if config.trainer.jax_compilation_cache_dir is not None:
         jax.config.update("jax_compilation_cache_dir", config.trainer.jax_compilation_cache_dir)
     meet(config.trainer.distributed)
+
+
+@contextlib.contextmanager
+def opened(config: C, start_of: StartOf[C], console: Console, copies: int = 1) -> Iterator[Session[C]]:
+    """Opens the run directory and all that its training needs, for a `with` block.
+
+    Args:
+        copies: how many trainings of this kind are to fit into memory and on the disk.
+
+    Raises:
+        UserError: before any work if a setting cannot work.
+    """
     is_first = jax.process_index() == 0
     progress = Progress(console.terminal if is_first else open(os.devnull, "w"))  # noqa: SIM115
-    with prepare_run(config, progress.phase) as run:
-        outcome, unigram = _train_in(run, start_of(run), console, progress)
-    return Trained(run.directory.location, _last_words(run, outcome, unigram) if is_first else "", outcome.exit_status)
+    with prepare_run(config, progress.phase) as run, _opened(run, start_of(run), console, progress, copies) as session:
+        yield session
 
 
-def _train_in(run: PreparedRun[C], start: Start, console: Console, progress: Progress) -> tuple[Outcome, float | None]:
+@contextlib.contextmanager
+def _opened(
+    run: PreparedRun[C], start: Start, console: Console, progress: Progress, copies: int
+) -> Iterator[Session[C]]:
     config, directory = run.config, run.directory
-    index = jax.process_index()
-    console.log_to(directory.path / log_name(index))
+    console.log_to(directory.path / log_name(jax.process_index()))
     levanter_config = levanter_trainer(run, progress.phase)
     check_devices(levanter_config)
     optimizer = config.build_optimizer()  # early, because it may be refused
@@ -93,8 +189,8 @@ def _train_in(run: PreparedRun[C], start: Start, console: Console, progress: Pro
         levanter_config = complete_mesh(levanter_config, shape)
         check_mesh(levanter_config, shape, config.Pos)
         share = TrainedShare.of(shape, start.trainable(shape), optimizer)
-        check_memory(levanter_config, config.model, config.Pos, share.checkpoint_bytes)
-        run.require_space(share.checkpoint_bytes)
+        check_memory(levanter_config, config.model, config.Pos, share.checkpoint_bytes, copies)
+        run.require_space(copies * share.checkpoint_bytes)
     run.commit(dataclasses.replace(config, vocab_size=vocab.size))
 
     tracker = start_trackers(
@@ -106,38 +202,14 @@ def _train_in(run: PreparedRun[C], start: Start, console: Console, progress: Pro
             make_trainer(config, levanter_config, optimizer, start.in_step) as trainer,
         ):
             tracker.log_hyperparameters(encode(config))
-            what = "Loading the base" if start.is_finetune else "Building the model"
-            what = what if run.last_step < 0 else f"Loading checkpoint step-{run.last_step}"
-            with progress.phase(what):
-                state = _initial_state(trainer, training_key, start, vocab, run, key=model_key)
-            progress.say(_headline(run, parameter_count(state.model), corpus))
-            validation = Validation(trainer, corpus.validation)
-            if start.is_finetune:
-                progress.say(share.describe(tree_bytes(state.opt_state)))
-                if run.last_step < 0:
-                    _log_beginning(state, share, validation, progress, corpus.unigram)
-            length = config.Pos.size
-            outcome = train(
-                trainer,
-                state,
-                trainer.data_loader(corpus.train).iter_from_step(int(state.step)),
-                validation=validation,
-                tracker=tracker,
-                run=run,
-                progress=progress,
-                tokens_per_example=length,
-                stages=_stages(config, vocab.size),
-                unigram=corpus.unigram,
-                max_skipped_steps=config.max_skipped_steps,
-                sequences_per_epoch=corpus.train_sequences,
-            )
+            keys = model_key, training_key
+            yield Session(run, start, corpus, share, trainer, tracker, progress, vocab, keys)
     finally:
         tracker.finish()
-    return outcome, corpus.unigram
 
 
 def _initial_state(
-    trainer: Trainer, training_key: jax.Array, start: Start, vocab: Axis, run: PreparedRun[C], *, key: jax.Array
+    trainer: FiniteTrainer, training_key: jax.Array, start: Start, vocab: Axis, run: PreparedRun[C], *, key: jax.Array
 ) -> TrainerState:
     """A new training state, or that of the checkpoint that the run continues from."""
     mapping = trainer.parameter_axis_mapping

@@ -16,6 +16,7 @@ from levanter.utils.tree_utils import inference_mode
 from levanter.utils.types import FilterTree
 
 from qkvflow.config import decode, read_config
+from qkvflow.data import copy_tokenizer
 from qkvflow.models import lora
 from qkvflow.named import is_named
 from qkvflow.places import Place
@@ -24,6 +25,7 @@ from qkvflow.runs.config import FinetuneConfig, TrainConfig
 from qkvflow.runs.directory import RunDirectory
 from qkvflow.runs.load import load_base, stored_config, with_local_tokenizer
 from qkvflow.runs.modes import FinetuneMode
+from qkvflow.runs.prepare import PreparedRun
 from qkvflow.training.checks import model_shape
 
 
@@ -77,6 +79,11 @@ class Start(abc.ABC):
 class FromScratch(Start):
     """A model whose parameters are drawn at random."""
 
+    @classmethod
+    def of(cls, run: PreparedRun[TrainConfig]) -> "FromScratch":
+        """That of an opened run directory."""
+        return cls(run.config.model, run.directory)
+
     def fresh(self, Vocab: Axis, mapping: ResourceMapping, *, key: jax.Array) -> LmHeadModel:
         return _draw(lambda: self.local_model.build(Vocab, key=key), mapping)
 
@@ -101,6 +108,13 @@ class FromBase(Start):
 
     base: Base
     mode: FinetuneMode
+
+    @classmethod
+    def of(cls, run: PreparedRun[FinetuneConfig], base: Base, mode: FinetuneMode) -> "FromBase":
+        """That of an opened run directory, which gets the tokenizer of the base."""
+        if base.tokenizer is not None:
+            copy_tokenizer(base.tokenizer[0], run.directory.tokenizer)
+        return cls(run.config.model, run.directory, base, mode)
 
     @property
     def is_finetune(self) -> bool:

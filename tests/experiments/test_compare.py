@@ -22,6 +22,7 @@ from experiments.statistics import holm, paired
 from experiments.study import FOLDER
 from experiments.texts import Builtin
 from qkvflow.cli import parse
+from qkvflow.cli.quiet import quiet_libraries
 from qkvflow.errors import UserError
 from qkvflow.training import session
 
@@ -144,8 +145,8 @@ def test_the_order_of_the_text_depends_on_the_seed_alone(planned, monkeypatch):
     for arm in (arm for arm in found if "iso_step" in arm.what.rows):
         for seed in (1, 2):
             current = (arm.what.system, seed)
-            with pytest.raises(Enough):
-                session.train_run(Job.of(arm, seed, 1e-3).recipe.config, lambda run: None)
+            with quiet_libraries() as quiet, pytest.raises(Enough):
+                session.train_run(Job.of(arm, seed, 1e-3).recipe.config, lambda run: None, quiet)
     assert len(seen) == 12
     for name, seed in seen:
         np.testing.assert_array_equal(seen[name, seed], seen["standard", seed])

@@ -2,11 +2,13 @@
 
 import dataclasses
 
+import numpy as np
 import pytest
+from support.training import parameters
 
 from experiments import jobs
 from experiments.cost import Cost
-from experiments.jobs import Arm, Job, chosen_rates, reported, selection
+from experiments.jobs import Arm, Job, at_once, chosen_rates, reported, selection
 from experiments.recipes import Recipe
 from experiments.texts import Builtin
 from qkvflow.data.tokenizers import load_tokenizer
@@ -44,6 +46,27 @@ def test_learning_rates_are_chosen_apart_from_what_is_reported():
     assert chosen_rates(searched[:2], [1.0, 1.0]) == {"a": 1e-3}, "of equals the lower one"
     assert selection(arms, [1e-3], [7]) == []
     assert {one.rate for one in reported(arms, [1], {})} == {0.5}
+
+
+def test_seeds_of_the_same_arm_and_rate_go_together():
+    arms = [arm("a"), arm("b")]
+    jobs = [*selection(arms[:1], [1e-3, 1e-2], [7, 8]), *reported(arms, [1, 2, 3], {"a": 1e-3, "b": 1e-3})]
+    groups = at_once(jobs, 2)
+    assert set(groups) == {job.name for job in jobs}
+    found = [[(job.arm.label, job.rate, job.seed) for job in group] for group in groups.values()]
+    assert sorted(map(tuple, found)) == sorted(
+        tuple((label, rate, seed) for seed in seeds)
+        for label, rate, seeds, times in (
+            ("a", 1e-3, (7, 8), 2),
+            ("a", 1e-2, (7, 8), 2),
+            ("a", 1e-3, (1, 2), 2),
+            ("a", 1e-3, (3,), 1),
+            ("b", 1e-3, (1, 2), 2),
+            ("b", 1e-3, (3,), 1),
+        )
+        for _ in range(times)
+    )
+    assert all(len(group) == 1 for group in at_once(jobs, 1).values())
 
 
 def test_what_begins_from_another_arm_begins_from_its_run_of_the_same_seed():
@@ -104,3 +127,27 @@ def test_so_is_a_finished_fine_tune(tmp_path, monkeypatch):
     for changed in ({"steps": 4}, {"mode": {"r": 2}}):
         with pytest.raises(UserError, match="was made with other settings"):
             jobs.train(tuned.but(changed))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("numbers_of_lanes")
+def test_trainings_and_fine_tunes_of_several_seeds_together(tmp_path, monkeypatch):
+    """They are finished runs like any other, and each fine-tune has its own base."""
+    optimizer = {"optimizer": {"epsilon": 1e-6}}  # see tests/training/test_together.py
+    base = recipe("neuralode", tmp_path).but(optimizer)
+    tuned = {key: value for key, value in base.raw.items() if key not in ("model", "weight_decay_on")}
+    tuned = Recipe(tuned | {"steps": 3, "mode": {"type": "lora", "dropout": 0.1}})
+
+    def named(given: Recipe, name: str, seed: int, **more) -> Recipe:
+        return given.but({"trainer": {"id": f"{name}{seed}", "seed": seed}}, more)
+
+    jobs.train(*(named(base, "base", seed) for seed in (1, 2)), lanes=2)
+    together = [named(tuned, "tuned", seed, run=str(tmp_path / "runs" / f"base{seed}")) for seed in (1, 2)]
+    jobs.train(*together, lanes=2)
+    assert all(one.is_finished for one in together)
+    jobs.train(*together, lanes=2)
+    for seed, one in zip((1, 2), together, strict=True):
+        alone = named(one, "alone", seed)
+        jobs.train(alone)
+        for got, want in zip(parameters(one.run.path), parameters(alone.run.path), strict=True):
+            np.testing.assert_allclose(got, want, rtol=0, atol=1e-5)

@@ -49,7 +49,7 @@ def trained(monkeypatch) -> tuple[list[str], io.StringIO]:
 
     monkeypatch.setattr(measure.time, "monotonic", lambda: clock[0])
     monkeypatch.setattr(measure, "at_work", lambda run_dir: contextlib.nullcontext(lines))
-    monkeypatch.setattr(measure, "train", lambda recipe: None)
+    monkeypatch.setattr(measure, "train", lambda *recipes, lanes: None)
     monkeypatch.setattr(measure, "read_training", read)
     monkeypatch.setattr(measure, "load_run", lambda path: None)
     monkeypatch.setattr(measure, "causal_at", lambda run, name: [1])
@@ -91,6 +91,28 @@ def test_readings_alone_are_enough_and_only_for_what_they_are(tmp_path, trained)
     ):
         reader(tmp_path / "here", **config).all([other])
     assert names == ["a", "b", *"aaaa"]
+
+
+def test_seeds_at_once_are_those_of_an_arm_without_readings(tmp_path, trained, monkeypatch):
+    groups = []
+
+    def train(*recipes, lanes):
+        groups.append(([recipe.raw["trainer"]["id"] for recipe in recipes], lanes))
+
+    arms = [job(name, 1).arm for name in "ab"]
+    jobs = [Job.of(arm, seed, 0.1) for seed in (1, 2, 3) for arm in arms]
+    monkeypatch.setattr(measure, "train", train)
+    reader(tmp_path).all([jobs[2]])  # a, seed 2
+    assert groups.pop() == (["a-lr0.1-seed2"], 1)
+    found = reader(tmp_path, seeds_at_once=2).all(jobs)
+    assert [(r.name, r.seed) for r in found] == [(name, seed) for seed in (1, 2, 3) for name in "ab"]
+    assert groups == [
+        (["a-lr0.1-seed1"], 2),  # as one of a group, of which the other has been measured
+        (["b-lr0.1-seed1", "b-lr0.1-seed2"], 2),
+        (["b-lr0.1-seed2"], 2),  # its run is finished by then
+        (["a-lr0.1-seed3"], 1),
+        (["b-lr0.1-seed3"], 1),
+    ]
 
 
 def test_a_grid_grows_while_its_best_is_at_an_edge(tmp_path, trained, monkeypatch):

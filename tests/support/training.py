@@ -57,7 +57,7 @@ class Training:
     def start(self, name: str, steps: int = STEPS, **changes):
         """Trains with the program in a separate process, which has already imported everything."""
         file = self.write(name, steps, **changes)
-        process = _PROCESSES.Process(target=_train, args=(str(file), str(self.output(name))))
+        process = PROCESSES.Process(target=_train, args=(str(file), str(self.output(name))))
         process.start()
         return process
 
@@ -75,8 +75,8 @@ class Training:
         return self.base / "runs" / name
 
 
-_PROCESSES = multiprocessing.get_context("forkserver")
-_PROCESSES.set_forkserver_preload(["qkvflow.train_lm"])
+PROCESSES = multiprocessing.get_context("forkserver")
+PROCESSES.set_forkserver_preload(["qkvflow.train_lm"])
 
 
 def _train(config: str, output: str) -> None:
