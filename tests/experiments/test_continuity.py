@@ -37,15 +37,17 @@ def test_rates_are_searched_in_a_smaller_width_and_transferred(planned):
     assert own["generated_range"].flow.places == [("heun", 2), ("heun", 4), ("heun", 8), ("rk4", 4)]
 
 
-def test_committed_readings_are_those_of_the_yaml(tmp_path):
+@pytest.mark.parametrize(("file", "folder"), [("wikitext2", "readings"), ("solvers", "readings_solvers")])
+def test_committed_readings_are_those_of_the_yaml(tmp_path, file, folder):
     """They are found again by what determined their trainings, whatever has changed in the code."""
-    config = parse(ContinuityConfig, ["--config_path", str(FOLDER / "continuity" / "wikitext2.yaml")])[0]
-    kept = [json.loads(path.read_text()) for path in sorted((FOLDER / "continuity" / "readings").glob("*.json"))]
+    config = parse(ContinuityConfig, ["--config_path", str(FOLDER / "continuity" / f"{file}.yaml")])[0]
+    kept = [json.loads(path.read_text()) for path in sorted((FOLDER / "continuity" / folder).glob("*.json"))]
     if not kept:
         pytest.skip("no reading is committed")
     config.only = list(dict.fromkeys(one["found"]["arm"] for one in kept))
     text = Builtin().prepare(tmp_path)  # which text it is, is not part of a recipe
-    known = [*arms(config, text, tmp_path), *arms(config, text, tmp_path, dict.fromkeys(config.only, 1e-3))]
+    rates = dict.fromkeys(config.only, 1e-3) if config.learning_rates else {}
+    known = [*arms(config, text, tmp_path), *arms(config, text, tmp_path, rates)]
     of = {(arm.what.arm, arm.what.width): arm for arm in known}
     for found, asked in ((one["found"], one["asked"]) for one in kept):
         job = Job.of(of[found["arm"], found["width"]], found["seed"], found["learning_rate"])
