@@ -53,7 +53,8 @@ class Arm:
         flow: where its trained flow is evaluated without training; None for nowhere.
         asks: other measurements of its trainings, as data: if it changes, they are measured again.
         shares_rate: arms with equal values share their learning rate; None shares with none.
-        base: the arm whose training with the same seed is the starting point.
+        base: the arm whose training with the same seed is the starting point; a stage of the same training if they
+            share their rate. Then `cost` is that of a mean step of all stages.
     """
 
     label: str
@@ -71,9 +72,15 @@ class Arm:
         return self.label if self.shares_rate is None else self.shares_rate
 
     @property
+    def steps(self) -> int:
+        """Of a training, with its earlier stages."""
+        earlier = self.base is not None and self.base.group == self.group
+        return self.recipe.steps + (self.base.steps if self.base and earlier else 0)
+
+    @property
     def flops(self) -> float:
         """FLOPs of a training."""
-        return self.cost.flops * self.recipe.steps
+        return self.cost.flops * self.steps
 
 
 @dataclass(frozen=True)
@@ -91,9 +98,25 @@ class Job:
         """rate: by default that of the recipe."""
         rate = arm.recipe.rate if rate is None else rate
         trainer = {"id": f"{arm.label}-lr{rate:g}-seed{seed}", "seed": seed}
-        base = {} if arm.base is None else {"run": str(Job.of(arm.base, seed).recipe.run.path)}
-        recipe = arm.recipe.but({"trainer": trainer, "optimizer": {"learning_rate": rate}}, base)
-        return Job(arm, seed, rate, is_reported, recipe)
+        recipe = arm.recipe.but({"trainer": trainer, "optimizer": {"learning_rate": rate}})
+        job = Job(arm, seed, rate, is_reported, recipe)
+        if job.base is None:
+            return job
+        return dataclasses.replace(job, recipe=recipe.but({"run": str(job.base.recipe.run.path)}))
+
+    @property
+    def base(self) -> "Job | None":
+        """The training that it starts from, with the same rate if it is an earlier stage."""
+        base = self.arm.base
+        if base is None:
+            return None
+        return Job.of(base, self.seed, self.rate if base.group == self.arm.group else None, self.is_reported)
+
+    @property
+    def stages(self) -> list["Job"]:
+        """The parts of the training in their order; one, unless it has stages."""
+        base = self.base
+        return [*(base.stages if base and base.arm.group == self.arm.group else []), self]
 
     @property
     def name(self) -> str:

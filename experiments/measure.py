@@ -114,15 +114,14 @@ class Measure(Generic[T]):
         """The path of the record, its class, and everything that it depends on."""
         arm = job.arm
         hashes = {} if arm.text is None else {part: arm.text.hash(part) for part in PARTS}
-        base = None if arm.base is None else Job.of(arm.base, job.seed).recipe.digest()
+        base = "-".join(one.recipe.digest() for one in _bases(job)) or None
         asked = {"recipe": job.recipe.digest(), "base": base, "text": hashes}
         if job.is_reported:
             asked |= {"batches": self.config.report_batches, **(vars(arm.flow) if arm.flow else {}), **arm.asks}
         return self.config.kept_in(self.run_dir) / f"{job.name}.json", self.kind, asked
 
     def _read(self, job: Job, group: Sequence[Job]) -> T:
-        missing = [other.recipe for other in group if stored(*self._place(other)) is None]
-        train(*missing, lanes=len(group))
+        _train([other for other in group if stored(*self._place(other)) is None], lanes=len(group))
         arm, found = job.arm, vars(job.arm.what) | vars(read_training(job))
         if job.is_reported:
             run, evaluator = load_run(job.recipe.run.path), None
@@ -134,6 +133,28 @@ class Measure(Generic[T]):
                 found["readings"] = readings(run, arm.text, arm.flow, evaluator)
             found |= self.more(job, run, evaluator)
         return self.kind(**found)
+
+
+def _bases(job: Job) -> list[Job]:
+    """The trainings that it starts from, the next one first."""
+    return [] if job.base is None else [job.base, *_bases(job.base)]
+
+
+def _train(jobs: Sequence[Job], lanes: int) -> None:
+    """Trains the jobs, and before them those that they start from, where these are missing."""
+    bases = {job.base.name: job.base for job in jobs if job.base is not None}
+    if bases:
+        _train(list(bases.values()), lanes)
+    train(*(job.recipe for job in jobs), lanes=lanes)
+
+
+def whole_curve(job: Job) -> list[tuple[int, float]]:
+    """The curve of a finished training through all its stages."""
+    found, before = [], 0
+    for stage in job.stages:
+        found += [(before + step, loss) for step, loss in read_training(stage).curve]
+        before += stage.recipe.steps
+    return found
 
 
 @dataclass(frozen=True)

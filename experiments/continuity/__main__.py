@@ -10,19 +10,23 @@ from experiments.continuity.plan import ContinuityConfig, arms
 from experiments.continuity.report import Continuity, ContinuityProtocol, Trained, draw, files, page
 from experiments.cost import with_memory
 from experiments.jobs import at_work, reported
-from experiments.measure import Measure
+from experiments.measure import Measure, whole_curve
 from experiments.study import Study
 
 
 def make(config: ContinuityConfig, run_dir: Path) -> Continuity:
     text = config.text.prepare(run_dir / "texts")
-    measure = Measure(Trained, config, run_dir)
+    measure = Measure(Trained, config, run_dir, lambda job, *_: {"curve": whole_curve(job)})
     selection, rates = measure.search(arms(config, text, run_dir), config.beyond_grid)
     own = arms(config, text, run_dir, rates)
     with at_work(run_dir):
-        costs = {a.what.arm: with_memory(a.cost, a.recipe, run_dir / "costs" / f"{a.label}.json") for a in own}
+        whole = {a.what.arm: config.whole(a.what.arm, text, run_dir) for a in own}
+        costs = {
+            name: with_memory(arm.cost, whole[name], run_dir / "costs" / f"{arm.label}.json")
+            for name, arm in ((arm.what.arm, arm) for arm in own)
+        }
     results = measure.all(reported(own, config.seeds))
-    longest = max((arm.recipe for arm in own), key=lambda recipe: recipe.steps)
+    longest = max(whole.values(), key=lambda recipe: recipe.steps)
     protocol = ContinuityProtocol.of(config, text, longest, steps=longest.steps, read_at=config.steps_read)
     return Continuity(protocol=protocol, costs=costs, results=results, selection=selection)
 

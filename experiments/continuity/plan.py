@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from experiments.config import check_among, check_reference
+from experiments.continuity.stack import stacked
 from experiments.cost import cost_of
 from experiments.jobs import Arm, Place, Places
-from experiments.recipes import without_base
+from experiments.recipes import Recipe, without_base
 from experiments.search import SearchConfig
 from experiments.texts import Text
 from qkvflow.errors import UserError
@@ -22,6 +23,8 @@ class ContinuityConfig(SearchConfig):
     Attributes:
         base: configuration of train_lm that arms start from; its data is replaced by `text`.
         arms: name -> changes merged into the configuration last; the key `base` selects another file to start from.
+            `stack: {0.0: 3, 0.25: 6, 0.6: 12}`: per-layer models that grow by copies of their layers (fine-tuning,
+            `mode: {type: stack}`), in the manner of `depth.steps: {grow: ...}`.
         reference: the arm with whose loss and FLOPs the others are compared.
         only: names of arms; others are left out. Finished results stay in `readings`.
         panels: title -> arms that are drawn together.
@@ -55,6 +58,20 @@ class ContinuityConfig(SearchConfig):
         """Where a flow is evaluated: with its own solver at all depths, and with RK4."""
         return [*((solver, n) for n in self.steps_read), *([] if solver == "rk4" else [("rk4", self.layers)])]
 
+    def whole(self, name: str, text: Text, run_dir: Path, width: int | None = None) -> Recipe:
+        """The configuration of an arm, for a stack as if it had all its layers from the beginning.
+
+        Raises:
+            UserError: it cannot be read, or does not have `layers` steps.
+        """
+        changes = {key: value for key, value in self.arms[name].items() if key != "stack"}
+        recipe = self.recipe(changes.get("base") or self.base, text, run_dir, without_base(changes))
+        recipe = recipe.but({"model": {"hidden_dim": width}} if width else {})
+        steps = recipe.config.model.depth.reading_steps
+        if steps != self.layers:
+            raise UserError(f"arms.{name} is read with {steps} steps, but `layers` is {self.layers}: make them equal")
+        return recipe
+
     def check(self) -> None:
         super().check()
         for key, names in {
@@ -86,23 +103,12 @@ def arms(config: ContinuityConfig, text: Text, run_dir: Path, rates: Rates | Non
     """
     found = []
     for name in config.chosen:
-        changes = config.arms[name]
-        recipe = config.recipe(changes.get("base") or config.base, text, run_dir, without_base(changes))
-        width = recipe.config.model.Embed.size
-        if rates is None:
-            width = config.search_width or width
-            recipe = recipe.but({"model": {"hidden_dim": width}})
-        else:
-            if name in rates:
-                recipe = recipe.but({"optimizer": {"learning_rate": config.transferred(rates[name], width)}})
-        depth = recipe.config.model.depth
-        if depth.reading_steps != config.layers:
-            raise UserError(
-                f"arms.{name} is read with {depth.reading_steps} steps, but `layers` is {config.layers}: make them"
-                " equal"
-            )
+        recipe = config.whole(name, text, run_dir, config.search_width if rates is None else None)
+        depth, width = recipe.config.model.depth, recipe.config.model.Embed.size
+        if rates and name in rates:
+            recipe = recipe.but({"optimizer": {"learning_rate": config.transferred(rates[name], width)}})
         flow = Places(config.places(depth.solver), config.read_batches) if recipe.is_flow else None
-        what = {"what": Named(name, width, depth.solver), "flow": flow}
-        cost = cost_of(recipe)
-        found.append(Arm(label=f"{name}-d{width}", recipe=recipe, cost=cost, text=text, shares_rate=name, **what))
+        what, label = Named(name, width, depth.solver), f"{name}-d{width}"
+        arm = Arm(label=label, recipe=recipe, cost=cost_of(recipe), what=what, text=text, flow=flow, shares_rate=name)
+        found.append(stacked(arm, config.arms[name]["stack"]) if "stack" in config.arms[name] else arm)
     return found

@@ -29,7 +29,8 @@ def planned(tmp_path_factory):
 def test_rates_are_searched_in_a_smaller_width_and_transferred(planned):
     search, own = ({arm.what.arm: arm for arm in found} for found in planned)
     assert {arm.what.width for arm in search.values()} == {16}
-    assert {arm.recipe.config.model.hidden_dim for arm in search.values()} == {16}
+    begun = [arm.base or arm for arm in search.values()]  # the first stage of a stack
+    assert {arm.recipe.config.model.hidden_dim for arm in begun} == {16}
     assert {arm.recipe.rate for arm in own.values()} == {float(f"{2e-3 * math.sqrt(16 / 32):.3g}")}
     assert own["generated_range"].recipe.config.optimizer.generated_scale == "sum_e"
     assert own["per_layer"].flow is None
@@ -66,6 +67,33 @@ def test_steps_cost_what_their_stage_costs(planned):
     assert growing.spent(9, 12) == pytest.approx(6 * early + 3 * late)
     assert growing.spent(12, 12) == pytest.approx(12 * growing.flops)
     assert drawn.evaluations == pytest.approx(2 * (2 + 3 + 4) / 3)  # Heun's method evaluates twice in a step
+
+
+def test_a_stack_is_trained_in_stages_with_one_rate(planned):
+    search, own = ({arm.what.arm: arm for arm in found}["per_layer_stack"] for found in planned)
+    job = Job.of(search, 0, 7e-3)
+    first, last = job.stages
+    assert [stage.rate for stage in job.stages] == [7e-3, 7e-3]
+    assert first.recipe.config.model.plan.steps == 2
+    assert (last.recipe.config.steps, last.recipe.config.mode.order) == (4, "stack")
+    assert last.recipe.config.run == str(first.recipe.run.path)
+    assert [stage.recipe.steps for stage in job.stages] == [6, 6]
+    assert [stage.recipe.config.optimizer.lr_schedule for stage in job.stages] == ["constant", "cosine"]
+    assert first.name != last.name
+    growing = {arm.what.arm: arm for arm in planned[1]}["per_layer"].cost
+    assert own.cost.stages == [(0.0, pytest.approx(own.base.cost.flops)), (0.5, pytest.approx(growing.flops))]
+    assert own.flops == pytest.approx(6 * (own.base.cost.flops + growing.flops))
+    assert (own.steps, own.cost.evaluations, own.cost.parameters) == (12, 3, growing.parameters)
+
+
+@pytest.mark.parametrize(
+    ("arm", "stack"), [("per_layer", {0.0: 3, 0.5: 4}), ("per_layer", {0.0: 1, 0.5: 2}), ("basis_2", {0.0: 2, 0.5: 4})]
+)
+def test_what_is_no_stack_is_refused(tmp_path, arm, stack):
+    config = smoke(STUDY)
+    config.arms[arm] = config.arms[arm] | {"stack": stack}
+    with pytest.raises(UserError, match=f"arms.{arm}.stack: .* a multiple of the one before"):
+        arms(config, config.text.prepare(tmp_path), tmp_path)
 
 
 def test_what_cannot_be_trained_is_refused(tmp_path):
@@ -150,9 +178,12 @@ def test_smoke_goes_on_from_what_was_read(tmp_path, monkeypatch):
     """With the readings alone another machine makes the same page, and trains nothing."""
     kept = tmp_path / "kept"
     first = STUDY.carry_out(smoke(STUDY, run_dir=str(tmp_path / "runs"), readings=str(kept)))
-    assert len(list(kept.iterdir())) == len(first.selection) + 4 * 2
-    assert len(first.selection) >= 4 * 2
+    assert len(list(kept.iterdir())) == len(first.selection) + 5 * 2
+    assert len(first.selection) >= 5 * 2
     assert [r.at(("rk4", 4)).steps for r in first.results if r.readings] == [4] * 6
+    for result in first.results:  # a stack's curve goes through its stages
+        assert [step for step, _ in result.curve][-1] == 12
+    assert len({len(result.curve) for result in first.results}) == 1
     refuse_work(monkeypatch)
     again = STUDY.carry_out(smoke(STUDY, run_dir=str(tmp_path / "other"), readings=str(kept)))
     assert (again.results, again.selection) == (first.results, first.selection)
