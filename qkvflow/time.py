@@ -1,6 +1,6 @@
 """Layer-time t in [0, 1] and its sinusoidal features, exact wherever the time is known at trace time.
 
-    phi(t) = [t, sin(1000 t w), cos(1000 t w)],   w_k = 10000^(-k/S),  k = 0..S-1        (2S+1 features)
+    phi(t) = [t, sin(c t w), cos(c t w)],   w_k = 10000^(-k/S),  k = 0..S-1,  c = 1000        (2S+1 features)
 
 Source: `SinusoidalPosEmb` of the official code (SDML-KU/qkvflow, nn/time_embed.py).
 
@@ -94,21 +94,24 @@ def on_time(functions, t, name: str) -> NamedArray:
     return hax.named(jax.vmap(at_one)(array) if axes else at_one(array), (*axes, name))
 
 
-def sinusoidal_features(t, dim: int) -> NamedArray:
-    """phi(t): NamedArray {[the axis of t,] sinusoid = 2 dim + 1}, float32 (float64 under `jax_enable_x64`)."""
+def sinusoidal_features(t, dim: int, scale: float = TIME_SCALE) -> NamedArray:
+    """phi(t): NamedArray {[the axis of t,] sinusoid = 2 dim + 1}, float32 (float64 under `jax_enable_x64`).
+
+    scale: c, radians per unit of layer-time of the fastest feature.
+    """
 
     def features(t, xp):
-        angles = TIME_SCALE * t[..., None] * xp.asarray(_frequencies(dim), dtype=t.dtype)
+        angles = scale * t[..., None] * xp.asarray(_frequencies(dim), dtype=t.dtype)
         return xp.concatenate([t[..., None], xp.sin(angles), xp.cos(angles)], axis=-1)
 
     return on_time(features, t, SINUSOID)
 
 
-def sinusoidal_rates(t, dim: int) -> NamedArray:
-    """d phi / dt, with the axes of `sinusoidal_features`."""
+def sinusoidal_rates(t, dim: int, scale: float = TIME_SCALE) -> NamedArray:
+    """d phi / dt, with the axes and parameters of `sinusoidal_features`."""
 
     def rates(t, xp):
-        speed = TIME_SCALE * xp.asarray(_frequencies(dim), dtype=t.dtype)
+        speed = scale * xp.asarray(_frequencies(dim), dtype=t.dtype)
         angles = t[..., None] * speed
         return xp.concatenate([xp.ones_like(t)[..., None], speed * xp.cos(angles), -speed * xp.sin(angles)], axis=-1)
 

@@ -8,7 +8,8 @@ import draccus
 import jax
 
 from qkvflow.errors import UserError
-from qkvflow.ranges import Count, NotNegative, Share, check_ranges
+from qkvflow.ranges import Count, NotNegative, Positive, Share, check_ranges
+from qkvflow.time import TIME_SCALE
 from qkvflow.weights.bases import BASES, FunctionBasis
 from qkvflow.weights.galerkin import expand
 from qkvflow.weights.generated import generate
@@ -48,12 +49,15 @@ class GeneratedConfig(WeightsConfig):
         init: `matched`, W(t) starts with the scale of the ordinary layer, or `official`, as the paper's code.
         frozen_time: null, or a fixed time in [0, 1] at which weights are generated for every t (an ablation without
             time).
+        time_scale: c of the features t, sin(c t w_k), cos(c t w_k), w_k = 10000^(-k/S); 1000 in the paper. 3.14159 with
+            S = 1 gives t, sin(pi t), cos(pi t): weights that are smooth in time.
     """
 
     time_embed_dim: Count = 20
     sinusoidal_dim: Count = 128
     init: str = "matched"
     frozen_time: Share | None = None
+    time_scale: Positive = TIME_SCALE
 
     def __post_init__(self):
         super().__post_init__()
@@ -64,7 +68,8 @@ class GeneratedConfig(WeightsConfig):
         del times  # generated weights exist at every t
         k_block, k_generate = jax.random.split(key)
         block = init_block(key=k_block)
-        return generate(block, self.time_embed_dim, self.sinusoidal_dim, self.scales, self.frozen_time, key=k_generate)
+        size = self.time_embed_dim, self.sinusoidal_dim
+        return generate(block, *size, self.scales, self.frozen_time, self.time_scale, key=k_generate)
 
     @property
     def evaluate(self) -> str:
@@ -86,12 +91,14 @@ class ModulatedConfig(WeightsConfig):
         gate: `sigmoid`, or `film`, 1 + tanh, which starts as `constant` weights exactly.
         frozen_time: null, or a fixed time in [0, 1] at which the gates are evaluated for every t (an ablation without
             time).
+        time_scale: as that of `generated`.
     """
 
     hidden_dim: Count = 64
     gate: str = "sigmoid"
     frozen_time: Share | None = None
     sinusoidal_dim: Count = 32
+    time_scale: Positive = TIME_SCALE
 
     def __post_init__(self):
         super().__post_init__()
@@ -101,9 +108,8 @@ class ModulatedConfig(WeightsConfig):
     def build(self, init_block: Callable, times: tuple[float, ...], *, key):
         del times  # modulated weights exist at every t
         k_block, k_gates = jax.random.split(key)
-        return modulate(
-            init_block(key=k_block), self.hidden_dim, self.sinusoidal_dim, self.gate, self.frozen_time, key=k_gates
-        )
+        size = self.hidden_dim, self.sinusoidal_dim
+        return modulate(init_block(key=k_block), *size, self.gate, self.frozen_time, self.time_scale, key=k_gates)
 
     @property
     def evaluate(self) -> str:

@@ -21,7 +21,7 @@ import numpy as np
 from haliax import Axis, NamedArray
 
 from qkvflow.axes import SINUSOID, TIME_EMBED, TIME_HIDDEN
-from qkvflow.time import Time, frozen, grid, sinusoidal_features, sinusoidal_rates
+from qkvflow.time import TIME_SCALE, Time, frozen, grid, sinusoidal_features, sinusoidal_rates
 from qkvflow.weights.base import TimeDependent, array_fields, replace_units
 from qkvflow.weights.division import named_as, named_for_division
 from qkvflow.weights.product import project
@@ -34,10 +34,17 @@ class TimeNetwork(eqx.Module):
     lin1: hnn.Linear  # sinusoid -> time_hidden
     lin2: hnn.Linear  # time_hidden -> time_embed
     sinusoidal_dim: int = eqx.field(static=True)
+    time_scale: float = eqx.field(static=True)
 
     @staticmethod
     def init(
-        time_embed_dim: int, sinusoidal_dim: int, scales: GeneratedScales, *, key, name: str = TIME_EMBED
+        time_embed_dim: int,
+        sinusoidal_dim: int,
+        scales: GeneratedScales,
+        time_scale: float = TIME_SCALE,
+        *,
+        key,
+        name: str = TIME_EMBED,
     ) -> "TimeNetwork":
         """`name`: what the output axis is called; `sinusoidal_dim` 0 leaves t as the only feature."""
         k_lin1, k_lin2 = jax.random.split(key)
@@ -49,6 +56,7 @@ class TimeNetwork(eqx.Module):
             normal_linear(Sinusoid, Hidden, std1, key=k_lin1),
             normal_linear(Hidden, Out, std2, key=k_lin2),
             sinusoidal_dim,
+            time_scale,
         )
 
     @property
@@ -56,13 +64,13 @@ class TimeNetwork(eqx.Module):
         return self.lin2.Out
 
     def __call__(self, t: Time) -> NamedArray:
-        features = sinusoidal_features(t, self.sinusoidal_dim)
+        features = sinusoidal_features(t, self.sinusoidal_dim, self.time_scale)
         lin1, lin2 = self._in(features.dtype)
         return lin2(hnn.silu(lin1(features)))
 
     def rate(self, t: Time) -> NamedArray:
         """de/dt = lin2.weight (silu'(z) lin1.weight dphi/dt), z = lin1(phi(t))."""
-        features, moving = (f(t, self.sinusoidal_dim) for f in (sinusoidal_features, sinusoidal_rates))
+        features, moving = (f(t, self.sinusoidal_dim, self.time_scale) for f in (sinusoidal_features, sinusoidal_rates))
         lin1, lin2 = self._in(features.dtype)
         moved = silu_rate(lin1(features)) * hax.dot(moving, lin1.weight, axis=SINUSOID)
         return hax.dot(moved, lin2.weight, axis=TIME_HIDDEN)
@@ -131,6 +139,7 @@ def generate(
     sinusoidal_dim: int,
     scales: GeneratedScales,
     frozen_time: float | None = None,
+    time_scale: float = TIME_SCALE,
     *,
     key,
 ):
@@ -139,18 +148,21 @@ def generate(
     `module` is an ordinary module; its arrays give the shapes and, for the preset `matched`, the initial values.
     frozen_time: a fixed time in [0, 1] at which all weights are generated for every t: an ablation of time. Parameters
     and work are the same.
+    time_scale: c of phi, radians per unit of time of its fastest feature.
     """
 
     def build(unit, key) -> Generated:
-        made = _generate_unit(unit, time_embed_dim, sinusoidal_dim, scales, key=key)
+        made = _generate_unit(unit, time_embed_dim, sinusoidal_dim, scales, time_scale, key=key)
         return Generated(made.net, made.leaves, frozen_time)
 
     return replace_units(module, build, key=key)
 
 
-def _generate_unit(unit, time_embed_dim: int, sinusoidal_dim: int, scales: GeneratedScales, *, key) -> Generated:
+def _generate_unit(
+    unit, time_embed_dim: int, sinusoidal_dim: int, scales: GeneratedScales, time_scale: float, *, key
+) -> Generated:
     k_net, *k_leaves = jax.random.split(key, 1 + len(array_fields(unit)))
-    net = TimeNetwork.init(time_embed_dim, sinusoidal_dim, scales, key=k_net)
+    net = TimeNetwork.init(time_embed_dim, sinusoidal_dim, scales, time_scale, key=k_net)
     leaves = unit
     for name, k_leaf in zip(array_fields(unit), k_leaves, strict=True):
         leaf = _init_leaf(unit, name, net, scales, key=k_leaf)

@@ -31,7 +31,7 @@ from haliax import Axis, NamedArray
 
 from qkvflow.axes import SINUSOID, TIME_HIDDEN
 from qkvflow.named import is_named, map_named
-from qkvflow.time import Time, frozen, sinusoidal_features, sinusoidal_rates
+from qkvflow.time import TIME_SCALE, Time, frozen, sinusoidal_features, sinusoidal_rates
 from qkvflow.weights.base import TimeDependent, array_fields, replace_units
 from qkvflow.weights.division import named_as, named_for_division
 from qkvflow.weights.generated import silu_rate
@@ -56,10 +56,11 @@ class GateNetwork(eqx.Module):
     lin2: dict[str, hnn.Linear]
     sinusoidal_dim: int = eqx.field(static=True)
     gate: str = eqx.field(static=True)
+    time_scale: float = eqx.field(static=True)
 
     @staticmethod
     def init(
-        axes: dict[str, tuple[Axis, ...]], hidden_dim: int, sinusoidal_dim: int, gate: str, *, key
+        axes: dict[str, tuple[Axis, ...]], hidden_dim: int, sinusoidal_dim: int, gate: str, time_scale: float, *, key
     ) -> "GateNetwork":
         """`axes`: the name of each gate and what it scales."""
         k_lin1, *k_gates = jax.random.split(key, 1 + len(axes))
@@ -70,17 +71,17 @@ class GateNetwork(eqx.Module):
             for a, k in zip(axes, k_gates, strict=True)
         }
         lin1 = normal_linear(Sinusoid, Hidden, (2 / Sinusoid.size) ** 0.5, key=k_lin1)
-        return GateNetwork(lin1, lin2, sinusoidal_dim, gate)
+        return GateNetwork(lin1, lin2, sinusoidal_dim, gate, time_scale)
 
     def __call__(self, t: Time) -> dict[str, NamedArray]:
-        features = sinusoidal_features(t, self.sinusoidal_dim)
+        features = sinusoidal_features(t, self.sinusoidal_dim, self.time_scale)
         lin1, lin2 = map_named(lambda p: p.astype(features.dtype), (self.lin1, self.lin2))
         hidden = hnn.silu(lin1(features))
         return {name: GATES[self.gate](linear(hidden)) for name, linear in lin2.items()}
 
     def rate(self, t: Time) -> dict[str, NamedArray]:
         """dg/dt of each gate: g'(s) lin2.weight (silu'(z) lin1.weight dphi/dt), z = lin1(phi), s = lin2(silu(z))."""
-        features, moving = (f(t, self.sinusoidal_dim) for f in (sinusoidal_features, sinusoidal_rates))
+        features, moving = (f(t, self.sinusoidal_dim, self.time_scale) for f in (sinusoidal_features, sinusoidal_rates))
         lin1, lin2 = map_named(lambda p: p.astype(features.dtype), (self.lin1, self.lin2))
         before = lin1(features)
         hidden, moved = hnn.silu(before), silu_rate(before) * hax.dot(moving, lin1.weight, axis=SINUSOID)
@@ -121,17 +122,25 @@ class Modulated(TimeDependent):
 
 
 def modulate(
-    module, hidden_dim: int, sinusoidal_dim: int, gate: str = "sigmoid", frozen_time: float | None = None, *, key
+    module,
+    hidden_dim: int,
+    sinusoidal_dim: int,
+    gate: str = "sigmoid",
+    frozen_time: float | None = None,
+    time_scale: float = TIME_SCALE,
+    *,
+    key,
 ):
     """Replace every smallest module with parameters inside the ordinary `module` by a `Modulated` one.
 
     frozen_time: a fixed time in [0, 1] at which all gates are evaluated for every t: modulation that does not depend on
     time, an ablation. Gates and parameters are otherwise the same.
+    time_scale: c of phi, radians per unit of time of its fastest feature.
     """
 
     def build(unit, key) -> Modulated:
         axes, gates_of = gate_layout(unit)
-        net = GateNetwork.init(axes, hidden_dim, sinusoidal_dim, gate, key=key)
+        net = GateNetwork.init(axes, hidden_dim, sinusoidal_dim, gate, time_scale, key=key)
         base = _replace_arrays(unit, lambda name, array: array / _START[gate] ** len(gates_of[name]))
         return Modulated(net, base, frozen_time)
 

@@ -141,7 +141,7 @@ def test_as_many_pieces_as_steps_are_ordinary_layers(endpoint, tokens):
 KINDS = {
     **{name: BasisConfig(basis=name, dim=5) for name in SMOOTH},
     "generated": WEIGHTS["generated"],
-    "modulated": WEIGHTS["modulated"],
+    "modulated": dataclasses.replace(WEIGHTS["modulated"], time_scale=3.0),
 }
 
 

@@ -1,5 +1,7 @@
 """Laws of W(t) and of `at`: the formula, the axes, exact times, and where weights do not exist."""
 
+import dataclasses
+
 import equinox as eqx
 import haliax as hax
 import jax
@@ -25,7 +27,8 @@ def init_block(*, key):
 
 
 def block_of(weights, times=TIMES):
-    block = WEIGHTS[weights].build(init_block, times, key=jax.random.PRNGKey(0))
+    config = WEIGHTS[weights] if isinstance(weights, str) else weights
+    block = config.build(init_block, times, key=jax.random.PRNGKey(0))
     # Noise, so that leaves which start at zero count.
     return jax.tree.map(
         lambda x: x + 0.1 * jax.random.normal(jax.random.PRNGKey(x.size), x.shape) if eqx.is_inexact_array(x) else x,
@@ -60,11 +63,18 @@ def test_features_are_exact_fp32_however_the_time_is_given():
         np.testing.assert_array_equal(sinusoidal_features(times[i], 16).array, table.array[i])
 
 
-def test_generated_weights_follow_the_formula():
-    block = block_of("generated")
+def test_features_of_another_scale():
+    """t, sin(pi t), cos(pi t)."""
+    phi = sinusoidal_features(0.3, 1, np.pi).array
+    np.testing.assert_allclose(phi, [0.3, np.sin(0.3 * np.pi), np.cos(0.3 * np.pi)], atol=6e-8)
+
+
+@pytest.mark.parametrize("scale", [1000.0, 3.0])
+def test_generated_weights_follow_the_formula(scale):
+    block = block_of(dataclasses.replace(WEIGHTS["generated"], time_scale=scale))
     t = 0.3
     unit = block.attn.c_attn
-    phi = np.asarray(sinusoidal_features(t, 4).array, np.float64)
+    phi = np.asarray(sinusoidal_features(t, 4, scale).array, np.float64)
 
     def linear(m, x):
         return x @ np.asarray(m.weight.array, np.float64) + np.asarray(m.bias.array, np.float64)
