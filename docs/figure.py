@@ -3,7 +3,7 @@
     python docs/figure.py
 
 Left: a toy field, solved with few and with many steps. Right: losses from the committed results of an ablation.
-The others: readings of two configurations at many depths (docs/assets/depths.json); loss and speed of one of them at
+The others: readings of three trained flows at many depths (docs/assets/depths.json); loss and speed of one of them at
 fewer steps, with exits and with drafts (docs/assets/anytime.json, written by experiments.bench.anytime).
 """
 
@@ -98,7 +98,7 @@ def _flow(panel: Axes) -> None:
 
 
 def draw_depths() -> Figure:
-    """Two trained configurations, read at other depths."""
+    """Trained flows, evaluated at other depths."""
     readings = json.loads((TARGET.parent / "depths.json").read_text())["readings"]
     figure, panel = plt.subplots(figsize=(6.0, 3.2), dpi=150, layout="constrained")
     for k, (name, rows) in enumerate(readings.items()):

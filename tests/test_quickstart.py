@@ -48,8 +48,9 @@ def test_the_run_reads_back(one_device):
     tokens = hax.named(jnp.asarray([ids]), ("batch", "position"))
     logits = model(tokens)
     assert logits.resolve_axis("vocab").size == 257
-    # Four steps after a start at ln(257) the model must know that bytes are not all alike.
-    assert losses(one_device)[0] == pytest.approx(math.log(257), abs=0.15)
+    # Four steps after a start near ln(257) the model must know that bytes are not all alike. It starts below, because
+    # x(0) = 50 E and the head is E: the logit of the current byte is 50 * 128 * 0.02^2 = 2.6, and one in nine repeats.
+    assert math.log(257) - 0.4 < losses(one_device)[0] < math.log(257) + 0.15
     assert losses(one_device)[-1] < losses(one_device)[0]
     discrete = model.discretise()(tokens)
     np.testing.assert_allclose(discrete.array, logits.array, atol=1e-5)

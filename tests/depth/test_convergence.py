@@ -58,12 +58,16 @@ def check(solver, found):
 @pytest.mark.slow
 @pytest.mark.program
 def test_trained_flow(tmp_path):
-    """The quickstart's flow after 60 steps of training, in float64, over a window of layer-time.
+    """A flow with the paper's time features after 60 steps of training, in float64, over a window of layer-time.
 
     Trained weights move with sin(1000 t) and its harmonics: a step must be far below 1/1000 before errors follow the
     order, so a window of some thousandths is divided instead of [0, 1]. The field and W(t) are the same.
     """
-    _, model, tokenizer = load_run(train(tmp_path, "run", "--trainer.num_train_steps", "60"))
+    features = {"time_embed_dim": 16, "sinusoidal_dim": 32, "time_scale": 1000}
+    changes = {"trainer.num_train_steps": 60, "model.embedding_multiplier": 1}
+    changes |= {f"model.weights.{key}": value for key, value in features.items()}
+    words = [word for key, value in changes.items() for word in (f"--{key}", str(value))]
+    _, model, tokenizer = load_run(train(tmp_path, "run", *words))
     with jax.enable_x64(True):
         model = jax.tree.map(lambda a: a.astype(jnp.float64) if eqx.is_inexact_array(a) else a, model)
         tokens = hax.named(jnp.asarray([tokenizer.encode("The for statement is")]), ("batch", "position"))

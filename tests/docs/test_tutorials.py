@@ -12,9 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 NOTEBOOKS = sorted((ROOT / "docs" / "tutorials").glob("*.ipynb"))
-SIZE = (
-    "--model.hidden_dim 16 --model.weights.time_embed_dim 4 --trainer.train_batch_size 4 --trainer.max_eval_batches 1"
-)
+SIZE = "--model.hidden_dim 16 --trainer.train_batch_size 4 --trainer.max_eval_batches 1"
 GPT2 = "{type: gpt2, hidden_dim: 16, num_heads: 4, num_layers: 2, max_seq_len: 64}"
 HYBRID = (
     "{type: neuralode, max_seq_len: 64, hidden_dim: 16, prelude_layers: 1, coda_layers: 1, weights: {type: constant},"
