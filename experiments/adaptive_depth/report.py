@@ -74,7 +74,6 @@ def page(record: AdaptiveDepth) -> Mapping[str, object]:
     sizes = {r.system: count(r.parameters) for r in pretrained}
     return {
         "s": s,
-        "origin": f"\n{record.origin}\n" if record.origin else "",
         "sizes": ", ".join(f"{NAMES[system]} {size}" for system, size in sizes.items()),
         "in_all": s.pretrain + s.tune,
         "pretrained": Table(["text", "model", "loss", "minus GPT-2", "p (Holm)"], rows),

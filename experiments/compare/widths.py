@@ -67,40 +67,16 @@ def steeper(own: Law, reference: Law | None) -> Interval | None:
     return interval([own.slopes[s] - reference.slopes[s] for s in sorted(seeds)]) if reference and seeds else None
 
 
-def table(record: Comparison) -> Table:
+def table(record: Comparison) -> Table | None:
+    """None if widths are not compared, or no law is there yet."""
     widths, reference = sorted(record.protocol.widths), record.protocol.reference
     found, rows = laws(record), []
     for name, own in found.items():
-        cells: list[Cell] = [own.losses.get(width) for width in widths]
+        cells: list[Cell] = [own.losses.get(width, "") for width in widths]
         against = None if name == reference else steeper(own, found.get(reference))
-        rows.append([name, own.slope.n, *cells, own.slope, against, own.bend])
+        rows.append([name, own.slope.n, *cells, own.slope, against or "", own.bend or ""])
     head = ["model", "n", *(f"width {width}" for width in widths), "b", f"b minus {reference}'s", "bend"]
-    return Table(head, [["" if cell is None else cell for cell in row] for row in rows])
-
-
-def numbers(record: Comparison) -> Iterator[Mapping[str, Cell]]:
-    """CSV with a line for each system in each width."""
-    for name, own in laws(record).items():
-        slope, bend = own.slope, own.bend
-        for width, loss in own.losses.items():
-            cells = {"system": name, "width": width, "n": loss.n, "loss": loss.mean, "sd": loss.sd}
-            cells |= {"b": slope.mean, "b_low": slope.bounds[0], "b_high": slope.bounds[1]}
-            yield cells if bend is None else cells | {"bend": bend.mean, "bend_half": bend.half}
-
-
-def section(record: Comparison) -> str:
-    """The laws with what they can show; empty if widths are not compared, or none is there yet."""
-    widths = record.protocol.widths
-    if not widths or not laws(record):
-        return ""
-    words = (
-        "loss = a - b log2(width), fitted for each seed; b is the gain in nats from doubling the width, with its"
-        " interval over seeds. The number of steps and the text are the same for all widths. bend: how far the loss"
-        f" between the outer widths is above the line through them. {len(widths)} widths cannot show whether the loss"
-        " falls as a power of the width or towards a floor: such a law has three parameters, which fit three points"
-        " exactly. So nothing is extrapolated, and rates outside the width of the search are those of the rule."
-    )
-    return f"\n\n## Losses in {len(widths)} widths\n\n{words}\n\n{table(record)}"
+    return Table(head, rows) if rows and widths else None
 
 
 def draw(record: Comparison, looks: style.Looks) -> Iterator[style.Named]:
