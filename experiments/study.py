@@ -83,16 +83,9 @@ class Study(Generic[C, R]):
         return record
 
     def filled_page(self, record: R) -> str:
-        """`page.md` with its placeholders filled as by `str.format`.
-
-        A line with a placeholder that is None is left out; `{name:if}` shows nothing, for lines that depend on it.
-        """
+        """`page.md` with its values."""
         values = {"record": record, "p": getattr(record, "protocol", None), "level": LEVEL, **self.page(record)}
-        shown, template = [], (FOLDER / self.name / "page.md").read_text(encoding="utf-8")
-        for line in template.split("\n"):
-            with contextlib.suppress(_Missing):
-                shown.append(_Page().vformat(line, (), values))
-        return re.sub(r"\n{3,}", "\n\n", "\n".join(shown)).rstrip("\n") + "\n"
+        return filled(f"{self.name}/page.md", values)
 
     def program(self) -> NoReturn:
         """Runs the study as a program; its usage starts with the docstring of the module that has `make`."""
@@ -121,3 +114,15 @@ class _Page(string.Formatter):
         if value is None:
             raise _Missing
         return "" if format_spec == "if" else super().format_field(value, format_spec)
+
+
+def filled(template: str, values: Mapping[str, object]) -> str:
+    """A template in this folder with its placeholders filled as by `str.format`.
+
+    A line with a placeholder that is None is left out; `{name:if}` shows nothing, for lines that depend on it.
+    """
+    shown = []
+    for line in (FOLDER / template).read_text(encoding="utf-8").split("\n"):
+        with contextlib.suppress(_Missing):
+            shown.append(_Page().vformat(line, (), values))
+    return re.sub(r"\n{3,}", "\n\n", "\n".join(shown)).rstrip("\n") + "\n"
