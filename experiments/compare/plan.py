@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from experiments.config import check_among, check_reference
 from experiments.cost import Cost, cost_of, width_with
 from experiments.jobs import Arm
-from experiments.recipes import Recipe, without_base
+from experiments.recipes import Recipe
 from experiments.search import SearchConfig
 from experiments.texts import Text
 from qkvflow.errors import UserError
@@ -185,9 +185,8 @@ def recipes(config: CompareConfig, text: Text, run_dir: Path) -> dict[str, Recip
     found = {}
     for name in config.names:
         changes = {} if name in config.systems else config.arms[name]
-        base = config.systems.get(name) or changes.get("base") or config.base
         try:
-            found[name] = config.recipe(base, text, run_dir, without_base(changes))
+            found[name] = config.recipe(config.systems.get(name) or config.base, text, run_dir, changes)
         except UserError as error:
             raise UserError(f"{'systems' if name in config.systems else 'arms'}.{name}: {error}") from None
     return found

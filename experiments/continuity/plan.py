@@ -9,7 +9,7 @@ from experiments.config import check_among, check_reference
 from experiments.continuity.stack import stacked
 from experiments.cost import cost_of
 from experiments.jobs import Arm, Place, Places
-from experiments.recipes import Recipe, without_base
+from experiments.recipes import Recipe
 from experiments.search import SearchConfig
 from experiments.texts import Text
 from qkvflow.errors import UserError
@@ -65,7 +65,7 @@ class ContinuityConfig(SearchConfig):
             UserError: it cannot be read, or does not have `layers` steps.
         """
         changes = {key: value for key, value in self.arms[name].items() if key != "stack"}
-        recipe = self.recipe(changes.get("base") or self.base, text, run_dir, without_base(changes))
+        recipe = self.recipe(self.base, text, run_dir, changes)
         recipe = recipe.but({"model": {"hidden_dim": width}} if width else {})
         steps = recipe.config.model.depth.reading_steps
         if steps != self.layers:
