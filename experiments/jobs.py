@@ -11,7 +11,7 @@ from typing import Any, TextIO
 
 import jax
 
-from experiments.cost import Cost
+from experiments.cost import Cost, cost_of
 from experiments.recipes import Recipe
 from experiments.texts import Text
 from qkvflow import finetune_lm, train_lm
@@ -80,6 +80,19 @@ class Arm:
     def flops(self) -> float:
         """FLOPs of a training."""
         return self.cost.flops * self.steps
+
+
+@dataclass(frozen=True)
+class System:
+    """system: the name of what is trained."""
+
+    system: str
+
+    @staticmethod
+    def arms(recipes: Mapping[str, Recipe], text: Text, asks: Mapping[str, object]) -> list[Arm]:
+        """One for each of the recipes."""
+        more = {"text": text, "asks": asks}
+        return [Arm(label=name, recipe=r, cost=cost_of(r), what=System(name), **more) for name, r in recipes.items()]
 
 
 @dataclass(frozen=True)

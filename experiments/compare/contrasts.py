@@ -49,12 +49,8 @@ def undecided(config: CompareConfig, losses: Losses) -> list[tuple[str, str]]:
         for name, own in losses.items()
         if own.keys() >= set(config.seeds)
     }
-    there = {pair: _difference(first, pair) for pair in config.contrasts}
-    return [
-        pair
-        for pair, difference in there.items()
-        if difference is not None and equivalence(difference, config.margin).straddles(config.margin)
-    ]
+    there = [(pair, _difference(first, pair)) for pair in config.contrasts]
+    return [pair for pair, own in there if own and equivalence(own, config.margin).straddles(config.margin)]
 
 
 def _difference(losses: Losses, pair: tuple[str, str]) -> Difference | None:

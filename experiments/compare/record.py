@@ -1,6 +1,6 @@
 """What a comparison leaves: its trainings, what is missing, and the systems of each row side by side."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from experiments.compare.plan import ROWS, WIDTHS, CompareConfig, Variant
@@ -87,10 +87,15 @@ def each(rows: Rows) -> list[tuple[str, Line]]:
     return [(row, line) for row, found in rows.items() for line in found.values()]
 
 
+def extent(numbers: Iterable[int]) -> str:
+    """A number that all have, or the smallest and the largest."""
+    own = sorted(numbers)
+    return " to ".join(map(str, dict.fromkeys([own[0], own[-1]])))
+
+
 def seeds_of(rows: Rows) -> str:
     """The number of seeds of all lines, or the smallest and the largest."""
-    numbers = sorted({line.loss.mean.n for _, line in each(rows)})
-    return " to ".join(map(str, dict.fromkeys([numbers[0], numbers[-1]])))
+    return extent(line.loss.mean.n for _, line in each(rows))
 
 
 def missing(progress: Mapping[str, Mapping[str, tuple[int, int]]]) -> str:

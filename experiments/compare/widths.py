@@ -5,10 +5,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
-from matplotlib.figure import Figure
 
 from experiments import style
-from experiments.compare.record import Comparison
+from experiments.compare.record import Comparison, extent
 from experiments.statistics import Interval, interval
 from experiments.tables import Cell, Table
 
@@ -80,20 +79,16 @@ def table(record: Comparison) -> Table | None:
 
 
 def draw(record: Comparison, looks: style.Looks) -> Iterator[style.Named]:
-    found = laws(record)
-    if found:
-        yield "widths", _figure(record, found, looks)
-
-
-def _figure(record: Comparison, found: Mapping[str, Law], looks: style.Looks) -> Figure:
-    p, widths = record.protocol, sorted(record.protocol.widths)
+    """Reported losses against the width; nothing without laws."""
+    p, widths, found = record.protocol, sorted(record.protocol.widths), laws(record)
+    if not found:
+        return
     figure, ((panel,),) = style.panels(1, 1, (7.5, 5.2))
-    seeds = sorted({own.slope.n for own in found.values()})
     limits = style.span([loss for own in found.values() for loss in own.losses.values()], counts=[p.counts["report"]])
     panel.set_xscale("log", base=2)
     panel.set_xticks(widths, [str(width) for width in widths])
     panel.minorticks_off()
     panel.set(xlabel="width", title=f"at {p.steps:,} steps; 95 % intervals over seeds")
-    style.losses(panel, p, "report", limits, " to ".join(map(str, dict.fromkeys([seeds[0], seeds[-1]]))))
+    style.losses(panel, p, "report", limits, extent(own.slope.n for own in found.values()))
     style.curves(panel, {name: ([*own.losses], [*own.losses.values()]) for name, own in found.items()}, looks)
-    return figure
+    yield "widths", figure

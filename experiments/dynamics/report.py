@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from matplotlib.figure import Figure
 
 from experiments import style
-from experiments.dynamics.plan import SYSTEMS, DynamicsConfig, System
+from experiments.dynamics.plan import SYSTEMS, DynamicsConfig
 from experiments.dynamics.readings import FAMILIES, PROPERTIES, SCORES, Mark, Spectra
+from experiments.jobs import System
 from experiments.protocol import Protocol
 from experiments.records import Record, Training, by_seed
 from experiments.statistics import Contrast, contrasts, interval

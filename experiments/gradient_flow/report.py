@@ -8,8 +8,9 @@ from matplotlib.figure import Figure
 
 from experiments import style
 from experiments.gradient_flow import norms as rule
-from experiments.gradient_flow.plan import SYSTEMS, GradientFlowConfig, System
+from experiments.gradient_flow.plan import SYSTEMS, GradientFlowConfig
 from experiments.gradient_flow.readings import SHARE, Changed, Effect, Refined
+from experiments.jobs import System
 from experiments.protocol import Protocol
 from experiments.records import Record, Training, by_seed
 from experiments.statistics import Contrast, Interval, contrasts, interval
