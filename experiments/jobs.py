@@ -31,6 +31,7 @@ _FREE_KEYS = {*FREE_KEYS, "data.train", "data.validation"} - {"trainer.steps_per
 
 
 Place = tuple[str, int]  # solver, steps
+Rates = Mapping[Hashable, float]  # group of arms -> learning rate
 
 
 @dataclass(frozen=True)
@@ -146,7 +147,7 @@ def selection(arms: Sequence[Arm], rates: Sequence[float], seeds: Sequence[int])
 
 
 def reported(arms: Sequence[Arm], seeds: Sequence[int], rates: Mapping[Hashable, float] = {}) -> list[Job]:
-    """The reported trainings, seed by seed. rates: group -> learning rate."""
+    """The reported trainings, seed by seed."""
     return [Job.of(arm, seed, rates.get(arm.group)) for seed in seeds for arm in arms]
 
 

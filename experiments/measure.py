@@ -149,15 +149,6 @@ def _train(jobs: Sequence[Job], lanes: int) -> None:
     train(*(job.recipe for job in jobs), lanes=lanes)
 
 
-def whole_curve(job: Job) -> list[tuple[int, float]]:
-    """The curve of a finished training through all its stages."""
-    found, before = [], 0
-    for stage in job.stages:
-        found += [(before + step, loss) for step, loss in read_training(stage).curve]
-        before += stage.recipe.steps
-    return found
-
-
 @dataclass(frozen=True)
 class ReadTraining(Training):
     """readings: evaluations of the trained flow at the `Places` of its arm."""
@@ -178,9 +169,12 @@ def readings(run: Run, text: Text, where: Places, evaluator: RunEvaluator) -> li
 
 
 def read_training(job: Job) -> Training:
-    """The data that a finished run wrote during training."""
-    metrics = read_metrics(job.recipe.run.metrics)
-    curve = [(r["step"] + 1, r["eval/loss"]) for r in metrics if "eval/loss" in r]
+    """The data that a finished training wrote, with the curve through all its stages."""
+    curve, before, metrics = [], 0, []
+    for stage in job.stages:
+        metrics = read_metrics(stage.recipe.run.metrics)
+        curve += [(before + r["step"] + 1, r["eval/loss"]) for r in metrics if "eval/loss" in r]
+        before += stage.recipe.steps
     seconds = statistics.median(r["throughput/duration"] for r in metrics[1:] or metrics)
     return Training(job.seed, job.rate, curve, curve[-1][1], seconds)
 

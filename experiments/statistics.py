@@ -47,6 +47,10 @@ class Difference(Interval):
     p: float = math.nan
     effect: float = math.nan
 
+    @property
+    def numbers(self) -> dict[str, float]:
+        return super().numbers | {" t": self.t, " df": self.df, ": p": self.p}
+
 
 @dataclass(frozen=True)
 class Equivalence:

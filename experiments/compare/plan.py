@@ -1,13 +1,12 @@
 """The plan of the comparison: its YAML, and its systems in the sizes and lengths that the rows require."""
 
-from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
 from experiments.config import check_among, check_reference
 from experiments.cost import Cost, cost_of, width_with
-from experiments.jobs import Arm
+from experiments.jobs import Arm, Rates
 from experiments.recipes import Recipe
 from experiments.search import SearchConfig
 from experiments.texts import Text
@@ -137,9 +136,6 @@ class Variant:
     rows: list[str]
     width: int
     steps: int
-
-
-Rates = Mapping[Hashable, float]
 
 
 def arms(config: CompareConfig, text: Text, run_dir: Path) -> list[Arm]:

@@ -73,14 +73,11 @@ class Comparison(Record):
 
 def by_row(record: Comparison) -> Rows:
     """The systems of a row are one family of tests."""
-    found = {}
-    for row in (row for row in ROWS if row in record.protocol.rows):
-        own = record.row(row)
-        costs = {name: record.cost(rs[0]) for name, rs in own.items()}
-        if own:
-            steps = {name: rs[0].steps for name, rs in own.items()}
-            found[row] = lines(own, record.protocol.reference, costs, steps)
-    return found
+    found = {row: record.row(row) for row in ROWS if row in record.protocol.rows}
+    costs = {row: {name: record.cost(rs[0]) for name, rs in own.items()} for row, own in found.items()}
+    steps = {row: {name: rs[0].steps for name, rs in own.items()} for row, own in found.items()}
+    reference = record.protocol.reference
+    return {row: lines(own, reference, costs[row], steps[row]) for row, own in found.items() if own}
 
 
 def each(rows: Rows) -> list[tuple[str, Line]]:

@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from experiments.compare.contrasts import undecided
-from experiments.compare.plan import ROWS, WIDTHS, CompareConfig, Rates, arms, narrow, transferred
+from experiments.compare.plan import ROWS, WIDTHS, CompareConfig, arms, narrow, transferred
 from experiments.compare.record import Trained
-from experiments.jobs import Arm, Job, reported, selection
+from experiments.jobs import Arm, Job, Rates, reported, selection
 from experiments.measure import Measure
 from experiments.records import by_seed
 from experiments.texts import Text

@@ -1,6 +1,5 @@
 """The plan of the study: its YAML, and its arms at the width of the search and at their own."""
 
-from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -8,7 +7,7 @@ from typing import Annotated, Any
 from experiments.config import check_among, check_reference
 from experiments.continuity.stack import stacked
 from experiments.cost import cost_of
-from experiments.jobs import Arm, Place, Places
+from experiments.jobs import Arm, Place, Places, Rates
 from experiments.recipes import Recipe
 from experiments.search import SearchConfig
 from experiments.texts import Text
@@ -89,9 +88,6 @@ class Named:
     arm: str
     width: int
     solver: str
-
-
-Rates = Mapping[Hashable, float]
 
 
 def arms(config: ContinuityConfig, text: Text, run_dir: Path, rates: Rates | None = None) -> list[Arm]:
