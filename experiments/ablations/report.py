@@ -162,7 +162,6 @@ def _figure(record: Ablations, name: str, found: Mapping[str, Line], *spans: sty
     style.losses(row[0], record.protocol, "report", spans[0])
     style.zero(row[1])
     row[1].set(ylabel=f"minus {asked.reference}, paired by seed", ylim=spans[1])
-    row[1].grid(alpha=0.25)
     for panel in row[:2]:
         style.arms(panel, list(found))
     if asked.places:

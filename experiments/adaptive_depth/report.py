@@ -157,5 +157,4 @@ def _differences(panel: Axes, minus: Mapping[tuple[str, int | None], Contrast], 
         ends[words] = (depths[0], own[0].mean)
     style.zero(panel)
     panel.set_xticks(depths)
-    panel.grid(alpha=0.25)
     style.direct(panel, ends, looks)

@@ -149,7 +149,6 @@ def _spectra(record: Dynamics) -> Figure:
     shown = itertools.product({"size": "mean |lambda|", "positive": "share with Re > 0"}.items(), FAMILIES)
     for panel, ((name, words), family) in zip(panels.flat, shown, strict=True):
         panel.set(title=f"{family.upper()}: {words}", ylabel=f"{words}, n = {record.protocol.n}", xlabel="t")
-        panel.grid(alpha=0.25)
         if name == "positive":
             style.level(panel, 0.5, "half")
         ends = {}
@@ -176,7 +175,6 @@ def _over_training(record: Dynamics) -> Figure:
             found[system] = (steps, [interval([r.spectrum(family, k).growth for r in own]) for k in steps])
         growth = f"growth of |lambda| (octaves), n = {record.protocol.n}"
         panel.set(title=family.upper(), xlabel="training steps", ylabel=growth)
-        panel.grid(alpha=0.25)
         style.zero(panel)
         style.curves(panel, found, LOOKS)
     return figure

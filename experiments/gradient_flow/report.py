@@ -236,7 +236,6 @@ def _gradient_flow(record: GradientFlow) -> Figure:
     style.direct(middle, {MIDDLES[name]: end for name, end in ends[middle].items()}, _LOOKS_OF_MIDDLES)
     for panel, words in ((total, "whole"), (middle, "middle")):
         panel.set(title="gradient, before clipping", ylabel=f"norm of the {words}, n = {p.n}")
-        panel.grid(alpha=0.25)
     for panel in row:
         panel.set_xlabel("steps" if panel is loss else f"steps (mean of {window})")
     figure.supxlabel(f"mean and 95 % interval over n = {p.n} seeds", fontsize=8)
@@ -266,7 +265,6 @@ def _invariance(record: GradientFlow) -> Figure:
     right.set_xticks(p.refinements)
     words = f"share of the effect of the middle, n = {p.n}"
     right.set(xlabel="m: steps of 1/m of the trained length", ylabel=words, ylim=(0, None))
-    right.grid(alpha=0.25)
     style.direct(right, ends, _LOOKS_OF_MIDDLES)
     return figure
 
