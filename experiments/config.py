@@ -98,9 +98,13 @@ class SeedsConfig(OutputConfig):
     def recipe(self, base: str | Changes | None, text: Text, run_dir: Path, *changes: Changes) -> Recipe:
         """A configuration, or that in a file, with `overrides` and then `changes` merged into it, on a text.
 
+        The key `base` of `changes` names another file to start from.
+
         Raises:
             UserError: it does not exist, or cannot be read.
         """
+        base = next((own["base"] for own in changes if own.get("base")), base)
+        changes = tuple({key: value for key, value in own.items() if key != "base"} for own in changes)
         if base is None:
             raise UserError("a configuration to begin from is missing: name its file, as the study's smoke.yaml does")
         found = Recipe.of(base) if isinstance(base, str) else Recipe(base)

@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import functools
 import io
-import statistics
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any, TextIO
 
 import jax
 
-from experiments.cost import Cost
+from experiments.cost import Cost, cost_of
 from experiments.recipes import Recipe
 from experiments.texts import Text
 from qkvflow import finetune_lm, train_lm
@@ -32,6 +31,7 @@ _FREE_KEYS = {*FREE_KEYS, "data.train", "data.validation"} - {"trainer.steps_per
 
 
 Place = tuple[str, int]  # solver, steps
+Rates = Mapping[Hashable, float]  # group of arms -> learning rate
 
 
 @dataclass(frozen=True)
@@ -84,6 +84,19 @@ class Arm:
 
 
 @dataclass(frozen=True)
+class System:
+    """system: the name of what is trained."""
+
+    system: str
+
+    @staticmethod
+    def arms(recipes: Mapping[str, Recipe], text: Text, asks: Mapping[str, object]) -> list[Arm]:
+        """One for each of the recipes."""
+        more = {"text": text, "asks": asks}
+        return [Arm(label=name, recipe=r, cost=cost_of(r), what=System(name), **more) for name, r in recipes.items()]
+
+
+@dataclass(frozen=True)
 class Job:
     """One training. `is_reported`: false if it only serves to select a learning rate."""
 
@@ -133,29 +146,8 @@ def selection(arms: Sequence[Arm], rates: Sequence[float], seeds: Sequence[int])
     return [Job.of(arm, seed, rate, is_reported=False) for arm in searched for seed in seeds for rate in rates]
 
 
-def chosen_rates(searched: Sequence[Job], losses: Sequence[float]) -> dict[Hashable, float]:
-    """For each group the learning rate with the lowest mean loss over the seeds; the lower rate on ties."""
-    seen: dict[Hashable, dict[float, list[float]]] = {}
-    for one, loss in zip(searched, losses, strict=True):
-        seen.setdefault(one.arm.group, {}).setdefault(one.rate, []).append(loss)
-    return {of: min(sorted(by_rate), key=lambda rate: statistics.fmean(by_rate[rate])) for of, by_rate in seen.items()}
-
-
-def beyond(searched: Sequence[Job], chosen: Mapping[Hashable, float], most: int) -> list[Job]:
-    """Trainings at the next rate of each grid whose best is at an edge, with the ratio of that edge, while it has fewer
-    than `most` rates."""
-    found = []
-    for group, arm in {job.arm.group: job.arm for job in searched}.items():
-        own = [job for job in searched if job.arm.group == group]
-        rates = sorted({job.rate for job in own}, reverse=chosen[group] == max(job.rate for job in own))
-        if len(rates) < most and chosen[group] == rates[0]:
-            rate = rates[0] * rates[0] / rates[1]
-            found += [Job.of(arm, seed, rate, is_reported=False) for seed in dict.fromkeys(job.seed for job in own)]
-    return found
-
-
 def reported(arms: Sequence[Arm], seeds: Sequence[int], rates: Mapping[Hashable, float] = {}) -> list[Job]:
-    """The reported trainings, seed by seed. rates: group -> learning rate."""
+    """The reported trainings, seed by seed."""
     return [Job.of(arm, seed, rates.get(arm.group)) for seed in seeds for arm in arms]
 
 

@@ -19,8 +19,9 @@ from levanter.layers.attention import AttentionMask
 from levanter.models.lm_model import LmHeadModel
 
 from experiments.config import SeedsConfig
-from experiments.jobs import Arm, Job, Place, Places, at_once, at_work, beyond, chosen_rates, reported, selection, train
+from experiments.jobs import Arm, Job, Place, Places, at_once, at_work, reported, selection, train
 from experiments.records import Training, kept, stored
+from experiments.search import best, beyond, tried
 from experiments.texts import PARTS, Text
 from qkvflow.errors import UserError
 from qkvflow.eval_lm import Reading, read
@@ -62,18 +63,18 @@ class Measure(Generic[T]):
     ) -> tuple[list[T], dict[Hashable, float]]:
         """Trainings with all rates, and the selected rate of each group; a single rate is used as it is. A grid whose
         best is at an edge grows there, by at most `beyond_grid` rates. Groups with missing trainings have no rate."""
-        rates = self.config.learning_rates
+        rates, seeds = self.config.learning_rates, self.config.selection_seeds
         chosen = {arm.group: rates[0] for arm in arms if len(rates) == 1}
-        fresh = selection(arms, rates, self.config.selection_seeds)
-        found, missing = [], set()
+        fresh = selection(arms, rates, seeds)
+        groups, found, missing = {job.arm.group: job.arm for job in fresh}, [], set()
         while fresh:
             found += self.those(fresh, trains, "to choose learning rates by")
             done = {job.name for job, _ in found}
             missing |= {job.arm.group for job in fresh if job.name not in done}
-            whole = [(job, r) for job, r in found if job.arm.group not in missing]
-            jobs = [job for job, _ in whole]
-            chosen = chosen_rates(jobs, [r.select_loss for _, r in whole])
-            fresh = beyond(jobs, chosen, len(rates) + beyond_grid)
+            losses = {of: tried(r for job, r in found if job.arm.group == of) for of in groups if of not in missing}
+            chosen = {of: best(own) for of, own in losses.items()}
+            more = {of: beyond(own) for of, own in losses.items() if len(own) < len(rates) + beyond_grid}
+            fresh = [Job.of(groups[of], seed, rate, False) for of, rate in more.items() if rate for seed in seeds]
         return [r for _, r in found], chosen
 
     def those(self, jobs: Sequence[Job], trains: Trains, why: str = "to report") -> list[tuple[Job, T]]:
@@ -148,15 +149,6 @@ def _train(jobs: Sequence[Job], lanes: int) -> None:
     train(*(job.recipe for job in jobs), lanes=lanes)
 
 
-def whole_curve(job: Job) -> list[tuple[int, float]]:
-    """The curve of a finished training through all its stages."""
-    found, before = [], 0
-    for stage in job.stages:
-        found += [(before + step, loss) for step, loss in read_training(stage).curve]
-        before += stage.recipe.steps
-    return found
-
-
 @dataclass(frozen=True)
 class ReadTraining(Training):
     """readings: evaluations of the trained flow at the `Places` of its arm."""
@@ -177,9 +169,12 @@ def readings(run: Run, text: Text, where: Places, evaluator: RunEvaluator) -> li
 
 
 def read_training(job: Job) -> Training:
-    """The data that a finished run wrote during training."""
-    metrics = read_metrics(job.recipe.run.metrics)
-    curve = [(r["step"] + 1, r["eval/loss"]) for r in metrics if "eval/loss" in r]
+    """The data that a finished training wrote, with the curve through all its stages."""
+    curve, before, metrics = [], 0, []
+    for stage in job.stages:
+        metrics = read_metrics(stage.recipe.run.metrics)
+        curve += [(before + r["step"] + 1, r["eval/loss"]) for r in metrics if "eval/loss" in r]
+        before += stage.recipe.steps
     seconds = statistics.median(r["throughput/duration"] for r in metrics[1:] or metrics)
     return Training(job.seed, job.rate, curve, curve[-1][1], seconds)
 

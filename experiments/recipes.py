@@ -152,10 +152,5 @@ def ordinary(model: Changes, layers: int) -> Changes:
     return merged(model, {"block": {"form": "sequential"}}) | replaced
 
 
-def without_base(changes: Changes) -> dict[str, Any]:
-    """The changes of an arm in a YAML, without the file that it starts from."""
-    return {key: value for key, value in changes.items() if key != "base"}
-
-
 def _is_of_other_type(old: Changes, new: Changes) -> bool:
     return "type" in old and "type" in new and old["type"] != new["type"]

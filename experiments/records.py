@@ -42,11 +42,9 @@ class Record:
     command: str = ""
 
     @property
-    def origin(self) -> str:
-        """Machine, date and command, in words; empty if unknown."""
-        if self.machine is None:
-            return ""
-        return f"{self.machine}, JAX {self.machine.jax}, {self.date}. Command: `{self.command}`"
+    def origin(self) -> str | None:
+        """Machine, date and command, in words; None if unknown."""
+        return self.machine and f"{self.machine}, JAX {self.machine.jax}, {self.date}. Command: `{self.command}`"
 
     def of(self, **keys: object) -> list[Any]:
         """The trainings among its `results` with these values."""

@@ -71,6 +71,12 @@ def at_edge(losses: Tried) -> bool:
     return best(losses) in (min(losses), max(losses))
 
 
+def beyond(losses: Tried) -> float | None:
+    """The next rate of a grid whose best is at an edge, with the ratio of that edge; None for a best inside."""
+    rates = sorted(losses, reverse=best(losses) == max(losses))
+    return rates[0] * rates[0] / rates[1] if at_edge(losses) else None
+
+
 def about_edges(found: Mapping[str, Tried]) -> str:
     """The arms whose best rate is at an edge, in words."""
     edges = [name for name, losses in found.items() if losses and at_edge(losses)]

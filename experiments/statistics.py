@@ -28,6 +28,11 @@ class Interval:
     def bounds(self) -> tuple[float, float]:
         return self.mean - self.half, self.mean + self.half
 
+    @property
+    def numbers(self) -> dict[str, float]:
+        """As columns of CSV, by what is added to the name of the column."""
+        return dict(zip(("", " low", " high"), (self.mean, *self.bounds), strict=True))
+
     def __str__(self) -> str:
         return f"{self.mean:.3f} ± {self.half:.3f}" if self.n > 1 else f"{self.mean:.3f}"
 
@@ -42,6 +47,10 @@ class Difference(Interval):
     p: float = math.nan
     effect: float = math.nan
 
+    @property
+    def numbers(self) -> dict[str, float]:
+        return super().numbers | {" t": self.t, " df": self.df, ": p": self.p}
+
 
 @dataclass(frozen=True)
 class Equivalence:
@@ -51,6 +60,14 @@ class Equivalence:
     p: float = math.nan
     low: float = math.nan
     high: float = math.nan
+
+    @property
+    def numbers(self) -> dict[str, float]:
+        """As columns of CSV, by what is added to the name of the column."""
+        return {" low": self.low, " high": self.high, ": p": self.p}
+
+    def __str__(self) -> str:
+        return f"{self.low:.3f} to {self.high:.3f}"
 
     def straddles(self, margin: float) -> bool:
         """Whether the interval contains an end of the margin: neither within it nor outside."""

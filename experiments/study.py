@@ -1,7 +1,10 @@
 """The framework of all studies: plan, trainings, one record, tables and figures. README.md says how to add one."""
 
+import contextlib
 import functools
 import json
+import re
+import string
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -80,10 +83,9 @@ class Study(Generic[C, R]):
         return record
 
     def filled_page(self, record: R) -> str:
-        """`page.md` with its placeholders filled by `str.format`."""
-        template = (FOLDER / self.name / "page.md").read_text(encoding="utf-8")
-        known = {"record": record, "p": getattr(record, "protocol", None), "level": LEVEL}
-        return template.format(**known, **self.page(record))
+        """`page.md` with its values."""
+        values = {"record": record, "p": getattr(record, "protocol", None), "level": LEVEL, **self.page(record)}
+        return filled(f"{self.name}/page.md", values)
 
     def program(self) -> NoReturn:
         """Runs the study as a program; its usage starts with the docstring of the module that has `make`."""
@@ -101,3 +103,26 @@ class Study(Generic[C, R]):
         """The command line to parse: `--smoke` stands for `--config` with the study's `smoke.yaml`."""
         first = ["--config", str(FOLDER / self.name / "smoke.yaml")] if "--smoke" in argv else []
         return [*first, *(word for word in argv if word != "--smoke")]
+
+
+class _Missing(Exception):
+    """A placeholder is None."""
+
+
+class _Page(string.Formatter):
+    def format_field(self, value: object, format_spec: str) -> str:
+        if value is None:
+            raise _Missing
+        return "" if format_spec == "if" else super().format_field(value, format_spec)
+
+
+def filled(template: str, values: Mapping[str, object]) -> str:
+    """A template in this folder with its placeholders filled as by `str.format`.
+
+    A line with a placeholder that is None is left out; `{name:if}` shows nothing, for lines that depend on it.
+    """
+    shown = []
+    for line in (FOLDER / template).read_text(encoding="utf-8").split("\n"):
+        with contextlib.suppress(_Missing):
+            shown.append(_Page().vformat(line, (), values))
+    return re.sub(r"\n{3,}", "\n\n", "\n".join(shown)).rstrip("\n") + "\n"

@@ -40,8 +40,11 @@ def series_of(names: Iterable[str]) -> dict[str, dict[str, Any]]:
 
 
 def panels(rows: int, columns: int, size: tuple[float, float], **options: Any) -> tuple[Figure, Any]:
-    """A figure and its panels, an array [rows, columns]."""
-    return plt.subplots(rows, columns, figsize=size, dpi=150, squeeze=False, layout="constrained", **options)
+    """A figure and its panels with grids, an array [rows, columns]."""
+    figure, axes = plt.subplots(rows, columns, figsize=size, dpi=150, squeeze=False, layout="constrained", **options)
+    for panel in axes.flat:
+        panel.grid(alpha=0.25)
+    return figure, axes
 
 
 def curve(panel: Axes, x: Sequence[float], own: Sequence[Interval], **look: Any) -> None:
@@ -113,7 +116,6 @@ def loss_axis(panel: Axes, what: str, unit: str, n: int | str, counts: Mapping[s
         words = words if is_near else ""
     panel.set_ylabel(f"loss on {what} (nats per {unit}), n = {n}", fontsize=9)
     panel.set_ylim(limits)
-    panel.grid(alpha=0.25)
 
 
 def losses(panel: Axes, p: Protocol, part: str, limits: Span, n: int | str | None = None) -> None:
@@ -146,6 +148,7 @@ def direct(panel: Axes, ends: Mapping[str, tuple[float, float]], looks: Looks) -
 def heat(panel: Axes, rows: Sequence[str], columns: Sequence[str], cells: Sequence[Sequence[Interval]]) -> None:
     """A map of means, darker for larger ones, with the mean and the interval's half-width in each cell."""
     means = np.array([[cell.mean for cell in row] for row in cells])
+    panel.grid(False)
     panel.imshow(means, cmap="cividis_r", aspect="auto")
     dark = (means.min() + means.max()) / 2
     for (i, j), mean in np.ndenumerate(means):

@@ -4,22 +4,27 @@ import csv
 import io
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from experiments.statistics import Contrast, Interval
+from experiments.statistics import Contrast, Equivalence, Interval
 
-Cell = str | float | Interval | None
+Cell = str | float | Interval | Equivalence | None
 _LATEX = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "±": r"$\pm$"}
 _LATEX |= {mark: rf"\{mark}" for mark in "_%&#${}"}
 
 
 @dataclass(frozen=True)
 class Table:
-    """head: names of the columns. rows: their cells; None for an empty cell. rule: below a name, in Markdown."""
+    """head: names of the columns. rows: their cells; None for an empty cell. rule: below a name, in Markdown.
+
+    Attributes:
+        formats: column -> how its numbers are shown in Markdown.
+    """
 
     head: Sequence[str]
     rows: Sequence[Sequence[Cell]]
     rule: str = " --- "
+    formats: Mapping[str, str] = field(default_factory=dict)
 
     @staticmethod
     def of(lines: Iterable[Mapping[str, object]]) -> "Table":
@@ -30,13 +35,23 @@ class Table:
 
     def __str__(self) -> str:
         """Markdown."""
-        lines = ["|".join(" " if cell is None else f" {cell} " for cell in row) for row in (self.head, *self.rows)]
+        shown = [map(self._shown, self.head, row) for row in self.rows]
+        lines = ["|".join(" " if cell is None else f" {cell} " for cell in row) for row in (self.head, *shown)]
         return "\n".join(f"|{line}|" for line in [lines[0], "|".join(self.rule for _ in self.head), *lines[1:]])
 
+    def _shown(self, name: str, cell: Cell) -> Cell:
+        if name not in self.formats or not isinstance(cell, int | float):
+            return cell
+        return "-" if math.isnan(cell) else format(cell, self.formats[name])
+
     def csv(self) -> str:
-        """Numbers with all digits, empty for None."""
+        """Numbers with all digits, empty for None; an interval in a column for each of its numbers."""
+        rows = [[c.numbers if isinstance(c, Interval | Equivalence) else {"": c} for c in row] for row in self.rows]
+        parts = [dict.fromkeys(part for cell in column for part in cell) for column in zip(*rows, strict=True)]
+        head = [name + part for name, own in zip(self.head, parts, strict=True) for part in own]
+        flat = [[cell.get(part) for cell, own in zip(row, parts, strict=True) for part in own] for row in rows]
         text = io.StringIO()
-        csv.writer(text, lineterminator="\n").writerows([self.head, *self.rows])
+        csv.writer(text, lineterminator="\n").writerows([head, *flat])
         return text.getvalue()
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from experiments.config import RatesConfig, check_among, check_reference
 from experiments.cost import cost_of
 from experiments.jobs import Arm, Place, Places
-from experiments.recipes import Changes, without_base
+from experiments.recipes import Changes
 from experiments.texts import Text
 from qkvflow.depth import solver_by_name
 from qkvflow.errors import UserError
@@ -107,8 +107,7 @@ def plan(config: AblationsConfig, text: Text, run_dir: Path) -> dict[tuple[str, 
     for group_name, group in config.groups.items():
         for name, changes in group.arms.items():
             try:
-                base, own = changes.get("base") or group.base or config.base, without_base(changes)
-                recipe = config.recipe(base, text, run_dir, group.overrides, own)
+                recipe = config.recipe(group.base or config.base, text, run_dir, group.overrides, changes)
                 digest = recipe.digest(train=text.hash("train"), select=text.hash("select"))
                 label = f"{name}-{digest}"
                 if digest not in known:

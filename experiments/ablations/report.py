@@ -1,6 +1,6 @@
 """The results of the ablations: their record, and from that alone tables and a figure for each group."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +14,7 @@ from experiments.measure import ReadTraining
 from experiments.protocol import Protocol
 from experiments.records import Record, by_seed
 from experiments.statistics import Contrast, contrasts
+from experiments.study import filled
 from experiments.tables import Cell, Table, bullets, contrast_numbers, difference_cells
 
 
@@ -114,27 +115,25 @@ def files(record: Ablations) -> dict[str, Table]:
 
 def _group(record: Ablations, name: str) -> str:
     """The section of a group: its question, its arms and its tables."""
-    asked, found = record.protocol.groups[name], record.group(name)
+    asked, found, places = record.protocol.groups[name], record.group(name), record.protocol.groups[name].places
+    read, moved = readings(record, name), readings(record, name, "displacement")
+
+    def by_place(cell: Callable[[tuple[Place, str]], Cell]) -> Table | None:
+        rows = [[arm, *(cell((place, arm)) for place in places)] for arm in asked.arms]
+        return Table(["arm", *(f"{solver} {steps}" for solver, steps in places)], rows) if places else None
+
     columns = known("trained", "evaluations", "rate"), against(asked.reference), known("ms per step")
-    blocks = [
-        f"## {name} (n = {found[asked.reference].loss.mean.n})",
-        f"{asked.question} All start from {asked.begins}.",
-        bullets(f"{arm}: {about.settings or 'nothing changed'}" for arm, about in asked.arms.items()),
-        table("arm", found, *columns),
-    ]
-    if asked.places:
-        found, moved = readings(record, name), readings(record, name, "displacement")
-        for words, cell in (
-            ("Loss by solver and number of evaluation steps:", lambda at: found[at].mean),
-            (
-                f"Minus {asked.reference} in the same setting; p (Holm):",
-                lambda at: "; ".join(filter(None, map(str, difference_cells(found[at])[:2]))),
-            ),
-            ("Displacement of the flow, ||x(1) - x(0)|| / ||x(0)||:", lambda at: moved[at].mean),
-        ):
-            rows = [[arm, *(cell((place, arm)) for place in asked.places)] for arm in asked.arms]
-            blocks += [words, Table(["arm", *(f"{solver} {steps}" for solver, steps in asked.places)], rows)]
-    return "\n\n".join(map(str, blocks))
+    values = {
+        "name": name,
+        "asked": asked,
+        "n": found[asked.reference].loss.mean.n,
+        "arms": bullets(f"{arm}: {about.settings or 'nothing changed'}" for arm, about in asked.arms.items()),
+        "losses": table("arm", found, *columns),
+        "read": by_place(lambda at: read[at].mean),
+        "minus": by_place(lambda at: "; ".join(filter(None, map(str, difference_cells(read[at])[:2])))),
+        "moved": by_place(lambda at: moved[at].mean),
+    }
+    return filled("ablations/group.md", values).rstrip()
 
 
 def draw(record: Ablations) -> Iterator[style.Named]:
@@ -163,7 +162,6 @@ def _figure(record: Ablations, name: str, found: Mapping[str, Line], *spans: sty
     style.losses(row[0], record.protocol, "report", spans[0])
     style.zero(row[1])
     row[1].set(ylabel=f"minus {asked.reference}, paired by seed", ylim=spans[1])
-    row[1].grid(alpha=0.25)
     for panel in row[:2]:
         style.arms(panel, list(found))
     if asked.places:

@@ -10,7 +10,7 @@ from experiments import style
 from experiments.adaptive_depth.plan import Stage
 from experiments.counts import Counts
 from experiments.records import Record, Training, by_seed
-from experiments.statistics import Contrast, Interval, contrasts, interval
+from experiments.statistics import Contrast, contrasts, interval
 from experiments.tables import Cell, Table, count, difference_cells, number
 
 NAMES = {"flow": "flow", "gpt2": "GPT-2"}
@@ -74,7 +74,6 @@ def page(record: AdaptiveDepth) -> Mapping[str, object]:
     sizes = {r.system: count(r.parameters) for r in pretrained}
     return {
         "s": s,
-        "origin": f"\n{record.origin}\n" if record.origin else "",
         "sizes": ", ".join(f"{NAMES[system]} {size}" for system, size in sizes.items()),
         "in_all": s.pretrain + s.tune,
         "pretrained": Table(["text", "model", "loss", "minus GPT-2", "p (Holm)"], rows),
@@ -123,28 +122,23 @@ def draw(record: AdaptiveDepth) -> Iterator[style.Named]:
     figure, axes = style.panels(len(ways), 3, (15.0, 0.6 + 4.2 * len(ways)))
     depths = sorted({r.depth for r in record.results if r.depth}, reverse=True)
 
-    def mean(*key: str | int | None) -> tuple[list[int], list[Interval]]:
-        return style.mean_curve([r.curve for r in record.tuned(key)])
-
-    known = {
-        (*way, kind): {f"flow {s.layers} -> {depth}": mean(*way, kind, depth) for depth in depths}
-        | {"GPT-2": mean(*way, kind, None), "from scratch": mean(None, way[1], "scratch", None)}
-        for way in ways
-        for kind in KINDS
-    }
+    known: dict[tuple[str, str, str], style.Curves] = {}
+    for (source, target), kind in itertools.product(ways, KINDS):
+        keys: dict[str, Key] = {f"flow {s.layers} -> {depth}": (source, target, kind, depth) for depth in depths}
+        keys |= {"GPT-2": (source, target, kind, None), "from scratch": (None, target, "scratch", None)}
+        found = {name: style.mean_curve([r.curve for r in record.tuned(key)]) for name, key in keys.items()}
+        known[source, target, kind] = found
     counts = {target: record.counts[target]["select"] for _, target in ways}
-    limits = style.span(
-        [at for own in known.values() for _, curve in own.values() for at in curve], counts=counts.values()
-    )
+    every = [at for own in known.values() for _, curve in own.values() for at in curve]
+    limits = style.span(every, counts=counts.values())
     apart = style.span([found.difference for found in minus.values() if found.difference], [0.0])
     for row, (source, target) in zip(axes, ways, strict=True):
         for panel, (kind, words) in zip(row, KINDS.items(), strict=False):
             own = known[source, target, kind]
             looks = style.series_of(own)
             looks["GPT-2"] |= {"color": style.REFERENCE}
-            panel.set(
-                title=f"{source} to {target}: {words}", xlabel="steps of fine-tuning, or of training from scratch"
-            )
+            steps = "steps of fine-tuning, or of training from scratch"
+            panel.set(title=f"{source} to {target}: {words}", xlabel=steps)
             style.loss_axis(panel, f"validation text of {target}", "byte", s.n, counts[target], limits)
             style.curves(panel, own, looks)
         _differences(row[2], {key[2:]: at for key, at in minus.items() if key[:2] == (source, target)}, depths)
@@ -163,5 +157,4 @@ def _differences(panel: Axes, minus: Mapping[tuple[str, int | None], Contrast], 
         ends[words] = (depths[0], own[0].mean)
     style.zero(panel)
     panel.set_xticks(depths)
-    panel.grid(alpha=0.25)
     style.direct(panel, ends, looks)

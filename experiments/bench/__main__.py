@@ -5,17 +5,8 @@ import sys
 from experiments.bench import analysis, exits, generation, gradients, hooks, together
 from experiments.bench.frame import run
 
-TABLE = {
-    each.name: each
-    for each in (
-        *gradients.BENCHMARKS,
-        *generation.BENCHMARKS,
-        *analysis.BENCHMARKS,
-        *hooks.BENCHMARKS,
-        *exits.BENCHMARKS,
-        *together.BENCHMARKS,
-    )
-}
+MODULES = (gradients, generation, analysis, hooks, exits, together)
+TABLE = {each.name: each for module in MODULES for each in module.BENCHMARKS}
 unknown = sorted(set(sys.argv[1:]) - set(TABLE))
 if unknown:
     sys.exit(f"error: there is no benchmark {', '.join(unknown)}. Choices: {', '.join(TABLE)}")

@@ -31,22 +31,19 @@ def model():
     return build(config, hax.Axis("vocab", 512))
 
 
-def dense(family: str) -> np.ndarray:
-    """The plain method for the first layer: eigenvalues of each full {embed, embed} product."""
-    left, right = (np.asarray(m[:1], np.float64) for m in products(model(), family))
-    return np.linalg.eigvals(left @ right)
+def dense(family: str, spread: bool = False) -> np.ndarray:
+    """Eigenvalues of each full {embed, embed} product, for the first layer.
 
-
-def dense_spread(family: str) -> np.ndarray:
-    """The same with one BLAS thread per matrix: faster, above all on busy cores."""
+    spread: with one BLAS thread per matrix, which is faster, above all on busy cores.
+    """
     left, right = (np.asarray(m[:1], np.float64) for m in products(model(), family))
-    return each(lambda a, b: np.linalg.eigvals(a @ b), left, right)
+    return each(lambda a, b: np.linalg.eigvals(a @ b), left, right) if spread else np.linalg.eigvals(left @ right)
 
 
 def spectra() -> Rows:
     rows = {}
     for family in ("qk", "ov"):
-        calls = [functools.partial(method, family) for method in (dense, dense_spread)]
+        calls = [functools.partial(dense, family, spread) for spread in (False, True)]
         thin = functools.partial(seconds, functools.partial(spectral.eigenvalues, model(), family))
         first = thin()
         thin()

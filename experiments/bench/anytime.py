@@ -21,6 +21,7 @@ import numpy as np
 from levanter.utils.tree_utils import inference_mode
 
 import qkvflow as qkvflow  # registers the models
+from experiments.bench.frame import spread
 from experiments.records import device_name
 from experiments.tables import Table
 from qkvflow.axes import BATCH, POSITION
@@ -159,12 +160,9 @@ def timed(found: Sequence[Way], texts: list[list[int]], config: AnytimeConfig) -
     rounds = [[_decode(way, texts, config) for way in found] for _ in range(config.rounds)]
     rows = []
     for i, way in enumerate(found):
-        rates = [own[i][0] for own in rounds]
-        ratios = [own[i][0] / own[0][0] for own in rounds]
-        low, _, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else (ratios[0],) * 3
         row = {"kind": way.kind, "name": way.name, "loss": way.loss, "evaluations": rounds[0][i][1]}
-        row |= {"tokens_per_second": statistics.median(rates), "speed": statistics.median(ratios)}
-        rows.append(row | {"speed_low": low, "speed_high": high})
+        row["tokens_per_second"] = statistics.median(own[i][0] for own in rounds)
+        rows.append(row | spread("speed", [own[i][0] / own[0][0] for own in rounds]))
     return rows
 
 

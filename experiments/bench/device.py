@@ -30,6 +30,7 @@ from qkvflow.models import NeuralOdeConfig
 from qkvflow.weights import GeneratedConfig, PerLayerConfig
 
 ROUNDS = 7
+BASELINE = "levanter gpt2"
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ def models(size: Size) -> dict[str, LmConfig]:
     generated = GeneratedConfig(time_embed_dim=size.time_embed_dim)
     shape = {"hidden_dim": size.width, "num_heads": size.heads, "num_layers": size.layers}
     return {
-        "levanter gpt2": Gpt2Config(max_seq_len=size.sequence, **shape),
+        BASELINE: Gpt2Config(max_seq_len=size.sequence, **shape),
         "per layer": flow(PerLayerConfig()),
         "flow, checkpoint": flow(generated),
         "flow, checkpoint, in scan": flow(generated, evaluate="in_scan"),
@@ -86,12 +87,12 @@ def training_step(config: LmConfig, size: Size, policy: str) -> tuple[Call, int]
 def training(size: Size) -> Rows:
     """Rows by model and precision. Each model is measured in turn with Levanter's GPT-2, and freed before the next. A
     model that does not fit into memory is left out, with a message."""
-    rows, baseline = {}, next(iter(models(size)))
+    rows = {}
     for name, policy in (("bf16", "p=f32,c=bf16"), ("fp32", "p=f32,c=f32")):
-        first = training_step(models(size)[baseline], size, policy)
+        first = training_step(models(size)[BASELINE], size, policy)
         for model in models(size):
             try:
-                rows[f"{model}, {name}"] = _against(first, None if model == baseline else model, size, policy)
+                rows[f"{model}, {name}"] = _against(first, model, size, policy)
             except jax.errors.JaxRuntimeError as error:
                 if "RESOURCE_EXHAUSTED" not in str(error):
                     raise
@@ -99,12 +100,11 @@ def training(size: Size) -> Rows:
     return rows
 
 
-def _against(first: tuple[Call, int], model: str | None, size: Size, policy: str) -> dict[str, float]:
-    """The row of a model; if None, that of the baseline, whose step and memory are `first`."""
-    config = next(iter(models(size).values())) if model is None else models(size)[model]
-    step, needed = first if model is None else training_step(config, size, policy)
-    row = interleaved({"baseline": first[0]} | ({} if model is None else {model: step}), ROUNDS)[model or "baseline"]
-    tokens = size.batch * size.sequence
+def _against(first: tuple[Call, int], model: str, size: Size, policy: str) -> dict[str, float]:
+    """The row of a model; `first`: step and memory of the baseline."""
+    config, tokens = models(size)[model], size.batch * size.sequence
+    step, needed = first if model == BASELINE else training_step(config, size, policy)
+    row = interleaved({BASELINE: first[0], model: step}, ROUNDS)[model]
     found = {**row, "GiB": needed / 2**30, "tokens_per_second": tokens / row["seconds"]}
     per_token, peak = config.flops_per_token(size.vocab, size.sequence), peak_flops()
     return found | ({"mfu": 3 * per_token * tokens / row["seconds"] / peak} if per_token and peak else {})
@@ -113,15 +113,11 @@ def _against(first: tuple[Call, int], model: str | None, size: Size, policy: str
 def decoding(size: Size) -> Rows:
     """Tokens per second for one text: Levanter's GPT-2 and the flow in qkvflow's engine, and the flow with drafts."""
     vocab = hax.Axis("vocab", size.vocab)
-    trained = {
-        name: inference_mode(build(models(size)[name], vocab), True) for name in ("levanter gpt2", "flow, checkpoint")
-    }
+    gpt2, flow = (inference_mode(build(models(size)[name], vocab), True) for name in (BASELINE, "flow, checkpoint"))
     cases = {
-        "levanter gpt2": PreparedModel(trained["levanter gpt2"], dtype="bf16"),
-        "flow": PreparedModel(trained["flow, checkpoint"], dtype="bf16"),
-        "flow, drafted": PreparedModel(
-            trained["flow, checkpoint"], dtype="bf16", drafting=Drafting(size.layers // 2, 4)
-        ),
+        BASELINE: PreparedModel(gpt2, dtype="bf16"),
+        "flow": PreparedModel(flow, dtype="bf16"),
+        "flow, drafted": PreparedModel(flow, dtype="bf16", drafting=Drafting(size.layers // 2, 4)),
     }
     prompt = (np.arange(size.sequence // 4) * 7 % size.vocab).tolist()
 

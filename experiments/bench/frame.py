@@ -3,7 +3,7 @@
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
@@ -63,8 +63,12 @@ def interleaved(calls: Mapping[str, Call], rounds: int = 15) -> Rows:
     times = [[seconds(call) for call in calls.values()] for _ in range(rounds)]
     rows = {}
     for k, name in enumerate(calls):
-        ratios = [own[k] / own[0] for own in times]
-        low, _, high = statistics.quantiles(ratios, n=4)
-        middle = {"seconds": statistics.median(own[k] for own in times), "ratio": statistics.median(ratios)}
-        rows[name] = middle | {"ratio_low": low, "ratio_high": high}
+        middle = statistics.median(own[k] for own in times)
+        rows[name] = {"seconds": middle, **spread("ratio", [own[k] / own[0] for own in times])}
     return rows
+
+
+def spread(name: str, values: Sequence[float]) -> dict[str, float]:
+    """The median, and the quartiles as `_low` and `_high`."""
+    low, _, high = statistics.quantiles(values, n=4) if len(values) > 1 else values * 3
+    return {name: statistics.median(values), f"{name}_low": low, f"{name}_high": high}

@@ -203,17 +203,9 @@ def by_hand(flow, x):
     def field(t, y, weights):
         return at(weights, t)(hax.named(y, x.axes), INPUTS).rearrange(x.axes).array
 
-    solution = diffrax.diffeqsolve(
-        diffrax.ODETerm(field),
-        diffrax.Tsit5(),
-        t0=0.0,
-        t1=1.0,
-        dt0=1 / 12,
-        y0=x.array,
-        args=flow.weights,
-        stepsize_controller=diffrax.PIDController(rtol=GENERAL["rtol"], atol=GENERAL["rtol"]),
-        max_steps=256,
-    )
+    term, controller = diffrax.ODETerm(field), diffrax.PIDController(rtol=GENERAL["rtol"], atol=GENERAL["rtol"])
+    times, options = (0.0, 1.0, 1 / 12), {"stepsize_controller": controller, "max_steps": 256}
+    solution = diffrax.diffeqsolve(term, diffrax.Tsit5(), *times, x.array, flow.weights, **options)
     assert solution.ys is not None
     return hax.named(solution.ys[0], x.axes)
 

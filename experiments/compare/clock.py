@@ -1,7 +1,7 @@
 """Losses at equal wall-clock time, read from the curves of trainings with equal steps on one machine."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,7 +9,7 @@ import numpy as np
 from experiments.compare.plan import TIME
 from experiments.compare.record import Comparison, Trained
 from experiments.statistics import Interval, interval
-from experiments.tables import Cell, Table
+from experiments.tables import Table
 
 
 @dataclass(frozen=True)
@@ -52,30 +52,9 @@ def _seconds(trained: Sequence[Trained]) -> float:
     return min(r.seconds_per_step for r in trained)
 
 
-def numbers(record: Comparison) -> Iterator[Mapping[str, Cell]]:
-    """CSV with a line for each system."""
-    for name, own in at_time(record).items():
-        cells = {"system": name, "seconds_per_step": own.seconds, "steps": own.steps, "n": own.loss.n}
-        cells |= {"select_loss": own.loss.mean, "sd": own.loss.sd}
-        yield cells if own.difference is None else cells | {"difference": own.difference.mean}
-
-
-def section(record: Comparison) -> str:
-    """The table with what it means; empty if it is not asked for, or the reference is not there yet."""
-    p = record.protocol
-    found = at_time(record) if TIME in p.rows else {}
-    if not found:
-        return ""
-    words = (
-        f"What each model has reached on `select` when {p.reference} has made its {p.steps:,} steps. Times are the"
-        " smallest median time of a step among a model's trainings on the machine of the reference, which also did"
-        " other work: they are what was measured, not a benchmark. A slower model is read from its curve before its"
-        " learning rate has fallen; with a schedule that ends there its loss would probably be lower. A faster one has"
-        " finished (100 %) and could have gone on."
-    )
-    rows = [
-        [name, own.loss.n, f"{1000 * own.seconds:.0f}", f"{own.share:.0%}", own.loss, own.difference or ""]
-        for name, own in found.items()
-    ]
-    head = ["model", "n", "ms per step", "of its training", "loss on `select`", f"minus {p.reference}"]
-    return f"\n\n## At the same wall-clock time\n\n{words}\n\n{Table(head, rows)}"
+def table(record: Comparison) -> Table | None:
+    """None if it is not asked for, or the reference is not there yet."""
+    found = at_time(record) if TIME in record.protocol.rows else {}
+    rows = [[name, t.loss.n, 1000 * t.seconds, t.share, t.loss, t.difference or ""] for name, t in found.items()]
+    head = ["model", "n", "ms per step", "of its training", "loss on `select`", f"minus {record.protocol.reference}"]
+    return Table(head, rows, formats={"ms per step": ".0f", "of its training": ".0%"}) if rows else None

@@ -1,13 +1,12 @@
 """The family of contrasts: for each a test of difference and one of equivalence, both corrected, and a verdict."""
 
 import math
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from experiments.compare.plan import CompareConfig
 from experiments.compare.record import Comparison, Losses
 from experiments.statistics import ALPHA, Difference, Equivalence, equivalence, holm, paired
-from experiments.tables import Cell, Table, number
+from experiments.tables import Cell, Table
 
 
 @dataclass(frozen=True)
@@ -50,12 +49,8 @@ def undecided(config: CompareConfig, losses: Losses) -> list[tuple[str, str]]:
         for name, own in losses.items()
         if own.keys() >= set(config.seeds)
     }
-    there = {pair: _difference(first, pair) for pair in config.contrasts}
-    return [
-        pair
-        for pair, difference in there.items()
-        if difference is not None and equivalence(difference, config.margin).straddles(config.margin)
-    ]
+    there = [(pair, _difference(first, pair)) for pair in config.contrasts]
+    return [pair for pair, own in there if own and equivalence(own, config.margin).straddles(config.margin)]
 
 
 def _difference(losses: Losses, pair: tuple[str, str]) -> Difference | None:
@@ -63,48 +58,14 @@ def _difference(losses: Losses, pair: tuple[str, str]) -> Difference | None:
     return paired(arm, reference) if len(arm.keys() & reference.keys()) > 1 else None
 
 
-def table(record: Comparison) -> Table:
-    head = ["contrast", "n", "difference", "p (Holm)", "90 % interval", "p within (Holm)", "verdict"]
-    return Table(head, [_row(each) for each in tests(record.protocol, record.losses())])
-
-
-def _row(each: Tested) -> list[Cell]:
-    name = f"{each.arm} - {each.reference}"
-    if each.difference is None:
-        return [name, "", "", "", "", "", each.verdict]
-    interval = f"{each.equivalence.low:.3f} to {each.equivalence.high:.3f}"
-    n = f"{each.difference.n}{' *' if each.is_sequential else ''}"
-    return [name, n, each.difference, number(each.p_holm), interval, number(each.p_within), each.verdict]
-
-
-def numbers(record: Comparison) -> Iterator[Mapping[str, Cell]]:
-    """The same with all digits, as columns of CSV."""
+def table(record: Comparison) -> Table | None:
+    """None without contrasts."""
+    rows: list[list[Cell]] = []
     for each in tests(record.protocol, record.losses()):
-        cells: dict[str, Cell] = {"arm": each.arm, "reference": each.reference, "verdict": each.verdict}
+        cells: list[Cell] = [""] * 5
         if each.difference is not None:
-            d = each.difference
-            cells |= {"n": d.n, "difference": d.mean, "low": d.bounds[0], "high": d.bounds[1], "t": d.t, "df": d.df}
-            cells |= {"p": d.p, "p_holm": each.p_holm, "low_90": each.equivalence.low, "high_90": each.equivalence.high}
-            cells |= {"p_within": each.equivalence.p, "p_within_holm": each.p_within}
-        yield cells
-
-
-def section(record: Comparison) -> str:
-    """The contrasts with what they mean; empty without any."""
-    p = record.protocol
-    if not p.contrasts:
-        return ""
-    words = (
-        f"One family of {len(p.contrasts)} contrasts, written down before any result: losses at the same number of"
-        " steps, paired by seed. Each is tested twice, for a difference (Student's t) and for equivalence within"
-        f" ±{p.margin:g} nats (two one-sided tests: p is the larger one, and below {ALPHA:g} exactly if the 90 %"
-        " interval is within the margin); both p are corrected by Holm over the family, in which contrasts that are"
-        f" missing count too. The verdicts are those of the corrected p at {ALPHA:g}."
-    )
-    if p.more_seeds:
-        words += (
-            f" If the interval of a contrast contains an end of the margin after the first {len(p.seeds)} seeds, its"
-            f" systems are trained with {len(p.more_seeds)} more ({', '.join(map(str, p.more_seeds))}). For these,"
-            " marked *, the number of seeds depends on the first results, so that their p are not exact."
-        )
-    return f"## Contrasts\n\n{words}\n\n{table(record)}\n\n"
+            n = f"{each.difference.n}{' *' if each.is_sequential else ''}"
+            cells = [n, each.difference, each.p_holm, each.equivalence, each.p_within]
+        rows.append([f"{each.arm} - {each.reference}", *cells, each.verdict])
+    head = ["contrast", "n", "difference", "p (Holm)", "90 % interval", "p within (Holm)", "verdict"]
+    return Table(head, rows, formats={"p (Holm)": ".2g", "p within (Holm)": ".2g"}) if rows else None

@@ -92,6 +92,7 @@ def _speed(rows: Rows, looks: style.Looks) -> Figure:
             style.seeds(panel, k, times, colour)
         style.arms(panel, list(found), rotation=30)
         panel.set_title(f"at {ROWS[row]}", fontsize=10)
+        panel.grid(False, axis="x")
         panel.grid(axis="y", alpha=0.3)
     across[0].set(ylabel="ms per training step: each seed, and the minimum", ylim=(0, None))
     return figure

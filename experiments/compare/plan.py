@@ -1,14 +1,13 @@
 """The plan of the comparison: its YAML, and its systems in the sizes and lengths that the rows require."""
 
-from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
 from experiments.config import check_among, check_reference
 from experiments.cost import Cost, cost_of, width_with
-from experiments.jobs import Arm
-from experiments.recipes import Recipe, without_base
+from experiments.jobs import Arm, Rates
+from experiments.recipes import Recipe
 from experiments.search import SearchConfig
 from experiments.texts import Text
 from qkvflow.errors import UserError
@@ -139,9 +138,6 @@ class Variant:
     steps: int
 
 
-Rates = Mapping[Hashable, float]
-
-
 def arms(config: CompareConfig, text: Text, run_dir: Path) -> list[Arm]:
     """All variants, the reference first; the same model with the same number of steps occurs once.
 
@@ -185,9 +181,8 @@ def recipes(config: CompareConfig, text: Text, run_dir: Path) -> dict[str, Recip
     found = {}
     for name in config.names:
         changes = {} if name in config.systems else config.arms[name]
-        base = config.systems.get(name) or changes.get("base") or config.base
         try:
-            found[name] = config.recipe(base, text, run_dir, without_base(changes))
+            found[name] = config.recipe(config.systems.get(name) or config.base, text, run_dir, changes)
         except UserError as error:
             raise UserError(f"{'systems' if name in config.systems else 'arms'}.{name}: {error}") from None
     return found

@@ -1,6 +1,6 @@
 """What a comparison leaves: its trainings, what is missing, and the systems of each row side by side."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from experiments.compare.plan import ROWS, WIDTHS, CompareConfig, Variant
@@ -73,24 +73,26 @@ class Comparison(Record):
 
 def by_row(record: Comparison) -> Rows:
     """The systems of a row are one family of tests."""
-    found = {}
-    for row in (row for row in ROWS if row in record.protocol.rows):
-        own = record.row(row)
-        costs = {name: record.cost(rs[0]) for name, rs in own.items()}
-        if own:
-            steps = {name: rs[0].steps for name, rs in own.items()}
-            found[row] = lines(own, record.protocol.reference, costs, steps)
-    return found
+    found = {row: record.row(row) for row in ROWS if row in record.protocol.rows}
+    costs = {row: {name: record.cost(rs[0]) for name, rs in own.items()} for row, own in found.items()}
+    steps = {row: {name: rs[0].steps for name, rs in own.items()} for row, own in found.items()}
+    reference = record.protocol.reference
+    return {row: lines(own, reference, costs[row], steps[row]) for row, own in found.items() if own}
 
 
 def each(rows: Rows) -> list[tuple[str, Line]]:
     return [(row, line) for row, found in rows.items() for line in found.values()]
 
 
+def extent(numbers: Iterable[int]) -> str:
+    """A number that all have, or the smallest and the largest."""
+    own = sorted(numbers)
+    return " to ".join(map(str, dict.fromkeys([own[0], own[-1]])))
+
+
 def seeds_of(rows: Rows) -> str:
     """The number of seeds of all lines, or the smallest and the largest."""
-    numbers = sorted({line.loss.mean.n for _, line in each(rows)})
-    return " to ".join(map(str, dict.fromkeys([numbers[0], numbers[-1]])))
+    return extent(line.loss.mean.n for _, line in each(rows))
 
 
 def missing(progress: Mapping[str, Mapping[str, tuple[int, int]]]) -> str:

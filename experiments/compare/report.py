@@ -9,7 +9,7 @@ from experiments.compare import clock, contrasts, rates, widths
 from experiments.compare.plan import ROWS, SAME_FLOPS
 from experiments.compare.record import Comparison, by_row, each, missing, seeds_of
 from experiments.lines import Line, against, known, table
-from experiments.statistics import interval
+from experiments.statistics import ALPHA, interval
 from experiments.tables import Cell, Table
 
 
@@ -24,7 +24,7 @@ def reached(line: Line, target: float) -> dict[str, float]:
 
 
 def page(record: Comparison) -> Mapping[str, object]:
-    p, rows, rest = record.protocol, by_row(record), missing(record.progress)
+    p, rows = record.protocol, by_row(record)
 
     def way(line: Line, target: float) -> str:
         r, n = reached(line, target), line.loss.mean.n
@@ -33,21 +33,33 @@ def page(record: Comparison) -> Mapping[str, object]:
 
     ways = {f"to {t:g}: steps, s, FLOPs": lambda line, t=t: way(line, t) for t in p.targets}
     costs = {f"{line.what.system} ({row})": line for row, line in each(rows)}
-    found = [f"## {title} (n = {seeds_of({row: rows[row]})})\n\n{own}" for row, title, own in losses(record)]
+    titled = [f"## {title} (n = {seeds_of({row: rows[row]})})\n\n{own}" for row, title, own in losses(record)]
+    tests = "p is Holm-corrected over the models of a row"
+    times = p.tokens_per_step / p.bytes["train"] if p.ngrams else None
     return {
-        "missing": f"{rest}\n\n" if rest else "",
+        "missing": missing(record.progress) or None,
         "tokens": p.steps * p.tokens_per_step,
-        "read": _read(record),
+        "times": times and p.steps * times,
+        "longest": max((r.steps for r in record.results), default=p.steps) * (times or 0),
         "rates": p.about_search if p.search_width else p.about_rates("each model in each size"),
-        "tests": "p is Holm-corrected over the models of a row"
-        if not p.contrasts
-        else "the only tests are those of the contrasts",
+        "tests": "the only tests are those of the contrasts" if p.contrasts else tests,
         "same": SAME_FLOPS,
-        "contrasts": contrasts.section(record) + _published(record) + _against_counts(record),
-        "losses": "\n\n".join(found) or "None yet.",
+        "alpha": ALPHA,
+        "contrasts": contrasts.table(record),
+        "family": len(p.contrasts),
+        "more_seeds": ", ".join(map(str, p.more_seeds)) or None,
+        "published": _published(record),
+        "counted": p.counts["report"].get(str(p.ngrams)),
+        "beats": _against_counts(record),
+        "losses": "\n\n".join(titled) or "None yet.",
         "distances": " or ".join(map(str, sorted({r.curve[0][0] for r in record.results}))),
         "costs": table("model", costs, known("width", "steps", "ms per step", "peak MiB"), ways),
-        "more": clock.section(record) + widths.section(record) + rates.section(record),
+        "time": clock.table(record),
+        "widths": widths.table(record),
+        "n_widths": len(p.widths),
+        "searched": rates.table(record),
+        "checked": rates.check_table(record),
+        "factors": ", ".join(f"{factor:g}" for factor in p.check_rates.factors) if p.check_rates else None,
     }
 
 
@@ -64,44 +76,26 @@ def losses(record: Comparison) -> list[tuple[str, str, Table]]:
     return found
 
 
-def _read(record: Comparison) -> str:
-    """How often the longest training reads its text; empty where the page makes no point of it."""
-    p = record.protocol
-    if p.ngrams is None or not record.results:
-        return ""
-    longest, once = max(record.results, key=lambda r: r.steps), p.tokens_per_step / p.bytes["train"]
-    more = f"; the longest, {longest.system} with {longest.steps:,} steps, {longest.steps * once:.2f} times"
-    return f" They read the text {p.steps * once:.2f} times{more if longest.steps > p.steps else ''}."
-
-
-def _against_counts(record: Comparison) -> str:
-    """Each system beside n-grams counted in as much text; empty if nothing is asked."""
-    p, found = record.protocol, record.losses()
-    if p.ngrams is None or not found:
-        return ""
-    level, rows = p.counts["report"][str(p.ngrams)], []
-    for name, own in found.items():
-        below = interval([loss - level for loss in own.values()])
+def _against_counts(record: Comparison) -> Table | None:
+    """Each system beside n-grams counted in as much text; None if nothing is asked."""
+    p, rows = record.protocol, []
+    for name, own in record.losses().items() if p.ngrams else ():
+        below = interval([loss - p.counts["report"][str(p.ngrams)] for loss in own.values()])
         low, high = below.bounds
         verdict = "yes" if high < 0 else "no" if low > 0 else "open"
         rows.append([name, below.n, interval(list(own.values())), below, verdict])
-    words = f"{p.ngrams}-grams counted in as much text reach {level:.3f}."
     head = ["model", "n", "loss", f"minus {p.ngrams}-grams", f"beats {p.ngrams}-grams"]
-    return f"## Beside counts\n\n{words}\n\n{Table(head, rows)}\n\n"
+    return Table(head, rows) if rows else None
 
 
-def _published(record: Comparison) -> str:
-    """Published numbers beside those found; empty without any."""
+def _published(record: Comparison) -> Table | None:
+    """Published numbers beside those found; None without any."""
     p, found = record.protocol, record.losses()
     if p.published is None:
-        return ""
-    rows: list[list[Cell]] = []
-    for name in p.names:
-        told = p.published.losses.get(name)
-        here = interval(list(found[name].values())) if name in found else None
-        rows.append([name, "" if told is None else f"{told:.3f}", "" if here is None else here, here.n if here else 0])
-    table = Table(["model", "published", "here", "n"], rows)
-    return f"## Beside published numbers\n\n{p.published.about}\n\n{table}\n\n"
+        return None
+    here = {name: interval(list(own.values())) for name, own in found.items()}
+    rows = [[n, p.published.losses.get(n, ""), here.get(n, ""), len(found.get(n, ()))] for n in p.names]
+    return Table(["model", "published", "here", "n"], rows, formats={"published": ".3f"})
 
 
 def files(record: Comparison) -> dict[str, str | Table]:
@@ -113,14 +107,12 @@ def files(record: Comparison) -> dict[str, str | Table]:
     }
     found: dict[str, str | Table] = {"table.tex": tables.latex(titled)} if titled else {}
     runs = [vars(r) | {"rows": " ".join(r.rows), "machine": r.machine or None} for r in record.results]
-    lines = {"summary.csv": _summary(record), "runs.csv": runs, "contrasts.csv": contrasts.numbers(record)}
-    lines |= {"widths.csv": widths.numbers(record)}
-    if p.search_width is not None:
-        lines["rates.csv"] = rates.numbers(record)
-    if clock.section(record):
-        lines["time.csv"] = clock.numbers(record)
-    made = {name: Table.of(own) for name, own in lines.items()}
-    return found | {name: own for name, own in made.items() if own.rows}
+    tried = {"search": record.selection, "check": record.checks} if p.search_width else {}
+    found["summary.csv"], found["runs.csv"] = Table.of(_summary(record)), Table.of(runs)
+    found["rates.csv"] = Table.of({"why": why} | vars(r) for why, own in tried.items() for r in own)
+    shown = {"contrasts": contrasts.table(record), "widths": widths.table(record), "time": clock.table(record)}
+    found |= {f"{name}.csv": own for name, own in shown.items() if own}
+    return {name: own for name, own in found.items() if isinstance(own, str) or own.rows}
 
 
 def _summary(record: Comparison) -> Iterator[Mapping[str, Cell]]:

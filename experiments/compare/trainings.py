@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from experiments.compare.contrasts import undecided
-from experiments.compare.plan import ROWS, WIDTHS, CompareConfig, Rates, arms, narrow, transferred
+from experiments.compare.plan import ROWS, WIDTHS, CompareConfig, arms, narrow, transferred
 from experiments.compare.record import Trained
 from experiments.jobs import Arm, Job, reported, selection
 from experiments.measure import Measure
@@ -84,38 +84,29 @@ class Plan:
         def trains(job: Job) -> bool:
             return config.trains(job.arm.what.system)
 
+        def make(stage: str, planned: Sequence[Arm], jobs: Sequence[Job], into: list[Trained], why: str) -> None:
+            found = [r for _, r in measure.those(jobs, trains, why)]
+            into += found
+            done.count(stage, [arm.what.system for arm in planned], found)
+
         def report(stage: str, own: Sequence[Arm], seeds: Sequence[int]) -> None:
             jobs = reported([arm for arm in own if arm.group in rates], seeds, rates)
-            found = [r for _, r in measure.those(jobs, trains)]
-            done.results += found
-            done.count(stage, [arm.what.system for arm in own for _ in seeds], found)
+            make(stage, [arm for arm in own for _ in seeds], jobs, done.results, "to report")
 
         done.selection, chosen = measure.search(self.search, config.beyond_grid, trains)
         grid = selection(self.search, config.learning_rates, config.selection_seeds)
         done.count(SEARCH, [job.arm.what.system for job in grid], done.selection)
-        rates = transferred(config, self.arms, chosen)
+        rates, checks = transferred(config, self.arms, chosen), self.checks()
         (first, own), *others = self.stages().items()
         report(first, own, config.seeds)
-        self._check(measure, done, rates, trains)
-        straddling = self._straddling(done) if config.more_seeds else set()
+        if checks:
+            near = [(arm, float(f"{rates[arm.group] * factor:.3g}")) for arm, factor in checks if arm.group in rates]
+            jobs = [Job.of(arm, config.selection_seeds[0], rate, is_reported=False) for arm, rate in near]
+            make(CHECK, [arm for arm, _ in checks], jobs, done.checks, "to check rates by")
+        losses = {name: by_seed(r for r in done.results if r.system == name) for name in config.names}
+        straddling = {name for pair in undecided(config, losses) for name in pair} if config.more_seeds else set()
         if straddling:
             report(MORE, [arm for arm in own if arm.what.system in straddling], config.more_seeds)
         for stage, own in others:
             report(stage, own, config.seeds)
         return done
-
-    def _check(self, measure: Measure[Trained], done: Done, rates: Rates, trains) -> None:
-        seed = self.config.selection_seeds[0]
-        jobs = [
-            Job.of(arm, seed, float(f"{rates[arm.group] * factor:.3g}"), is_reported=False)
-            for arm, factor in self.checks()
-            if arm.group in rates
-        ]
-        done.checks = [r for _, r in measure.those(jobs, trains, "to check rates by")]
-        if self.checks():
-            done.count(CHECK, [arm.what.system for arm, _ in self.checks()], done.checks)
-
-    def _straddling(self, done: Done) -> set[str]:
-        """The systems of contrasts that the first seeds leave open."""
-        losses = {name: by_seed(r for r in done.results if r.system == name) for name in self.config.names}
-        return {name for pair in undecided(self.config, losses) for name in pair}

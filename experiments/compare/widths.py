@@ -5,10 +5,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
-from matplotlib.figure import Figure
 
 from experiments import style
-from experiments.compare.record import Comparison
+from experiments.compare.record import Comparison, extent
 from experiments.statistics import Interval, interval
 from experiments.tables import Cell, Table
 
@@ -67,57 +66,29 @@ def steeper(own: Law, reference: Law | None) -> Interval | None:
     return interval([own.slopes[s] - reference.slopes[s] for s in sorted(seeds)]) if reference and seeds else None
 
 
-def table(record: Comparison) -> Table:
+def table(record: Comparison) -> Table | None:
+    """None if widths are not compared, or no law is there yet."""
     widths, reference = sorted(record.protocol.widths), record.protocol.reference
     found, rows = laws(record), []
     for name, own in found.items():
-        cells: list[Cell] = [own.losses.get(width) for width in widths]
+        cells: list[Cell] = [own.losses.get(width, "") for width in widths]
         against = None if name == reference else steeper(own, found.get(reference))
-        rows.append([name, own.slope.n, *cells, own.slope, against, own.bend])
+        rows.append([name, own.slope.n, *cells, own.slope, against or "", own.bend or ""])
     head = ["model", "n", *(f"width {width}" for width in widths), "b", f"b minus {reference}'s", "bend"]
-    return Table(head, [["" if cell is None else cell for cell in row] for row in rows])
-
-
-def numbers(record: Comparison) -> Iterator[Mapping[str, Cell]]:
-    """CSV with a line for each system in each width."""
-    for name, own in laws(record).items():
-        slope, bend = own.slope, own.bend
-        for width, loss in own.losses.items():
-            cells = {"system": name, "width": width, "n": loss.n, "loss": loss.mean, "sd": loss.sd}
-            cells |= {"b": slope.mean, "b_low": slope.bounds[0], "b_high": slope.bounds[1]}
-            yield cells if bend is None else cells | {"bend": bend.mean, "bend_half": bend.half}
-
-
-def section(record: Comparison) -> str:
-    """The laws with what they can show; empty if widths are not compared, or none is there yet."""
-    widths = record.protocol.widths
-    if not widths or not laws(record):
-        return ""
-    words = (
-        "loss = a - b log2(width), fitted for each seed; b is the gain in nats from doubling the width, with its"
-        " interval over seeds. The number of steps and the text are the same for all widths. bend: how far the loss"
-        f" between the outer widths is above the line through them. {len(widths)} widths cannot show whether the loss"
-        " falls as a power of the width or towards a floor: such a law has three parameters, which fit three points"
-        " exactly. So nothing is extrapolated, and rates outside the width of the search are those of the rule."
-    )
-    return f"\n\n## Losses in {len(widths)} widths\n\n{words}\n\n{table(record)}"
+    return Table(head, rows) if rows and widths else None
 
 
 def draw(record: Comparison, looks: style.Looks) -> Iterator[style.Named]:
-    found = laws(record)
-    if found:
-        yield "widths", _figure(record, found, looks)
-
-
-def _figure(record: Comparison, found: Mapping[str, Law], looks: style.Looks) -> Figure:
-    p, widths = record.protocol, sorted(record.protocol.widths)
+    """Reported losses against the width; nothing without laws."""
+    p, widths, found = record.protocol, sorted(record.protocol.widths), laws(record)
+    if not found:
+        return
     figure, ((panel,),) = style.panels(1, 1, (7.5, 5.2))
-    seeds = sorted({own.slope.n for own in found.values()})
     limits = style.span([loss for own in found.values() for loss in own.losses.values()], counts=[p.counts["report"]])
     panel.set_xscale("log", base=2)
     panel.set_xticks(widths, [str(width) for width in widths])
     panel.minorticks_off()
     panel.set(xlabel="width", title=f"at {p.steps:,} steps; 95 % intervals over seeds")
-    style.losses(panel, p, "report", limits, " to ".join(map(str, dict.fromkeys([seeds[0], seeds[-1]]))))
+    style.losses(panel, p, "report", limits, extent(own.slope.n for own in found.values()))
     style.curves(panel, {name: ([*own.losses], [*own.losses.values()]) for name, own in found.items()}, looks)
-    return figure
+    yield "widths", figure

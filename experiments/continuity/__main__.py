@@ -10,13 +10,13 @@ from experiments.continuity.plan import ContinuityConfig, arms
 from experiments.continuity.report import Continuity, ContinuityProtocol, Trained, draw, files, page
 from experiments.cost import with_memory
 from experiments.jobs import at_work, reported
-from experiments.measure import Measure, whole_curve
+from experiments.measure import Measure
 from experiments.study import Study
 
 
 def make(config: ContinuityConfig, run_dir: Path) -> Continuity:
     text = config.text.prepare(run_dir / "texts")
-    measure = Measure(Trained, config, run_dir, lambda job, *_: {"curve": whole_curve(job)})
+    measure = Measure(Trained, config, run_dir)
     selection, rates = measure.search(arms(config, text, run_dir), config.beyond_grid)
     own = arms(config, text, run_dir, rates)
     with at_work(run_dir):

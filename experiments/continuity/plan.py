@@ -1,6 +1,5 @@
 """The plan of the study: its YAML, and its arms at the width of the search and at their own."""
 
-from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -8,8 +7,8 @@ from typing import Annotated, Any
 from experiments.config import check_among, check_reference
 from experiments.continuity.stack import stacked
 from experiments.cost import cost_of
-from experiments.jobs import Arm, Place, Places
-from experiments.recipes import Recipe, without_base
+from experiments.jobs import Arm, Place, Places, Rates
+from experiments.recipes import Recipe
 from experiments.search import SearchConfig
 from experiments.texts import Text
 from qkvflow.errors import UserError
@@ -65,7 +64,7 @@ class ContinuityConfig(SearchConfig):
             UserError: it cannot be read, or does not have `layers` steps.
         """
         changes = {key: value for key, value in self.arms[name].items() if key != "stack"}
-        recipe = self.recipe(changes.get("base") or self.base, text, run_dir, without_base(changes))
+        recipe = self.recipe(self.base, text, run_dir, changes)
         recipe = recipe.but({"model": {"hidden_dim": width}} if width else {})
         steps = recipe.config.model.depth.reading_steps
         if steps != self.layers:
@@ -89,9 +88,6 @@ class Named:
     arm: str
     width: int
     solver: str
-
-
-Rates = Mapping[Hashable, float]
 
 
 def arms(config: ContinuityConfig, text: Text, run_dir: Path, rates: Rates | None = None) -> list[Arm]:

@@ -18,11 +18,6 @@ from experiments.search import about_edges, tried
 from experiments.statistics import Contrast, Interval, interval
 from experiments.tables import Table, contrast_numbers
 
-_STACKS = (
-    " A stack trains its first layers alone, at a constant rate. At each change, all are copied, with a new optimizer"
-    " state, a new warm-up and the text from its beginning; the rate decays in the last stage, whose ms per step these"
-    " are."
-)
 UPWARDS, AROUND = 0.02, 0.05  # nats by which the loss of a flow may change, from L upwards and from L / 2 upwards
 
 
@@ -108,7 +103,7 @@ def page(record: Continuity) -> Mapping[str, object]:
         "rates": f"{p.about_search}. {about_edges(found)}" if record.selection else f"{p.about_rates('each arm')}.",
         "missing": ", ".join(sorted(set(p.arms) - set(record.costs))) or "none",
         "losses": table("arm", record.lines, *columns),
-        "stacks": _STACKS if any("stack" in p.arms[arm] for arm in record.costs) else "",
+        "stacks": any("stack" in p.arms[arm] for arm in record.costs) or None,
         "upwards": UPWARDS,
         "around": AROUND,
         "verdicts": _verdicts(record),

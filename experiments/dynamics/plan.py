@@ -5,8 +5,7 @@ from pathlib import Path
 from typing import Annotated
 
 from experiments.config import StudyConfig
-from experiments.cost import cost_of
-from experiments.jobs import Arm
+from experiments.jobs import Arm, System
 from experiments.recipes import Recipe, ordinary
 from experiments.texts import Text
 from qkvflow.errors import UserError
@@ -32,13 +31,6 @@ class DynamicsConfig(StudyConfig):
     evaluations: Count = 3
 
 
-@dataclass(frozen=True)
-class System:
-    """system: of SYSTEMS."""
-
-    system: str
-
-
 def arms(config: DynamicsConfig, text: Text, run_dir: Path) -> list[Arm]:
     """The systems, in order.
 
@@ -55,7 +47,4 @@ def arms(config: DynamicsConfig, text: Text, run_dir: Path) -> list[Arm]:
     keep = {"trainer": {"checkpointer": {"keep": [{"every": flow.steps // config.checkpoints}]}}}
     recipes = {name: Recipe({**flow.raw, "model": models[name]}).but(keep) for name in SYSTEMS}
     asks = {key: getattr(config, key) for key in ("checkpoints", "texts", "length")}
-    return [
-        Arm(label=name, recipe=recipe, cost=cost_of(recipe), what=System(name), text=text, asks=asks)
-        for name, recipe in recipes.items()
-    ]
+    return System.arms(recipes, text, asks)

@@ -1,13 +1,15 @@
 """The results of the study: its record, and from that alone tables and figures."""
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from matplotlib.figure import Figure
 
 from experiments import style
-from experiments.dynamics.plan import SYSTEMS, DynamicsConfig, System
+from experiments.dynamics.plan import SYSTEMS, DynamicsConfig
 from experiments.dynamics.readings import FAMILIES, PROPERTIES, SCORES, Mark, Spectra
+from experiments.jobs import System
 from experiments.protocol import Protocol
 from experiments.records import Record, Training, by_seed
 from experiments.statistics import Contrast, contrasts, interval
@@ -72,36 +74,31 @@ def _losses(record: Dynamics) -> Table:
 
 def spectral_contrasts(record: Dynamics, value: Callable[[Spectra], float]) -> dict[tuple, Contrast]:
     """(system, family, trained or untrained) -> its value; the tests of trained minus untrained are one family."""
-    values = {}
-    for system in SYSTEMS:
-        own = record.of(system=system)
-        for family in FAMILIES:
-            for when in ("untrained", "trained"):
-                values[system, family, when] = by_seed(
-                    own, lambda r, f=family, w=when: value(r.spectrum(f, r.last if w == "trained" else 0))
-                )
+
+    def of(r: Trained, family: str, when: str) -> float:
+        return value(r.spectrum(family, r.last if when == "trained" else 0))
+
+    keys = itertools.product(SYSTEMS, FAMILIES, ("untrained", "trained"))
+    values = {(s, *at): by_seed(record.of(system=s), lambda r, at=at: of(r, *at)) for s, *at in keys}
     return contrasts(values, lambda key: (*key[:2], "untrained"))
 
 
 def _spectral(record: Dynamics, value: Callable[[Spectra], float], title: str) -> Table:
     found, rows = spectral_contrasts(record, value), []
-    for system in SYSTEMS:
-        for family in FAMILIES:
-            trained = found[system, family, "trained"]
-            fresh = found[system, family, "untrained"].mean
-            rows.append([system, family.upper(), trained.mean, fresh, *difference_cells(trained)])
+    for system, family in itertools.product(SYSTEMS, FAMILIES):
+        trained, fresh = (found[system, family, when] for when in ("trained", "untrained"))
+        rows.append([system, family.upper(), trained.mean, fresh.mean, *difference_cells(trained)])
     return Table(["system", "matrix", title, "untrained", "trained minus untrained", "p (Holm)", "d_z"], rows)
 
 
 def _official(record: Dynamics) -> Table:
     """For the flow: growth of |lambda| at the training times, and at the official times."""
-    rows, own = [], record.of(system="flow")
+    keys = [*itertools.product(("ours", "official"), ("growth", "real_growth"))]
+    keys += [("ours", "late_positive"), ("official", "late_positive")]
+    rows = []
     for family in FAMILIES:
-        at = {name: [r.spectrum(family, r.last, name) for r in own] for name in ("ours", "official")}
-        cells = [interval([s.growth for s in at["ours"]]), interval([s.real_growth for s in at["ours"]])]
-        cells += [interval([s.growth for s in at["official"]]), interval([s.real_growth for s in at["official"]])]
-        cells += [interval([s.late_positive for s in at[name]]) for name in at]
-        rows.append([family.upper(), *cells])
+        own = {key: [r.spectrum(family, r.last, key[0]) for r in record.of(system="flow")] for key in keys}
+        rows.append([family.upper(), *(interval([getattr(s, key[1]) for s in at]) for key, at in own.items())])
     head = ["matrix", "growth of abs(lambda), ours", "of abs(Re), ours", "of abs(lambda), official times"]
     return Table([*head, "of abs(Re), official", "Re > 0 late, ours", "Re > 0 late, official times"], rows)
 
@@ -109,13 +106,12 @@ def _official(record: Dynamics) -> Table:
 def mark_contrasts(record: Dynamics) -> dict[tuple, Contrast]:
     """(system, score, property, sample) -> correlation; the tests of shuffled minus text and of
     untrained minus text are one family."""
-    values = {}
-    for system in SYSTEMS:
-        own = record.of(system=system)
-        for score in (s for s in SCORES if s != "official" or system == "flow"):
-            for name in PROPERTIES:
-                for sample in ("text", "shuffled", "untrained"):
-                    values[system, score, name, sample] = by_seed(own, lambda r, a=(score, sample, name): r.mark(*a))
+    keys = itertools.product(SYSTEMS, SCORES, PROPERTIES, ("text", "shuffled", "untrained"))
+    values = {
+        key: by_seed(record.of(system=key[0]), lambda r, key=key: r.mark(key[1], key[3], key[2]))
+        for key in keys
+        if key[:2] != ("layers", "official")
+    }
     return contrasts(values, lambda key: (*key[:3], "text"))
 
 
@@ -150,24 +146,20 @@ def draw(record: Dynamics) -> Iterator[style.Named]:
 def _spectra(record: Dynamics) -> Figure:
     """Along t: mean |lambda| and the share with positive real part, trained, and untrained in grey."""
     figure, panels = style.panels(2, 2, (10, 7), sharex=True)
-    for column, family in enumerate(FAMILIES):
-        for row, (field_name, words) in enumerate({"size": "mean |lambda|", "positive": "share with Re > 0"}.items()):
-            panel = panels[row][column]
-            panel.set(title=f"{family.upper()}: {words}", ylabel=f"{words}, n = {record.protocol.n}", xlabel="t")
-            panel.grid(alpha=0.25)
-            if field_name == "positive":
-                style.level(panel, 0.5, "half")
-            ends = {}
-            for system in SYSTEMS:
-                own = record.of(system=system)
-                for step, look in ((0, LOOKS[system] | {"color": style.MUTED}), (own[0].last, LOOKS[system])):
-                    at = [r.spectrum(family, step) for r in own]
-                    means = [
-                        interval(list(values)) for values in zip(*(getattr(s, field_name) for s in at), strict=True)
-                    ]
-                    style.curve(panel, at[0].times, means, **look)
-                ends[system] = (at[0].times[-1], means[-1].mean)
-            style.direct(panel, ends, LOOKS)
+    shown = itertools.product({"size": "mean |lambda|", "positive": "share with Re > 0"}.items(), FAMILIES)
+    for panel, ((name, words), family) in zip(panels.flat, shown, strict=True):
+        panel.set(title=f"{family.upper()}: {words}", ylabel=f"{words}, n = {record.protocol.n}", xlabel="t")
+        if name == "positive":
+            style.level(panel, 0.5, "half")
+        ends = {}
+        for system, look in LOOKS.items():
+            own = record.of(system=system)
+            for step, colour in ((0, style.MUTED), (own[0].last, look["color"])):
+                at = [r.spectrum(family, step) for r in own]
+                means = [interval(values) for values in zip(*(getattr(s, name) for s in at), strict=True)]
+                style.curve(panel, at[0].times, means, **look | {"color": colour})
+            ends[system] = (at[0].times[-1], means[-1].mean)
+        style.direct(panel, ends, LOOKS)
     figure.supxlabel("grey: untrained; mean and 95 % interval over seeds", fontsize=8)
     return figure
 
@@ -181,12 +173,8 @@ def _over_training(record: Dynamics) -> Figure:
             own = record.of(system=system)
             steps = sorted({s.step for s in own[0].spectra if s.reading == "ours"})
             found[system] = (steps, [interval([r.spectrum(family, k).growth for r in own]) for k in steps])
-        panel.set(
-            title=family.upper(),
-            xlabel="training steps",
-            ylabel=f"growth of |lambda| (octaves), n = {record.protocol.n}",
-        )
-        panel.grid(alpha=0.25)
+        growth = f"growth of |lambda| (octaves), n = {record.protocol.n}"
+        panel.set(title=family.upper(), xlabel="training steps", ylabel=growth)
         style.zero(panel)
         style.curves(panel, found, LOOKS)
     return figure

@@ -1,9 +1,9 @@
 """Norms of gradients by component, and the seed's and this study's criteria for healthy norms."""
 
 import math
-import statistics
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+
+import numpy as np
 
 # Component -> prefixes of the names of its parameters. The head is tied to the embeddings; the last norm belongs to the
 # coda. In the baseline `flow` means the layers in its place.
@@ -15,16 +15,16 @@ COMPONENTS = {
 }
 VANISHING, EXPLODING = 1e-6, 100.0  # the seed's
 RELATIVE = 1e-3  # this study's: fraction of the total norm of the same step
-LOSS_RATIO, GRADIENT = 1.1, 0.01  # the seed's, see `Verdict`
+LOSS_RATIO, GRADIENT = 1.1, 0.01  # the seed's, see `passes`
 
 _PREFIX = "grad/norm/"
 
-# Criteria counted over the steps of a component. Comparisons with nan are false, so nan only counts as not finite.
+# Criteria for steps of a component, on arrays. Comparisons with nan are false, so nan only counts as not finite.
 RULES = {
     f"< {VANISHING:g}": lambda norm, total: norm < VANISHING,
     f"< {RELATIVE:g} of total": lambda norm, total: norm < RELATIVE * total,
     f"> {EXPLODING:g}": lambda norm, total: norm > EXPLODING,
-    "not finite": lambda norm, total: not math.isfinite(norm),
+    "not finite": lambda norm, total: ~np.isfinite(norm),
 }
 
 
@@ -38,7 +38,7 @@ def component_norms(record: Mapping[str, float]) -> dict[str, float]:
     squares: dict[str, float] = {}
     for key, value in record.items():
         name = key.removeprefix(_PREFIX)
-        if name == key or name == "total":
+        if name in (key, "total"):
             continue
         owner = next((c for c, beginnings in COMPONENTS.items() if name.startswith(beginnings)), None)
         if owner is None:
@@ -48,41 +48,16 @@ def component_norms(record: Mapping[str, float]) -> dict[str, float]:
     return found | {"total": record[f"{_PREFIX}total"]}
 
 
-def clipped(norms: Sequence[float], totals: Sequence[float], limit: float | None) -> list[float]:
+def clipped(norms: np.ndarray, totals: np.ndarray, limit: float | None) -> np.ndarray:
     """Norms after scaling the whole gradient down to `limit`: norm · min(1, limit / total)."""
-    if not limit:
-        return list(norms)
-    return [norm * min(1.0, limit / total) if total else norm for norm, total in zip(norms, totals, strict=True)]
+    return norms * limit / np.maximum(totals, limit) if limit else norms
 
 
-def counts(norms: Sequence[float], totals: Sequence[float]) -> list[int]:
-    """The number of steps in which each of RULES holds."""
-    return [sum(map(rule, norms, totals)) for rule in RULES.values()]
-
-
-@dataclass(frozen=True)
-class Verdict:
+def passes(ratio: float, gradient: float | None) -> bool:
     """The seed's criterion for healthy gradients of the flow, for one seed.
 
-    Attributes:
+    Args:
         ratio: mean training loss over the last steps, divided by that of the baseline.
         gradient: mean norm of the flow's gradient, after the seed's clipping; None for a model without a flow.
     """
-
-    ratio: float
-    gradient: float | None
-
-    @staticmethod
-    def of(losses: Sequence[float], baseline: Sequence[float], norms: Sequence[float] | None, last: int) -> "Verdict":
-        """From training losses and norms of the flow's gradient after clipping, both by step."""
-        gradient = None if norms is None else statistics.fmean(norms)
-        return Verdict(final(losses, last) / final(baseline, last), gradient)
-
-    @property
-    def passes(self) -> bool:
-        return self.ratio < LOSS_RATIO and (self.gradient is None or self.gradient > GRADIENT)
-
-
-def final(losses: Sequence[float], last: int) -> float:
-    """The mean over the last steps."""
-    return statistics.fmean(losses[-last:])
+    return ratio < LOSS_RATIO and (gradient is None or gradient > GRADIENT)

@@ -5,8 +5,7 @@ from pathlib import Path
 from typing import Annotated
 
 from experiments.config import StudyConfig, check_among
-from experiments.cost import cost_of
-from experiments.jobs import Arm
+from experiments.jobs import Arm, System
 from experiments.recipes import Recipe, ordinary
 from experiments.texts import Text
 from qkvflow.depth import solver_by_name
@@ -56,13 +55,6 @@ class GradientFlowConfig(StudyConfig):
             solver_by_name(solver)
 
 
-@dataclass(frozen=True)
-class System:
-    """system: of SYSTEMS."""
-
-    system: str
-
-
 def arms(config: GradientFlowConfig, text: Text, run_dir: Path) -> list[Arm]:
     """The systems, in order.
 
@@ -91,7 +83,4 @@ def arms(config: GradientFlowConfig, text: Text, run_dir: Path) -> list[Arm]:
     }
     recipes = {name: Recipe({**hybrid.raw, "model": models[name]}).but(ours) for name in config.systems}
     asks = {key: getattr(config, key) for key in ("solvers", "steps", "refinements", "controls")}
-    return [
-        Arm(label=name, recipe=recipe, cost=cost_of(recipe), what=System(name), text=text, asks=asks)
-        for name, recipe in recipes.items()
-    ]
+    return System.arms(recipes, text, asks)

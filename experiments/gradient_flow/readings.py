@@ -29,11 +29,9 @@ from haliax import Axis, NamedArray
 from levanter.models.lm_model import LmExample
 from scipy.special import logsumexp
 
-from qkvflow.axes import CONTROL, LAYERS
+from qkvflow.axes import CONTROL
 from qkvflow.eval_lm import displacement
 from qkvflow.models import NeuralOdeLMHeadModel
-from qkvflow.models.flow import Flow
-from qkvflow.named import map_named
 from qkvflow.weights import PerLayer
 
 SHARE = 0.1
@@ -123,11 +121,8 @@ def refine(model: NeuralOdeLMHeadModel, m: int) -> NeuralOdeLMHeadModel:
         return model.with_depth(model.config.depth.on_grid(m * flow.plan.steps))
     grid = dataclasses.replace(flow.plan.grid, steps=m * flow.plan.steps)
     plan = dataclasses.replace(flow.plan, grid=grid, step=flow.plan.step / m)
-    repeated = hax.named(np.repeat(np.arange(flow.plan.steps), m), LAYERS)
-    stacked = flow.weights.blocks.stacked
-    blocks = map_named(lambda a: hax.take(a.rename({LAYERS: "_from"}), "_from", repeated), stacked)
-    refined = Flow(PerLayer.stack(blocks, plan.times), plan, inference=flow.inference)
-    return eqx.tree_at(_FLOW, model, refined)
+    weights = flow.weights.copied(np.repeat(np.arange(flow.plan.steps), m), plan.times)
+    return eqx.tree_at(_FLOW, model, dataclasses.replace(flow, weights=weights, plan=plan))
 
 
 def left_out(model: NeuralOdeLMHeadModel) -> NeuralOdeLMHeadModel:

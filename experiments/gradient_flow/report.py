@@ -1,6 +1,5 @@
 """The results of the experiment: its record, and from that alone tables and figures."""
 
-import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, field
 
@@ -9,9 +8,9 @@ from matplotlib.figure import Figure
 
 from experiments import style
 from experiments.gradient_flow import norms as rule
-from experiments.gradient_flow.norms import Verdict, clipped, counts, final
-from experiments.gradient_flow.plan import SYSTEMS, GradientFlowConfig, System
+from experiments.gradient_flow.plan import SYSTEMS, GradientFlowConfig
 from experiments.gradient_flow.readings import SHARE, Changed, Effect, Refined
+from experiments.jobs import System
 from experiments.protocol import Protocol
 from experiments.records import Record, Training, by_seed
 from experiments.statistics import Contrast, Interval, contrasts, interval
@@ -63,6 +62,19 @@ class Trained(Training, System):
     control_gradient: float | None = None
     control: dict[str, Effect] = field(default_factory=dict)
 
+    def norm(self, name: str) -> np.ndarray:
+        """Of a component, by step."""
+        return np.array(self.norms[name])
+
+    def final_loss(self, last: int) -> float:
+        """Of training, the mean over the last steps."""
+        return float(np.mean(self.loss[-last:]))
+
+    @property
+    def clipped_share(self) -> float:
+        """The share of clipped steps."""
+        return float((self.norm("total") > self.clip).mean()) if self.clip else 0.0
+
 
 @dataclass(frozen=True, kw_only=True)
 class GradientFlow(Record):
@@ -82,8 +94,8 @@ def page(record: GradientFlow) -> Mapping[str, object]:
         "rule": rule,
         "systems": "; ".join(f"{name}, {SYSTEMS[name]}" for name in p.systems),
         "losses": _losses(p, own),
-        "ratio": interval([statistics.median(h.norms["flow"]) / statistics.median(b.norms["flow"]) for h, b in pairs]),
-        "clipped": ", ".join(f"{name} {_mean(trained, _clipped_share)}" for name, trained in own.items()),
+        "ratio": interval([float(np.median(h.norm("flow")) / np.median(b.norm("flow"))) for h, b in pairs]),
+        "clipped": ", ".join(f"{name} {_mean(rs, lambda r: r.clipped_share)}" for name, rs in own.items()),
         "norms": _norms(own),
         "verdicts": _verdicts(record),
         "control_gradient": max(r.control_gradient for r in hybrid),
@@ -101,7 +113,7 @@ def page(record: GradientFlow) -> Mapping[str, object]:
 def _losses(p: GradientFlowProtocol, own: Mapping[str, list[Trained]]) -> Table:
     found, rows = contrasts({name: by_seed(trained) for name, trained in own.items()}, lambda name: "baseline"), []
     for name, loss in found.items():
-        trained = _mean(own[name], lambda r: final(r.loss, p.final_steps))
+        trained = _mean(own[name], lambda r: r.final_loss(p.final_steps))
         rows.append([name, f"{own[name][0].parameters:,}", trained, loss.mean, *difference_cells(loss)])
     head = ["model", "trained parameters", "training loss at the end", "reported loss", "minus baseline", "p (Holm)"]
     return Table([*head, "d_z"], rows)
@@ -111,13 +123,13 @@ def _norms(trained: Mapping[str, list[Trained]]) -> Table:
     """Medians and maxima are over the steps of each seed, then over seeds; counts over all steps of all seeds."""
     rows = []
     for system, own in trained.items():
+        total = np.array([r.norms["total"] for r in own])  # [seed, step]
         for name in own[0].norms:
-            pairs = [(r.norms[name], r.norms["total"]) for r in own]
-            share = [statistics.median(v / t if t else 0.0 for v, t in zip(*pair, strict=True)) for pair in pairs]
-            values = ([statistics.median(v) for v, _ in pairs], [max(v) for v, _ in pairs], share)
-            steps, found = sum(len(v) for v, _ in pairs), zip(*(counts(*pair) for pair in pairs), strict=True)
-            cells = [system, _LABELS.get((system, name), name), *map(_small, values)]
-            rows.append([*cells, *(f"{sum(k)} of {steps}" for k in found)])
+            norm = np.array([r.norms[name] for r in own])
+            share = np.divide(norm, total, out=np.zeros_like(norm), where=total != 0)
+            values = np.median(norm, axis=1), norm.max(axis=1), np.median(share, axis=1)
+            met = (f"{rule_(norm, total).sum()} of {norm.size}" for rule_ in rule.RULES.values())
+            rows.append([system, _LABELS.get((system, name), name), *map(_small, values), *met])
     return Table(["model", "component", "median", "largest", "share of total", *rule.RULES], rows)
 
 
@@ -125,14 +137,13 @@ def _verdicts(record: GradientFlow) -> Table:
     """The seed's criterion for each seed."""
     rows, last = [], record.protocol.final_steps
     for name in (name for name in record.protocol.systems if name != "baseline"):
-        found = []
-        for own, baseline in zip(record.of(system=name), record.of(system="baseline"), strict=True):
-            after = clipped(own.norms["flow"], own.norms["total"], own.clip) if name == "hybrid" else None
-            found.append(Verdict.of(own.loss, baseline.loss, after, last))
-        gradients = [v.gradient for v in found if v.gradient is not None]
-        gradient = interval(gradients) if gradients else "has no flow"
-        passed = f"{sum(v.passes for v in found)} of {len(found)} seeds"
-        rows.append([name, interval([v.ratio for v in found]), gradient, passed])
+        own, baseline = record.of(system=name), record.of(system="baseline")
+        ratios = [r.final_loss(last) / b.final_loss(last) for r, b in zip(own, baseline, strict=True)]
+        gradients = [float(rule.clipped(r.norm("flow"), r.norm("total"), r.clip).mean()) for r in own]
+        is_flow = name == "hybrid"
+        passed = sum(map(rule.passes, ratios, gradients if is_flow else [None] * len(own)))
+        gradient = interval(gradients) if is_flow else "has no flow"
+        rows.append([name, interval(ratios), gradient, f"{passed} of {len(own)} seeds"])
     return Table(["model", "loss ratio", "mean gradient of the flow", "passes"], rows)
 
 
@@ -185,11 +196,6 @@ def _against(record: GradientFlow) -> Table:
     return Table(["share", "hybrid minus baseline", "p (Holm)", "d_z"], rows)
 
 
-def _clipped_share(r: Trained) -> float:
-    """The share of clipped steps."""
-    return sum(total > r.clip for total in r.norms["total"]) / len(r.loss) if r.clip else 0.0
-
-
 def _mean(own: Iterable[Trained], value: Callable[[Trained], float]) -> Interval:
     return interval([value(r) for r in own])
 
@@ -230,7 +236,6 @@ def _gradient_flow(record: GradientFlow) -> Figure:
     style.direct(middle, {MIDDLES[name]: end for name, end in ends[middle].items()}, _LOOKS_OF_MIDDLES)
     for panel, words in ((total, "whole"), (middle, "middle")):
         panel.set(title="gradient, before clipping", ylabel=f"norm of the {words}, n = {p.n}")
-        panel.grid(alpha=0.25)
     for panel in row:
         panel.set_xlabel("steps" if panel is loss else f"steps (mean of {window})")
     figure.supxlabel(f"mean and 95 % interval over n = {p.n} seeds", fontsize=8)
@@ -260,7 +265,6 @@ def _invariance(record: GradientFlow) -> Figure:
     right.set_xticks(p.refinements)
     words = f"share of the effect of the middle, n = {p.n}"
     right.set(xlabel="m: steps of 1/m of the trained length", ylabel=words, ylim=(0, None))
-    right.grid(alpha=0.25)
     style.direct(right, ends, _LOOKS_OF_MIDDLES)
     return figure
 

@@ -152,7 +152,6 @@ def draw(record: Steering) -> Iterator[style.Named]:
     style.level(left, 0.5, "chance")
     left.set_xticks([*p.between, 1.2], [*map(str, p.between), "no control"], fontsize=8)
     left.set(xlabel="control (1 - u, u)", ylabel=f"share of samples judged as {b}, n = {p.n}", ylim=(-0.05, 1.05))
-    left.grid(alpha=0.25)
     style.direct(left, ends, looks)
     right.set_xticks([0.07, 1.07, 2.07], ["right", "wrong", "none"])
     limits = style.span([found.mean for found in heard.values()], counts=[p.counts])

@@ -8,8 +8,10 @@ from support.training import parameters
 
 from experiments import jobs
 from experiments.cost import Cost
-from experiments.jobs import Arm, Job, at_once, chosen_rates, reported, selection
+from experiments.jobs import Arm, Job, at_once, reported, selection
 from experiments.recipes import Recipe
+from experiments.records import Training
+from experiments.search import best, beyond, tried
 from experiments.texts import Builtin
 from qkvflow.data.tokenizers import load_tokenizer
 from qkvflow.errors import UserError
@@ -37,15 +39,23 @@ def test_learning_rates_are_chosen_apart_from_what_is_reported():
         (label, seed, rate) for label in ("a", "b") for seed in (7, 8) for rate in (1e-3, 1e-2)
     ]
     assert not any(one.is_reported for one in searched)
-    rates = chosen_rates(searched, [{"a": 1.0, "b": -1.0}[one.arm.label] * one.rate for one in searched])
-    assert rates == {"a": 1e-3, "b": 1e-2}
-    found = reported(arms, [1, 2], rates)
+    found = reported(arms, [1, 2], {"a": 1e-3, "b": 1e-2})
     assert [(one.arm.label, one.seed) for one in found] == [(a.label, seed) for seed in (1, 2) for a in arms]
     assert [one.rate for one in found[:3]] == [1e-3, 1e-3, 1e-2]
     assert len({one.name for one in searched + found}) == len(searched) + len(found)
-    assert chosen_rates(searched[:2], [1.0, 1.0]) == {"a": 1e-3}, "of equals the lower one"
     assert selection(arms, [1e-3], [7]) == []
     assert {one.rate for one in reported(arms, [1], {})} == {0.5}
+
+
+def test_the_best_rate_has_the_lowest_mean_loss_and_a_grid_grows_at_its_edge():
+    def losses(*each: tuple[float, float]):
+        return tried(Training(seed, rate, select_loss=loss) for seed, (rate, loss) in enumerate(each))
+
+    assert losses((1e-2, 2.0), (1e-3, 1.0), (1e-2, 3.0)) == {1e-3: 1.0, 1e-2: 2.5}
+    assert best(losses((1e-2, 1.0), (1e-3, 1.0))) == 1e-3, "of equals the lower one"
+    assert beyond(losses((1e-3, 1.0), (2e-3, 2.0), (8e-3, 3.0))) == pytest.approx(5e-4)
+    assert beyond(losses((1e-3, 3.0), (2e-3, 2.0), (8e-3, 1.0))) == pytest.approx(3.2e-2)
+    assert beyond(losses((1e-3, 3.0), (2e-3, 1.0), (8e-3, 2.0))) is None
 
 
 def test_seeds_of_the_same_arm_and_rate_go_together():

@@ -12,7 +12,7 @@ from support.studies import ROOT
 
 from experiments.config import OutputConfig, SeedsConfig
 from experiments.records import Record, Training, kept, read, written
-from experiments.study import Study
+from experiments.study import Study, filled
 from experiments.tables import Table
 from qkvflow.cli import parse
 from qkvflow.errors import UserError
@@ -86,6 +86,18 @@ def test_made_drawn_and_drawn_again(tmp_path, capsys, monkeypatch):
     files = {path.name: path.read_bytes() for path in output.iterdir()}
     assert study.carry_out(OutputConfig(run_dir=str(tmp_path / "runs"), redraw=True)) == made
     assert {path.name: path.read_bytes() for path in output.iterdir()} == files
+
+
+def test_a_line_of_a_page_without_its_value_is_left_out(tmp_path, monkeypatch):
+    monkeypatch.setattr("experiments.study.FOLDER", tmp_path)
+    (tmp_path / "page.md").write_text(
+        "# {n:d}\n\n## Times{times:if}\n\nIn {unit}.{times:if}\n\n{times}\n\nEnd\n\n{last}\n"
+    )
+    values = {"n": 3, "times": "1, 2", "unit": "s", "last": None}
+    assert filled("page.md", values) == "# 3\n\n## Times\n\nIn s.\n\n1, 2\n\nEnd\n"
+    assert filled("page.md", values | {"times": None}) == "# 3\n\nEnd\n"
+    with pytest.raises(KeyError, match="times"):
+        filled("page.md", {"n": 3})
 
 
 def test_lists_are_given_as_people_write_them():
