@@ -98,7 +98,7 @@ def test_bf16_input(selective):
 
 
 @pytest.mark.parametrize("selective", [True, heavy(False)])
-@pytest.mark.parametrize("weights", ["modulated", *map(heavy, ("generated", "constant", "per_layer"))])
+@pytest.mark.parametrize("weights", ["constant", *map(heavy, ("generated", "modulated", "per_layer"))])
 def test_causal_and_discretised(selective, weights):
     block = SsmBlockConfig(num_heads=2, state_size=4, selective=selective)
     model = build(small_config(weights, block=block, depth=DepthConfig(steps=2)))
