@@ -24,6 +24,7 @@ from qkvflow.blocks.config import BlockConfig, check_choice, check_heads
 from qkvflow.blocks.convolution import Convolution, ConvolvedMemory
 from qkvflow.blocks.forms import FORMS, seen_by_second_half
 from qkvflow.blocks.inputs import Inputs
+from qkvflow.blocks.matrices import by_rows
 from qkvflow.blocks.memory import KeysValues
 from qkvflow.errors import UserError
 from qkvflow.ranges import Count, Positive, ProperShare, Range
@@ -44,9 +45,9 @@ class Gpt2Mlp(eqx.Module):
         return Gpt2Mlp(c_fc, c_proj, activation)
 
     def __call__(self, x: NamedArray, inputs: Inputs) -> NamedArray:
-        hidden = inputs.see("mlp.pre", self.c_fc(x))
+        hidden = inputs.see("mlp.pre", by_rows(self.c_fc, x))
         hidden = inputs.made("mlp.post", self.activation, hidden)
-        return inputs.see("mlp.out", self.c_proj(hidden))
+        return inputs.see("mlp.out", by_rows(self.c_proj, hidden))
 
 
 class Gpt2Block(eqx.Module):

@@ -24,6 +24,7 @@ from qkvflow.blocks.config import BlockConfig, check_choice, check_heads
 from qkvflow.blocks.forms import FORMS, seen_by_second_half
 from qkvflow.blocks.grouped_query import GroupedQueryAttention
 from qkvflow.blocks.inputs import Inputs
+from qkvflow.blocks.matrices import by_rows
 from qkvflow.blocks.memory import KeysValues
 from qkvflow.blocks.probe import apart
 from qkvflow.errors import UserError
@@ -50,10 +51,10 @@ class GatedMlp(eqx.Module):
         return GatedMlp(gate, up, down, activation)
 
     def __call__(self, x: NamedArray, inputs: Inputs) -> NamedArray:
-        gate = inputs.see("mlp.gate", self.gate_proj(x))
-        active, up = self.activation(gate), inputs.see("mlp.up", self.up_proj(x))
+        gate = inputs.see("mlp.gate", by_rows(self.gate_proj, x))
+        active, up = self.activation(gate), inputs.see("mlp.up", by_rows(self.up_proj, x))
         hidden = inputs.beside("mlp.post", lambda: self._gated(*apart(gate, up)), lambda post: post, active * up)
-        return inputs.see("mlp.out", self.down_proj(hidden))
+        return inputs.see("mlp.out", by_rows(self.down_proj, hidden))
 
     def _gated(self, gate: NamedArray, up: NamedArray) -> NamedArray:
         return self.activation(gate) * up
