@@ -42,7 +42,7 @@ def test_eight_devices_give_the_numbers_of_one(base, one_device):
 
 def test_the_run_reads_back(one_device):
     config, model, tokenizer = load_run(one_device)
-    assert config.model.depth.steps == 6
+    assert config.model.depth.reading_steps == 6  # it grew from 3
     ids = tokenizer.encode("for x in range")
     assert bytes(ids) == b"for x in range"
     tokens = hax.named(jnp.asarray([ids]), ("batch", "position"))

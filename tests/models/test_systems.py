@@ -33,7 +33,7 @@ def lowered(config):
         sizes["num_kv_heads"] = 4 if config.num_kv_heads == config.num_heads else 2
     if isinstance(config, NeuralOdeConfig):
         sizes["block"] = lowered(config.block)
-        sizes["depth"] = dataclasses.replace(config.depth, steps=min(config.depth.steps, 3))
+        sizes["depth"] = dataclasses.replace(config.depth, steps=min(config.depth.reading_steps, 3))
     if hasattr(config, "flash_attention_block_size"):
         sizes["flash_attention_block_size"] = None
     return dataclasses.replace(config, **sizes)
