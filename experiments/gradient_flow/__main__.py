@@ -48,7 +48,7 @@ def make(config: GradientFlowConfig, run_dir: Path) -> GradientFlow:
 
 
 def with_readings(config: GradientFlowConfig, job: Job, run: Run, evaluator: RunEvaluator) -> dict[str, Any]:
-    """Losses and norms of each step; for hybrid and baseline also refined evaluations; for the hybrid all others."""
+    """Losses and norms of each step; where there is a middle, it in other steps; for the hybrid all others."""
     metrics, model, system = read_metrics(job.recipe.run.metrics), run.model, job.arm.what.system
     norms = [component_norms(r) for r in metrics]
     found = {
@@ -61,8 +61,8 @@ def with_readings(config: GradientFlowConfig, job: Job, run: Run, evaluator: Run
         return found
     tokens = some_tokens(evaluator, _SEQUENCES)
     reader = Reader(model, evaluator.loss, LmExample(tokens, hax.ones(tokens.axes)))
-    found["refined"] = reader.refined(config.refinements)
-    if system == "baseline":
+    found["refined"] = reader.refined(config.refinements, () if system == "baseline" else config.coarse)
+    if system != "hybrid":
         return found
     draw_key, control_key = jax.random.split(jax.random.PRNGKey(job.seed))
     models = {"trained": model, "untrained": untrained(model, key=draw_key)}

@@ -1,4 +1,10 @@
-"""The plan of the experiment: its YAML; hybrid, baseline and the hybrid without its middle, otherwise identical."""
+"""The plan of the experiment: its YAML; the hybrid, and others that differ from it in their middle alone.
+
+`untied` is the fair control of invariance: weights constant on each interval of the flow's grid, independent pieces,
+so that horizon, steps, control and alpha are the hybrid's. It also keeps the shift, the same function of time: without
+it, or with a vector per layer that starts at zero, the inputs of the layers would differ too; and what the shift adds
+to a divergence is in both. By default such pieces share nine tenths of their initial variance: almost a flow.
+"""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +22,7 @@ SYSTEMS = {
     "baseline": "ordinary layers instead of the flow",
     "hybrid": "ordinary layers, a flow, ordinary layers",
     "shallow": "only the ordinary layers of the hybrid, with nothing in the middle",
+    "untied": "the hybrid with independent weights in each step of its flow",
 }
 
 
@@ -26,22 +33,24 @@ class GradientFlowConfig(StudyConfig):
     Attributes:
         hybrid: configuration of train_lm, a model with a flow between ordinary layers; its data is replaced by `text`.
         replaced_layers: number of ordinary layers in the baseline in place of the hybrid's flow.
-        systems: of SYSTEMS, at least hybrid and baseline.
+        systems: of SYSTEMS, at least hybrid and baseline; by default all but untied.
         final_steps: number of final steps over which the training loss of the verdict is averaged.
         solvers, steps: the trained flow is evaluated with each solver at each of these numbers of steps.
-        refinements: m, Euler steps of the trained length / m, in the flow and in the baseline's layers.
+        refinements: m, Euler steps of the trained length / m, in the flow and in the baseline's and untied layers.
+        coarse: numbers of Euler steps, fewer than trained, in the flow and in the untied layers.
         controls: number of random controls tried on each of a few sequences.
     """
 
     hybrid: str | None = None
     replaced_layers: Count = 2
-    systems: list[str] = field(default_factory=lambda: list(SYSTEMS))
+    systems: list[str] = field(default_factory=lambda: ["baseline", "hybrid", "shallow"])
     seeds: list[int] = field(default_factory=lambda: [42, 123, 456])
     final_steps: Count = 50
     evaluations: Count = 10
     solvers: list[str] = field(default_factory=lambda: ["euler", "heun", "rk4", "dopri5"])
     steps: list[Count] = field(default_factory=lambda: [2, 4, 8, 16])
     refinements: list[Annotated[int, Range(at_least=2)]] = field(default_factory=lambda: [2, 4, 8])
+    coarse: list[Count] = field(default_factory=lambda: [1, 2])
     controls: Count = 8
 
     def check(self) -> None:
@@ -49,8 +58,8 @@ class GradientFlowConfig(StudyConfig):
         check_among("systems", self.systems, SYSTEMS)
         if not {"hybrid", "baseline"} <= set(self.systems):
             raise UserError(f"`systems` must hold hybrid and baseline, which are compared; got {self.systems}")
-        if not (self.solvers and self.steps and self.refinements):
-            raise UserError("`solvers`, `steps` and `refinements` must each have at least one")
+        if not (self.solvers and self.coarse and self.steps and self.refinements):
+            raise UserError("`solvers`, `coarse`, `steps` and `refinements` must each have at least one")
         for solver in self.solvers:
             solver_by_name(solver)
 
@@ -70,11 +79,15 @@ def arms(config: GradientFlowConfig, text: Text, run_dir: Path) -> list[Arm]:
         )
     if config.final_steps > hybrid.steps:
         raise UserError(f"`final_steps` is {config.final_steps}, of {hybrid.steps} steps in all")
+    steps = model["depth"]["steps"]
+    if max(config.coarse) >= steps:
+        raise UserError(f"`coarse` must be fewer than the {steps} steps of the flow, but is {config.coarse}")
     models = {
         "hybrid": model,
         "baseline": ordinary(model, config.replaced_layers),
         # The coda's layers take the place of the flow: a flow has at least one step.
         "shallow": ordinary(model, model["coda_layers"]) | {"coda_layers": 0},
+        "untied": model | {"weights": {"type": "basis", "basis": "piecewise", "dim": steps, "init": "independent"}},
     }
     ours = {
         # Norms of the gradients in every step, before the optimizer clips them.
@@ -82,5 +95,5 @@ def arms(config: GradientFlowConfig, text: Text, run_dir: Path) -> list[Arm]:
         "max_skipped_steps": hybrid.steps,  # non-finite steps are counted
     }
     recipes = {name: Recipe({**hybrid.raw, "model": models[name]}).but(ours) for name in config.systems}
-    asks = {key: getattr(config, key) for key in ("solvers", "steps", "refinements", "controls")}
+    asks = {key: getattr(config, key) for key in ("solvers", "steps", "refinements", "coarse", "controls")}
     return System.arms(recipes, text, asks)

@@ -9,7 +9,9 @@ A small divergence alone proves nothing: a middle without effect is invariant to
 whole effect of the middle. A model passes if it is below SHARE in every evaluation with smaller Euler steps.
 
 Negative control: the baseline's ordinary layers x + B_k(x), k = 0..n-1, treated as a flow dx/dt = B_floor(t)(x) on
-[0, n] with steps of 1/m: each layer is applied m times, as x + B_k(x)/m. Training did not make this invariant.
+[0, n] with steps of 1/m: each layer is applied m times, as x + B_k(x)/m. Training did not make this invariant. Their
+steps are longer than the flow's; layers of the same steps (`untied`) have weights W(t), constant between the times of
+the trained grid, and are evaluated just like the flow, also with fewer steps.
 """
 
 import dataclasses
@@ -17,7 +19,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import equinox as eqx
@@ -59,11 +61,12 @@ class Changed:
 
 @dataclass(frozen=True)
 class Refined:
-    """displacement: as trained. left_out: without the middle. refined: with smaller steps."""
+    """displacement: as trained. left_out: without the middle. refined: with smaller steps; coarse: with fewer."""
 
     displacement: float
     left_out: Changed
     refined: list[Changed]
+    coarse: list[Changed] = field(default_factory=list)
 
     @property
     def passes(self) -> bool:
@@ -107,11 +110,14 @@ class Reader:
             found.append(self.read(other, solver=solver, steps=n, evaluations=other.config.plan.evaluations))
         return found
 
-    def refined(self, factors: Sequence[int]) -> Refined:
-        """The middle in steps of 1/m of the trained length, for each factor m, and without it."""
-        gone, found = self.read(left_out(self.model)), [self.read(refine(self.model, m), factor=m) for m in factors]
-        shares = [dataclasses.replace(r, share=r.divergence / (gone.divergence or math.inf)) for r in found]
-        return Refined(displacement(self.model, self.example), gone, shares)
+    def refined(self, factors: Sequence[int], coarse: Sequence[int] = ()) -> Refined:
+        """The middle in steps of 1/m of the trained length, for each factor m; in `coarse` Euler steps; without it."""
+        gone, finer = self.read(left_out(self.model)), [self.read(refine(self.model, m), factor=m) for m in factors]
+        shares = (
+            [dataclasses.replace(r, share=r.divergence / (gone.divergence or math.inf)) for r in found]
+            for found in (finer, self.by_solvers(["euler"], coarse))
+        )
+        return Refined(displacement(self.model, self.example), gone, *shares)
 
 
 def refine(model: NeuralOdeLMHeadModel, m: int) -> NeuralOdeLMHeadModel:

@@ -18,6 +18,7 @@ from experiments.tables import Table, difference_cells
 
 _LABELS = {
     ("baseline", "flow"): "layers in its place",
+    ("untied", "flow"): "layers in its place",
     ("shallow", "flow"): "later layers",
     ("shallow", "coda"): "last norm",
 }
@@ -25,8 +26,9 @@ LOOKS = {
     "baseline": style.series(1) | {"color": style.REFERENCE},
     "hybrid": style.series(0),
     "shallow": style.series(2),
+    "untied": style.series(3),
 }
-MIDDLES = {"baseline": "layers", "hybrid": "flow"}
+MIDDLES = {"untied": "untied layers", "baseline": "layers", "hybrid": "flow"}  # in the order of drawing
 _LOOKS_OF_MIDDLES = {words: LOOKS[name] for name, words in MIDDLES.items()}
 _SMOOTHED = 25  # a curve is averaged over 1 / _SMOOTHED of its steps
 
@@ -41,6 +43,11 @@ class GradientFlowProtocol(Protocol, GradientFlowConfig):
     optimizer: str
     weight_decay_on: str
 
+    @property
+    def middles(self) -> list[str]:
+        """The systems whose middle is evaluated in other steps."""
+        return [name for name in MIDDLES if name in self.systems]
+
 
 @dataclass(frozen=True)
 class Trained(Training, System):
@@ -48,7 +55,7 @@ class Trained(Training, System):
     Attributes:
         loss: of training, by step. norms: component -> norms of its gradient, by step. clip: the limit of the total
             norm.
-        refined: for hybrid and baseline. readings, alpha, control (of the trained and of an untrained model), and
+        refined: for all but shallow. readings, alpha, control (of the trained and of an untrained model), and
             control_gradient, the largest gradient norm of the control's matrix: for the hybrid.
     """
 
@@ -89,7 +96,9 @@ def page(record: GradientFlow) -> Mapping[str, object]:
     p, hybrid, baseline = record.protocol, record.of(system="hybrid"), record.of(system="baseline")
     own = {name: record.of(system=name) for name in p.systems}
     pairs = zip(hybrid, baseline, strict=True)
-    passes = {name: sum(r.refined.passes for r in own[name]) for name in ("hybrid", "baseline")}
+    middles = {name: own[name] for name in reversed(p.middles)}
+    passes = {name: sum(r.refined.passes for r in trained) for name, trained in middles.items()}
+    unmatched = "untied" not in p.systems or None
     return {
         "rule": rule,
         "systems": "; ".join(f"{name}, {SYSTEMS[name]}" for name in p.systems),
@@ -106,7 +115,9 @@ def page(record: GradientFlow) -> Mapping[str, object]:
         "share": SHARE,
         "passes": ", ".join(f"{name} {k} of {p.n} seeds" for name, k in passes.items()),
         "against": _against(record),
-        "refined": _refined({"hybrid": hybrid, "baseline": baseline}),
+        "refined": _refined(middles),
+        "matched": None if unmatched else _matched(record),
+        "unmatched": unmatched,
     }
 
 
@@ -140,9 +151,9 @@ def _verdicts(record: GradientFlow) -> Table:
         own, baseline = record.of(system=name), record.of(system="baseline")
         ratios = [r.final_loss(last) / b.final_loss(last) for r, b in zip(own, baseline, strict=True)]
         gradients = [float(rule.clipped(r.norm("flow"), r.norm("total"), r.clip).mean()) for r in own]
-        is_flow = name == "hybrid"
-        passed = sum(map(rule.passes, ratios, gradients if is_flow else [None] * len(own)))
-        gradient = interval(gradients) if is_flow else "has no flow"
+        has_middle = name != "shallow"
+        passed = sum(map(rule.passes, ratios, gradients if has_middle else [None] * len(own)))
+        gradient = interval(gradients) if has_middle else "has no flow"
         rows.append([name, interval(ratios), gradient, f"{passed} of {len(own)} seeds"])
     return Table(["model", "loss ratio", "mean gradient of the flow", "passes"], rows)
 
@@ -174,8 +185,10 @@ def _refined(trained: Mapping[str, list[Trained]]) -> Table:
     rows = []
     for name, own in trained.items():
         moved = _small([r.refined.displacement for r in own])
-        for read, cells in _changed(own, lambda r: [r.refined.left_out, *r.refined.refined], "divergence", "share"):
-            rows.append([name, f"steps of 1/{read.factor}" if read.factor else "left out", moved, *cells])
+        evaluations = lambda r: [r.refined.left_out, *r.refined.coarse, *r.refined.refined]  # noqa: E731
+        for read, cells in _changed(own, evaluations, "divergence", "share"):
+            coarse = f"steps: {read.steps}" if read.steps else "left out"
+            rows.append([name, f"steps of 1/{read.factor}" if read.factor else coarse, moved, *cells])
     head = ["model", "middle", "displacement", "loss minus as trained", "divergence of logits", "share"]
     return Table(head, rows)
 
@@ -185,7 +198,7 @@ def shares(record: GradientFlow) -> dict[tuple[int, str], Contrast]:
     own = {
         (factor, name): by_seed(record.of(system=name), lambda r, k=k: r.refined.refined[k].share)
         for k, factor in enumerate(record.protocol.refinements)
-        for name in MIDDLES
+        for name in ("baseline", "hybrid")
     }
     return contrasts(own, lambda at: (at[0], "baseline"))
 
@@ -194,6 +207,26 @@ def _against(record: GradientFlow) -> Table:
     found = {factor: contrast for (factor, name), contrast in shares(record).items() if name == "hybrid"}
     rows = [[f"steps of 1/{factor}", *difference_cells(contrast)] for factor, contrast in found.items()]
     return Table(["share", "hybrid minus baseline", "p (Holm)", "d_z"], rows)
+
+
+def matched(record: GradientFlow) -> dict[tuple[int, str], Contrast]:
+    """(n, model) -> its share with steps of 1/n, 0 as trained; hybrid against untied, all other n are one family."""
+    p, found = record.protocol, {}
+    for name, steps in (("hybrid", p.flow_steps), ("untied", p.flow_steps), ("baseline", 1)):
+        for r in record.of(system=name):
+            read = ((e.steps or e.factor * steps, e.share) for e in (*r.refined.coarse, *r.refined.refined))
+            for n, share in ((steps, 0.0), *read):
+                found.setdefault((n, name), {})[r.seed] = share
+    return contrasts(found, lambda at: (at[0], "untied") if at[1] == "hybrid" and at[0] != p.flow_steps else at)
+
+
+def _matched(record: GradientFlow) -> Table:
+    found, names, rows = matched(record), ("hybrid", "untied", "baseline"), []
+    for n in sorted({n for n, _ in found}):
+        own = [found.get((n, name)) for name in names]
+        means = (contrast and contrast.mean for contrast in own)
+        rows.append(["1" if n == 1 else f"1/{n}", *means, *difference_cells(next(filter(None, own)))])
+    return Table(["h", *(MIDDLES[name] for name in names), "flow minus untied layers", "p (Holm)", "d_z"], rows)
 
 
 def _mean(own: Iterable[Trained], value: Callable[[Trained], float]) -> Interval:
@@ -224,7 +257,7 @@ def _gradient_flow(record: GradientFlow) -> Figure:
     middle.set_yscale("log")  # before drawing its bands, which depend on the scale
     window = max(1, p.num_train_steps // _SMOOTHED)
     ends = {panel: {} for panel in (total, middle)}
-    for panel, key, names in ((total, "total", p.systems), (middle, "flow", MIDDLES)):
+    for panel, key, names in ((total, "total", p.systems), (middle, "flow", p.middles)):
         for name in names:
             x, own = _band([r.norms[key] for r in record.of(system=name)], window)
             style.curve(panel, x, own, **LOOKS[name] | {"marker": ""})
@@ -244,7 +277,7 @@ def _gradient_flow(record: GradientFlow) -> Figure:
 
 def _invariance(record: GradientFlow) -> Figure:
     """Left: divergence of logits by solver and steps. Right: share against refinement, for the flow and the negative
-    control, with the criterion."""
+    controls, with the criterion."""
     figure, ((left, right),) = style.panels(1, 2, (11, 4.2))
     own, p = record.of(system="hybrid"), record.protocol
     found = {
@@ -256,11 +289,11 @@ def _invariance(record: GradientFlow) -> Figure:
     out = 1000 * _mean(own, lambda r: r.refined.left_out.divergence).mean
     left.set_title(f"divergence of logits x 1000, n = {p.n}; {out:.1f} with the flow left out", fontsize=10)
     ends = {}
-    for name, words in MIDDLES.items():
+    for name in p.middles:
         each = zip(*(r.refined.refined for r in record.of(system=name)), strict=True)
         at = [interval([r.share for r in one]) for one in each]
         style.points(right, p.refinements, at, markersize=4, **LOOKS[name])
-        ends[words] = (p.refinements[-1], at[-1].mean)
+        ends[MIDDLES[name]] = (p.refinements[-1], at[-1].mean)
     style.level(right, SHARE, f"our rule: passes below {SHARE:g}", "dimgrey")
     right.set_xticks(p.refinements)
     words = f"share of the effect of the middle, n = {p.n}"

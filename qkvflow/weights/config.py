@@ -11,7 +11,7 @@ from qkvflow.errors import UserError
 from qkvflow.ranges import Count, NotNegative, Positive, Share, check_ranges
 from qkvflow.time import TIME_SCALE
 from qkvflow.weights.bases import BASES, FunctionBasis
-from qkvflow.weights.galerkin import expand
+from qkvflow.weights.galerkin import TIME_SHARES, expand
 from qkvflow.weights.generated import generate
 from qkvflow.weights.modulated import GATES, modulate
 from qkvflow.weights.per_layer import PerLayer
@@ -125,7 +125,8 @@ class BasisConfig(WeightsConfig):
         basis: chebyshev, cosine (smooth everywhere), spline (cubic), linear (hat functions), piecewise (K equal
             intervals).
         dim: K, the number of functions.
-        init: `matched`, the scale of the ordinary layer at all times.
+        init: `matched`, the scale of the ordinary layer at all times, nine tenths of the variance common to them;
+            `independent`, the same scale, nothing common to all times: piecewise weights start as K independent layers.
         smoothness_weight: training adds this times the integral of ||dW/dt||^2 to the loss
             (`qkvflow.weights.roughness`).
     """
@@ -139,8 +140,8 @@ class BasisConfig(WeightsConfig):
         super().__post_init__()
         if self.basis not in BASES:
             raise UserError(f"basis: {self.basis!r} is not known. Choices: {', '.join(BASES)}.")
-        if self.init != "matched":
-            raise UserError(f"init: {self.init!r} is not known. Choices: matched.")
+        if self.init not in TIME_SHARES:
+            raise UserError(f"init: {self.init!r} is not known. Choices: {', '.join(TIME_SHARES)}.")
         if self.smoothness_weight and self.basis == "piecewise":
             raise UserError(
                 "smoothness_weight needs weights with a derivative in time, but piecewise weights jump: use another"
@@ -151,7 +152,7 @@ class BasisConfig(WeightsConfig):
         k_block, k_expand = jax.random.split(key)
         # A grid of left end points starts at 0, where a time between two pieces belongs to the right one.
         basis = FunctionBasis(self.basis, self.dim, right_closed=times[0] > 0.0)
-        return expand(init_block(key=k_block), basis, key=k_expand)
+        return expand(init_block(key=k_block), basis, TIME_SHARES[self.init], key=k_expand)
 
     @property
     def evaluate(self) -> str:

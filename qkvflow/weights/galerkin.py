@@ -24,6 +24,9 @@ from qkvflow.weights.bases import FunctionBasis
 from qkvflow.weights.product import project
 from qkvflow.weights.scales import TIME_SHARE
 
+# `init` -> the share of the initial variance that depends on time.
+TIME_SHARES = {"matched": TIME_SHARE, "independent": 1.0}
+
 
 class Galerkin(TimeDependent):
     """An ordinary module whose arrays are combinations of functions of time."""
@@ -57,18 +60,20 @@ class Galerkin(TimeDependent):
         return Galerkin(map_named(refine, self.coefficients), dataclasses.replace(self.basis, dim=dim)), error
 
 
-def expand(module, basis: FunctionBasis, *, key):
+def expand(module, basis: FunctionBasis, share: float = TIME_SHARE, *, key):
     """Replace every smallest module with parameters inside the ordinary `module` by a `Galerkin` one.
 
-    W(t) starts as the ordinary array, constant in time, except for the weights of Linears: a share TIME_SHARE of their
-    variance comes from independently drawn coefficients (`FunctionBasis.flat_scales`). At every t the variance is that
-    of the ordinary draw, up to TIME_SHARE.
+    W(t) starts as the ordinary array, constant in time, except for the weights of Linears: a `share` of their variance
+    comes from independently drawn coefficients (`FunctionBasis.flat_scales`). At every t the variance is that of the
+    ordinary draw, up to `share`; of `piecewise`, exactly.
     """
 
     def build(unit, key) -> Galerkin:
         names = array_fields(unit)
         new = [
-            _coefficients(getattr(unit, name), basis, varies=isinstance(unit, hnn.Linear) and name == "weight", key=k)
+            _coefficients(
+                getattr(unit, name), basis, share if isinstance(unit, hnn.Linear) and name == "weight" else 0.0, key=k
+            )
             for name, k in zip(names, jax.random.split(key, len(names)), strict=True)
         ]
         return Galerkin(eqx.tree_at(lambda m: [getattr(m, n) for n in names], unit, new, is_leaf=is_named), basis)
@@ -126,12 +131,12 @@ def roughness(module):
     return total
 
 
-def _coefficients(ordinary: NamedArray, basis: FunctionBasis, *, varies: bool, key) -> NamedArray:
+def _coefficients(ordinary: NamedArray, basis: FunctionBasis, share: float, *, key) -> NamedArray:
     constant = jnp.asarray(basis.constant, ordinary.dtype)
     axes = (Axis(BASIS, basis.dim), *ordinary.axes)
-    if not varies or basis.dim == 1:
+    if not share or basis.dim == 1:
         return hax.named(jnp.multiply.outer(constant, ordinary.array), axes)
-    std = jnp.sqrt(TIME_SHARE * hax.var(ordinary).array)
+    std = jnp.sqrt(share * hax.var(ordinary).array)
     scales = jnp.asarray(basis.flat_scales, ordinary.dtype).reshape(-1, *[1] * ordinary.ndim)
     noise = hax.random.normal(key, axes).array * scales
-    return hax.named(jnp.multiply.outer(constant, (1 - TIME_SHARE) ** 0.5 * ordinary.array) + noise * std, axes)
+    return hax.named(jnp.multiply.outer(constant, (1 - share) ** 0.5 * ordinary.array) + noise * std, axes)

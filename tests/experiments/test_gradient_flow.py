@@ -31,7 +31,7 @@ from experiments.gradient_flow.readings import (
     left_out,
     refine,
 )
-from experiments.gradient_flow.report import GradientFlow
+from experiments.gradient_flow.report import GradientFlow, matched
 from experiments.gradient_flow.report import shares as shares_of
 from experiments.jobs import Job
 from experiments.recipes import Recipe
@@ -42,6 +42,7 @@ from qkvflow.depth import DepthConfig
 from qkvflow.errors import UserError
 from qkvflow.models.config import ControlConfig
 from qkvflow.tracking import read_metrics
+from qkvflow.weights import BasisConfig, at
 
 STUDY = program.STUDY
 
@@ -109,6 +110,8 @@ def test_systems_differ_in_their_middle_alone(tmp_path):
     ordinary = Recipe.of("configs/wikitext2/standard.yaml", {"model": {"max_seq_len": 64}})
     assert cost_of(found["baseline"]).parameters == cost_of(ordinary).parameters
     assert cost_of(found["shallow"]).evaluations == 4
+    assert {key for key in model["hybrid"] if model["hybrid"][key] != model["untied"][key]} == {"weights"}
+    assert cost_of(found["untied"]).evaluations == cost_of(found["hybrid"]).evaluations == 2 + 4 + 2
 
 
 @pytest.mark.slow
@@ -134,6 +137,8 @@ def test_what_cannot_be_is_refused(tmp_path):
         ({"systems": ["hybrid"]}, "must hold hybrid and baseline"),
         ({"systems": ["hybrid", "baseline", "deep"]}, "Choices: baseline, hybrid, shallow"),
         ({"refinements": [1]}, r"`refinements\[0\]` must be at least 2"),
+        ({"coarse": [0]}, r"`coarse\[0\]` must be at least 1"),
+        ({"coarse": []}, "`coarse`, .* must each have at least one"),
         ({"steps": []}, "`steps` and `refinements` must each have at least one"),
         ({"solvers": ["magic"]}, "magic"),
     ):
@@ -145,6 +150,7 @@ def test_what_cannot_be_is_refused(tmp_path):
         ({"overrides": {"model": {"coda_layers": 0}}, "final_steps": 2}, "`coda_layers`; it has 2 and 0"),
         ({"overrides": {"model": {"depth": {"solver": "rk4"}}}}, "Euler on a fixed grid"),
         ({"final_steps": 31}, "of 30 steps in all"),
+        ({"coarse": [1, 4]}, "fewer than the 4 steps of the flow"),
     ):
         with pytest.raises(UserError, match=message):
             planned(tmp_path, **changes)
@@ -167,6 +173,22 @@ def test_the_negative_control_fails_and_a_flow_with_small_steps_passes():
     assert not layers.passes
     assert flow.left_out.divergence > 0.01
     assert flow.passes
+
+
+def test_untied_layers_are_evaluated_as_the_flow():
+    """They are constant on each interval; as trained nothing changes, and a longer step skips a layer."""
+    model = flow_model(2, BasisConfig("piecewise", 2, init="independent"))
+    layers = lambda m: m.transformer.flow.weights.block.attn.c_attn.coefficients.weight.array  # noqa: E731
+    for k, t in ((0, 0.0), (0, 0.49), (1, 0.5), (1, 1.0)):
+        block = at(model.transformer.flow.weights, t).block
+        np.testing.assert_array_equal(block.attn.c_attn.weight.array, layers(model)[k])
+    found = Reader(model, lambda model: 0.0, example()).refined([], [1, 2])
+    assert [r.steps for r in found.coarse] == [1, 2]
+    assert found.coarse[0].share > 0.0
+    assert (found.coarse[1].divergence, found.coarse[1].share) == (0.0, 0.0)
+    one_step = model.with_depth(model.config.depth.on_grid(1))
+    other = eqx.tree_at(layers, one_step, layers(model).at[1].set(0.0))
+    np.testing.assert_array_equal(*(centred_logits(m, example().tokens) for m in (one_step, other)))
 
 
 @pytest.mark.slow
@@ -243,11 +265,11 @@ def test_norms_are_those_of_the_gradient_before_clipping(tmp_path, monkeypatch):
         assert found["total"] > 1e-2
 
 
-def made_up(seeds=(1, 2, 3)) -> GradientFlow:
-    steps, results = 40, []
+def made_up(seeds=(1, 2, 3), untied=()) -> GradientFlow:
+    steps, results, systems = 40, [], ["baseline", "hybrid", "shallow", *untied]
     for seed in seeds:
-        for shift, name in enumerate(("baseline", "hybrid", "shallow")):
-            loss = [3.0 - k / steps + 0.01 * seed + 0.1 * shift for k in range(steps)]
+        for shift, name in enumerate(systems):
+            loss = [3.0 - k / steps + 0.01 * seed * (1 + shift // 3) + 0.1 * shift for k in range(steps)]
             norms = {part: [0.5 + 0.01 * seed] * steps for part in ("embeddings", "prelude", "flow", "coda", "total")}
             r = {"system": name, "seed": seed, "loss": loss, "norms": norms, "clip": 0.4, "parameters": 10}
             r["report_loss"] = loss[-1]
@@ -258,6 +280,11 @@ def made_up(seeds=(1, 2, 3)) -> GradientFlow:
             if name != "shallow":
                 gone = {"loss": 2.6, "divergence": 0.5}
                 r["refined"] = {"displacement": 0.3, "left_out": gone, "refined": refined}
+            if untied and name in ("hybrid", "untied"):
+                numbers = {"loss": 2.5, "divergence": 0.2}
+                r["refined"]["coarse"] = [
+                    {"steps": n, "share": 0.3 + 0.01 * seed**n * shift, **numbers} for n in (1, 2)
+                ]
             if name == "hybrid":
                 numbers = {"loss": 2.5, "displacement": 0.3, "divergence": 0.02}
                 grid = [(solver, n) for solver in ("euler", "rk4") for n in (2, 8)]
@@ -267,6 +294,7 @@ def made_up(seeds=(1, 2, 3)) -> GradientFlow:
             results.append(r)
     protocol = {"flow_steps": 4, "alpha": 0.1, "seeds": list(seeds), "num_train_steps": steps, "optimizer": "o"}
     protocol |= {"weight_decay_on": "all", "final_steps": 5, "refinements": [2, 4]}
+    protocol |= {"systems": systems} if untied else {}
     return read(GradientFlow, {"protocol": protocol | ABOUT, "unigram": 2.8, "results": results, **ORIGIN})
 
 
@@ -288,6 +316,25 @@ def test_readings_of_smaller_steps_are_one_family():
     by_hand = holm([contrast.difference.p for contrast in tests.values()])
     assert by_hand[0] > tests[2, "hybrid"].difference.p  # corrected
     np.testing.assert_equal([contrast.p_holm for contrast in tests.values()], by_hand)
+
+
+def test_flow_and_untied_layers_are_compared_at_the_same_steps():
+    """In a family of its own; a page without untied layers says that this is missing."""
+    record, missing = made_up(untied=["untied"]), "we did not do this"
+    tests = {n: contrast for (n, name), contrast in matched(record).items() if contrast.difference}
+    assert sorted(tests) == [1, 2, 8, 16]
+    np.testing.assert_equal([c.p_holm for c in tests.values()], holm([c.difference.p for c in tests.values()]))
+    assert tests[1].difference.mean == pytest.approx(-0.04)  # 0.02 (1 - 3)
+    text = STUDY.filled_page(record)
+    rows = [line.split(" | ") for line in text.partition("| h | flow | untied layers | layers |")[2].splitlines()[2:]]
+    assert [row[0] for row in rows] == ["| 1", "| 1/2", "| 1/4", "| 1/8", "| 1/16"]
+    assert rows[0][1:5] == ["0.320 ± 0.025", "0.360 ± 0.075", "0.000 ± 0.000", "-0.040 ± 0.050"]
+    assert rows[2][1:3] == ["0.000 ± 0.000"] * 2  # as trained
+    assert missing not in text
+    assert "| untied | steps: 1 | " in text
+    old = STUDY.filled_page(made_up())
+    assert missing in old
+    assert "untied" not in old
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ import pytest
 from scipy.interpolate import BSpline
 from support.models import VOCAB, WEIGHTS, build, llama, random_tokens, small_config
 
-from qkvflow.blocks import SsmBlockConfig
+from qkvflow.blocks import Gpt2BlockConfig, SsmBlockConfig
 from qkvflow.depth import DepthConfig
 from qkvflow.errors import UserError
 from qkvflow.models import ControlConfig
@@ -136,6 +136,19 @@ def test_as_many_pieces_as_steps_are_ordinary_layers(endpoint, tokens):
     layers = dataclasses.replace(pieces, transformer=dataclasses.replace(pieces.transformer, flow=flow))
     run = eqx.filter_jit(lambda m: m(tokens).array)
     np.testing.assert_allclose(run(pieces), run(layers), atol=1e-6)
+
+
+@pytest.mark.parametrize(("init", "common"), [("matched", 0.9), ("independent", 0.0)])
+def test_pieces_start_as_layers_of_the_ordinary_scale(init, common):
+    """Their correlation is the share of the variance that they have in common."""
+    config = small_config(BasisConfig("piecewise", 3, init), block=Gpt2BlockConfig(num_heads=2))
+    attn = config.build(VOCAB, key=jax.random.PRNGKey(0)).transformer.flow.weights.attn
+    rows = np.concatenate([np.asarray(c).reshape(3, -1) for c in leaves((attn.c_attn, attn.c_proj)) if c.ndim > 3], 1)
+    ordinary = Gpt2BlockConfig(num_heads=2).init(config.Embed, key=jax.random.PRNGKey(1)).attn
+    scale = np.std(np.concatenate([w.weight.array.ravel() for w in (ordinary.c_attn, ordinary.c_proj)]))
+    # 1024 numbers: the error of a correlation is 0.03, that of a deviation 2 %; here three of each.
+    np.testing.assert_allclose(np.corrcoef(rows), np.where(np.eye(3), 1.0, common), atol=0.1)
+    np.testing.assert_allclose(rows.std(axis=1), scale, rtol=0.1)
 
 
 KINDS = {
