@@ -1,4 +1,5 @@
-"""Trains the hybrid on two texts with a control that identifies them; then tests whether control steers generation."""
+"""Trains the hybrid on two texts with a control that identifies them, and ordinary layers with a control token; then
+tests whether control steers generation."""
 
 import sys
 from pathlib import Path
@@ -10,14 +11,15 @@ from haliax import Axis
 import qkvflow
 from experiments.counts import reached
 from experiments.jobs import Job, reported
-from experiments.measure import Measure, evaluator_on
-from experiments.steering.controls import Control, between, controls, report_records
+from experiments.measure import Measure
+from experiments.steering.controls import Control, between, controls, data_of, report_records, token_of
 from experiments.steering.judge import Judge, pieces_of
 from experiments.steering.plan import ARMS, SteeringConfig, arms
 from experiments.steering.report import Bound, Source, Steering, SteeringProtocol, Trained, draw, files, page
 from experiments.study import Study
 from experiments.texts import Text
 from qkvflow.generation.text import encode_prompt
+from qkvflow.runs.evaluate import RunEvaluator, on_other_text
 from qkvflow.runs.load import Run
 
 _PIECES = 500  # of each text, for the upper bound
@@ -31,7 +33,9 @@ def make(config: SteeringConfig, run_dir: Path) -> Steering:
     bound = upper_bound(judge, texts, config.length)
 
     def steered(job: Job, run: Run, evaluator: None) -> dict[str, object]:
-        asked = {str(u): between(u) for u in config.between} | {"none": None}
+        # Tokens have nothing between the texts.
+        asked = {str(u): between(u) for u in config.between if run.config.control_dim or token_of(between(u))}
+        asked["none"] = None
         samples = {name: sample(run, control, job.seed, config) for name, control in asked.items()}
         judged = {name: judge.share_of_b(pieces) for name, pieces in samples.items()}
         losses = losses_of(run, texts, config, run_dir)
@@ -48,7 +52,8 @@ def make(config: SteeringConfig, run_dir: Path) -> Steering:
     counts = {n: float(np.mean([own[n] for own in each])) for n in each[0]}
     protocol = SteeringProtocol(**config.rules() | about, counted=recipe.steps * recipe.tokens, counts=counts)
     described = [Source(t.name, s.parts, t.sizes()) for t, s in zip(texts, (config.a, config.b), strict=True)]
-    return Steering(protocol=protocol, texts=described, arms=ARMS, judge=bound, results=results)
+    sizes = {job.arm.label: job.arm.cost.parameters for job in planned}
+    return Steering(protocol=protocol, texts=described, arms=ARMS, parameters=sizes, judge=bound, results=results)
 
 
 def upper_bound(judge: Judge, texts: list[Text], length: int) -> Bound:
@@ -61,10 +66,12 @@ def sample(run: Run, control: Control | None, seed: int, config: SteeringConfig)
     """Texts generated under one control, with the same random numbers for each. They start like a document.
 
     The token before them ends a document, which occurs equally often in both texts: it does not reveal the source.
+    A control token stands in its place, at the start, as in the sequences of training.
     """
-    Batch, Pos = Axis("batch", config.samples), Axis("position", 1)
-    prompt = hax.named(np.full((Batch.size, 1), encode_prompt(run.tokenizer, ""), np.int32), (Batch, Pos))
-    heard = None if control is None else hax.named(np.asarray(control, np.float32), "control")
+    Batch, Pos, is_vector = Axis("batch", config.samples), Axis("position", 1), run.config.control_dim is not None
+    first = encode_prompt(run.tokenizer, "") if is_vector or control is None else token_of(control)
+    prompt = hax.named(np.full((Batch.size, 1), first, np.int32), (Batch, Pos))
+    heard = hax.named(np.asarray(control, np.float32), "control") if is_vector and control is not None else None
     text = qkvflow.generate(
         run.model,
         prompt,
@@ -79,11 +86,13 @@ def sample(run: Run, control: Control | None, seed: int, config: SteeringConfig)
 
 def losses_of(run: Run, texts: list[Text], config: SteeringConfig, run_dir: Path) -> dict[str, float]:
     """Losses under the right, the wrong and no control; means over the parts `report` of both texts."""
+    is_vector = run.config.control_dim is not None
 
     def loss(text: Text, kind: str, control: Control | None) -> float:
-        path = run_dir / "records" / f"report-{text.name}-{kind}.jsonl"
-        records = report_records(text, control, path, config.record)
-        return evaluator_on(run, records, config.report_batches).loss(run.model)
+        path = run_dir / "records" / f"report-{text.name}-{kind}{'' if is_vector else '-token'}.jsonl"
+        records = report_records(text, control, path, config.record, None if is_vector else run.config.Pos.size)
+        keys = {"validation": records} if is_vector else data_of(validation=records)
+        return RunEvaluator(on_other_text(run, keys), max_batches=config.report_batches).loss(run.model)
 
     each = [{kind: loss(text, kind, own) for kind, own in controls(k).items()} for k, text in enumerate(texts)]
     return {kind: float(np.mean([losses[kind] for losses in each])) for kind in each[0]}

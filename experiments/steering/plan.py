@@ -1,4 +1,4 @@
-"""The plan of the experiment: its YAML; the model with controls that identify the text, and with random ones."""
+"""The plan of the study: its YAML; the hybrid with controls that name the text, or random ones; layers with a token."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -6,7 +6,8 @@ from pathlib import Path
 from experiments.config import TwoTextsConfig
 from experiments.cost import cost_of
 from experiments.jobs import Arm
-from experiments.steering.controls import training_records
+from experiments.recipes import Recipe, ordinary
+from experiments.steering.controls import data_of, training_records
 from experiments.texts import Text
 from qkvflow.errors import UserError
 from qkvflow.ranges import Count, Positive, ProperShare
@@ -14,6 +15,7 @@ from qkvflow.ranges import Count, Positive, ProperShare
 ARMS = {
     "steered": "the control of a record says which text it is from",
     "shuffled": "the same controls, assigned to the records at random",
+    "token": "ordinary layers in place of the flow, as many as its steps, and a control token instead of the vector",
 }
 
 
@@ -57,7 +59,7 @@ def arms(config: SteeringConfig, texts: list[Text], run_dir: Path) -> list[Arm]:
 
     Raises:
         UserError: the configuration cannot be read, its model has no control with two components, its tokens are not
-            bytes, or samples do not fit into its sequences.
+            bytes, samples do not fit into its sequences, or its flow is not an Euler flow on a fixed grid.
     """
     recipe = config.recipe(config.base, texts[0], run_dir)
     plain = recipe.config
@@ -73,13 +75,17 @@ def arms(config: SteeringConfig, texts: list[Text], run_dir: Path) -> list[Arm]:
     names = ("record", "without_control", "samples", "length", "temperature", "between")
     asks = {name: getattr(config, name) for name in names}
     asks |= {text.name: [text.hash(part) for part in ("select", "report")] for text in texts}
+    layers = Recipe({**recipe.raw, "model": ordinary(recipe.euler_flow(), plain.model.depth.steps)})
     found = []
     for name in ARMS:
+        is_token = name == "token"
         options = {"size": config.record, "without": config.without_control, "shuffled": name == "shuffled"}
+        options["sequence"] = plain.Pos.size if is_token else None
         files = {
             key: training_records(texts, part, run_dir / "records" / f"{name}-{part}.jsonl", **options)
             for key, part in (("train", "train"), ("validation", "select"))
         }
-        own = recipe.but({"data": {"control_key": "control", **files}})
+        data = data_of(**files) if is_token else {"control_key": "control", **files}
+        own = (layers if is_token else recipe).but({"data": data})
         found.append(Arm(label=name, recipe=own, cost=cost_of(own), what=Named(name), asks=asks))
     return found

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from experiments import style
 from experiments.counts import Counts, about
 from experiments.records import Record, Training, by_seed
-from experiments.statistics import Contrast, Interval, contrasts, interval
+from experiments.statistics import Contrast, Interval, contrasts, interval, paired
 from experiments.steering.plan import Named, SteeringConfig
-from experiments.tables import Table, bullets, difference_cells
+from experiments.tables import Table, bullets, count, difference_cells, number
 
 
 @dataclass(kw_only=True)
@@ -54,8 +54,8 @@ class Trained(Training, Named):
         accuracy: share of samples under u = 0 and u = 1 classified as the requested text.
         losses: under `right`, `wrong` and `none`, means over both texts' parts `report`; `report_loss` is the one under
             `right`.
-        judged_b: share of samples classified as text B, for each u of `between` and for `none`; examples of
-            samples.
+        judged_b: share of samples classified as text B, for each u of `between` (0 and 1 with control tokens) and for
+            `none`; examples of samples.
     """
 
     accuracy: float = 0.0
@@ -71,11 +71,12 @@ class Trained(Training, Named):
 
 @dataclass(frozen=True, kw_only=True)
 class Steering(Record):
-    """texts: A, B. arms: name -> description. judge: its upper bound."""
+    """texts: A, B. arms: name -> description. parameters: of each; older records lack it. judge: its upper bound."""
 
     protocol: SteeringProtocol
     texts: list[Source]
     arms: dict[str, str]
+    parameters: dict[str, int] = field(default_factory=dict)
     judge: Bound
     results: list[Trained]
 
@@ -84,14 +85,25 @@ class Steering(Record):
         """The controls under which samples are drawn."""
         return [*map(str, self.protocol.between), "none"]
 
-    def judged_b(self, arm: str, u: str) -> Interval:
-        return interval([r.judged_b[u] for r in self.of(arm=arm)])
+    def judged_b(self, arm: str, u: str) -> Interval | None:
+        """None where the arm has no such control."""
+        found = [r.judged_b[u] for r in self.of(arm=arm) if u in r.judged_b]
+        return interval(found) if found else None
 
 
 def accuracies(record: Steering) -> dict[str, Contrast]:
     """Accuracy of the samples, against chance; the arms are one family of tests."""
     own = {arm: by_seed(record.of(arm=arm), lambda r: r.accuracy) for arm in record.arms}
     return contrasts({**own, "chance": dict.fromkeys(record.protocol.seeds, 0.5)}, lambda arm: "chance")
+
+
+def against_token(record: Steering) -> str | None:
+    """Accuracy of the samples, steered minus token, in words; None in a record without the latter."""
+    if "token" not in record.arms:
+        return None
+    own, other = (by_seed(record.of(arm=arm), lambda r: r.accuracy) for arm in ("steered", "token"))
+    found = paired(own, other)
+    return f"{found} (p = {number(found.p)}; one test, n = {found.n})"
 
 
 def losses(record: Steering) -> dict[tuple[str, str], Contrast]:
@@ -113,15 +125,17 @@ def page(record: Steering) -> Mapping[str, object]:
     judged.append(["chance", "0.500", "", ""])
     shares = [[arm, *(record.judged_b(arm, u) for u in record.ways)] for arm in record.arms]
     kinds = [[*key, found.mean, *difference_cells(found)[:2]] for key, found in losses(record).items()]
+    sizes = {arm: f" ({count(size)} parameters)" for arm, size in record.parameters.items()}
     first = record.of(arm="steered")[0]
     asked = {u: "no control" if u == "none" else f"u = {u}" for u in record.ways}
     return {
         "counts": about(p.counts),
         "seeds": ", ".join(map(str, p.seeds)),
         "texts": "; ".join(texts),
-        "arms": bullets(f"`{arm}`: {words}." for arm, words in record.arms.items()),
+        "arms": bullets(f"`{arm}`: {words}{sizes.get(arm, '')}." for arm, words in record.arms.items()),
         "a": a,
         "b": b,
+        "token": against_token(record),
         "judged": Table(["model", "judged as the requested text", "minus chance", "p (Holm)"], judged),
         "ways": Table(["model", *asked.values()], shares),
         "losses": Table(["model", "control", "loss", "minus right control", "p (Holm)"], kinds),
@@ -140,10 +154,13 @@ def draw(record: Steering) -> Iterator[style.Named]:
     figure, ((left, right),) = style.panels(1, 2, (12, 4.8))
     b, ends, looks = record.texts[1].name, {}, style.series_of(record.arms)
     for k, (arm, look) in enumerate(looks.items()):
-        aside = 0.015 * k
-        *own, none = (record.judged_b(arm, u) for u in record.ways)
-        style.points(left, [u + aside for u in p.between], own, **look)
-        style.points(left, [1.2 + aside], [none], **look | {"linestyle": ""})
+        aside, loose = 0.015 * k, {**look, "linestyle": ""}
+        shares = {u: share for u in record.ways if (share := record.judged_b(arm, u))}
+        none = shares.pop("none")
+        # A line says that there is something between its points.
+        line = look if len(shares) == len(p.between) else loose
+        style.points(left, [float(u) + aside for u in shares], [*shares.values()], **line)
+        style.points(left, [1.2 + aside], [none], **loose)
         ends[arm] = (1.2 + aside, none.mean)
         for place, kind in enumerate(("right", "wrong", "none")):
             style.points(right, [place + 0.15 * k], [heard[arm, kind].mean], **look)
@@ -153,7 +170,8 @@ def draw(record: Steering) -> Iterator[style.Named]:
     left.set_xticks([*p.between, 1.2], [*map(str, p.between), "no control"], fontsize=8)
     left.set(xlabel="control (1 - u, u)", ylabel=f"share of samples judged as {b}, n = {p.n}", ylim=(-0.05, 1.05))
     style.direct(left, ends, looks)
-    right.set_xticks([0.07, 1.07, 2.07], ["right", "wrong", "none"])
+    middle = 0.07 * (len(looks) - 1)
+    right.set_xticks([middle, 1 + middle, 2 + middle], ["right", "wrong", "none"])
     limits = style.span([found.mean for found in heard.values()], counts=[p.counts])
     style.loss_axis(right, "held-out text of both", "byte", p.n, p.counts, limits)
     right.set_xlabel("control")
