@@ -106,8 +106,8 @@ def page(record: Continuity) -> Mapping[str, object]:
         "stacks": any("stack" in p.arms[arm] for arm in record.costs) or None,
         "upwards": UPWARDS,
         "around": AROUND,
-        "verdicts": _verdicts(record),
-        "readings": Table(["arm", "solver", *map(str, p.read_at), f"RK4 {p.layers}"], rows),
+        "verdicts": _verdicts(record) if rows else None,
+        "readings": None if not rows else Table(["arm", "solver", *map(str, p.read_at), f"RK4 {p.layers}"], rows),
     }
 
 
@@ -143,10 +143,12 @@ def files(record: Continuity) -> dict[str, Table]:
 
 
 def draw(record: Continuity) -> Iterator[style.Named]:
+    """The panels that have at least two of the arms."""
     shown = {title: [arm for arm in own if arm in record.costs] for title, own in record.protocol.panels.items()}
-    shown = {title: own for title, own in shown.items() if own} or {"all arms": list(record.costs)}
+    shown = {title: own for title, own in shown.items() if len(own) > 1} or {"all arms": list(record.costs)}
     yield "flops", _flops(record, shown)
-    yield "depths", _depths(record, shown)
+    if flows := {title: own for title, own in shown.items() if set(own) & set(record.flows)}:
+        yield "depths", _depths(record, flows)
 
 
 def _flops(record: Continuity, shown: Mapping[str, list[str]]) -> Figure:
