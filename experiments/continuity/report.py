@@ -107,7 +107,7 @@ def page(record: Continuity) -> Mapping[str, object]:
         "upwards": UPWARDS,
         "around": AROUND,
         "verdicts": _verdicts(record) if rows else None,
-        "readings": None if not rows else Table(["arm", "solver", *map(str, p.read_at), f"RK4 {p.layers}"], rows),
+        "readings": Table(["arm", "solver", *map(str, p.read_at), f"RK4 {p.layers}"], rows) if rows else None,
     }
 
 
@@ -143,7 +143,7 @@ def files(record: Continuity) -> dict[str, Table]:
 
 
 def draw(record: Continuity) -> Iterator[style.Named]:
-    """The panels that have at least two of the arms."""
+    """Loss against FLOPs and against depth, in the panels of the plan of which at least two arms are there."""
     shown = {title: [arm for arm in own if arm in record.costs] for title, own in record.protocol.panels.items()}
     shown = {title: own for title, own in shown.items() if len(own) > 1} or {"all arms": list(record.costs)}
     yield "flops", _flops(record, shown)

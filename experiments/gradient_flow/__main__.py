@@ -48,7 +48,7 @@ def make(config: GradientFlowConfig, run_dir: Path) -> GradientFlow:
 
 
 def with_readings(config: GradientFlowConfig, job: Job, run: Run, evaluator: RunEvaluator) -> dict[str, Any]:
-    """Losses and norms of each step; where there is a middle, it in other steps; for the hybrid all others."""
+    """Losses and norms of each step; of a middle, other steps; of the hybrid, all other evaluations."""
     metrics, model, system = read_metrics(job.recipe.run.metrics), run.model, job.arm.what.system
     norms = [component_norms(r) for r in metrics]
     found = {

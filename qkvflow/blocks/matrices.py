@@ -76,11 +76,11 @@ class PartedLinear(eqx.Module):
 
 
 def by_rows(linear: Callable[[NamedArray], NamedArray], x: NamedArray) -> NamedArray:
-    """linear(x), {..., In} -> {..., Out}, with all axes of x but the last as one.
+    """linear(x), {..., In} -> {..., Out}, with all axes of x but its last, In, as one.
 
-    The gradient of the weights is then one product of matrices. Contracted over {batch, position}, one factor is
-    transposed first and read along its rows, which takes twice as long on a CPU. x stays as it is where devices divide
-    another axis than its first.
+    The gradient of the weights then contracts one axis. Where it contracts {batch, position}, XLA on a CPU transposes a
+    factor first and reads both along their rows, which takes twice as long. x stays as it is where devices divide
+    another axis than its first: merged, that division would be lost.
     """
     rows = x.axes[:-1]
     if len(rows) < 2 or any(physical_axis_name(axis) for axis in rows[1:]):
