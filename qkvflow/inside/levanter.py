@@ -5,15 +5,17 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import haliax as hax
 import jax
 import levanter.checkpoint
 from fsspec.core import url_to_fs
 from jax.experimental.array_serialization.serialization import GlobalAsyncCheckpointManager
+from jax.stages import Lowered
 from levanter.checkpoint import Checkpointer as Checkpointer
 from levanter.checkpoint import save_checkpoint as save_checkpoint
 from levanter.trainer import Trainer, TrainerConfig
 from levanter.trainer_state import TrainerState
+
+from qkvflow.inside.haliax import Program
 
 __all__ = [
     "Checkpointer",
@@ -105,13 +107,13 @@ class StepTrainer(Trainer):
     def _jitted(self, *, no_hooks: bool):
         compiled = self.__dict__.setdefault("_steps_by_stage", {})
         if (self.stage, no_hooks) not in compiled:
-            # A separate function: Haliax identifies compiled programs by their function.
             step = functools.partial(self._train_step, _no_hooks=no_hooks)
-            mapping = self.parameter_axis_mapping
-            compiled[self.stage, no_hooks] = hax.named_jit(
-                step, axis_resources=mapping, out_axis_resources=mapping, donate_args=(True,)
-            )
+            compiled[self.stage, no_hooks] = Program(step, self.parameter_axis_mapping)
         return compiled[self.stage, no_hooks]
+
+    def lower(self, state: TrainerState, batch: Any) -> Lowered:
+        """The step without hooks, from arrays or from shapes; to be called within `with trainer`."""
+        return self._jit_train_step_fn_no_hook.lower(state, (batch,), {})
 
     def see(self, state: TrainerState, result: Any) -> Any:
         """The result of the step from `state`, or a replacement."""

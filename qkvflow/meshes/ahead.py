@@ -26,7 +26,7 @@ from qkvflow.runs.config import TrainConfig
 from qkvflow.training.checks import check_config, check_devices, model_shape, tree_bytes
 from qkvflow.training.mesh import check_mesh, complete_mesh
 from qkvflow.training.start import Start
-from qkvflow.training.step import batch_shape, lower_step, make_trainer, state_shape, vocabulary
+from qkvflow.training.step import batch_shape, make_trainer, state_shape, vocabulary
 
 # Memory is determined before code generation; optimising the code would only cost time.
 _QUICK = {"xla_backend_optimization_level": 0}
@@ -72,7 +72,7 @@ def compile_ahead(
         state, batch = state_shape(trainer, model, trainable), batch_shape(config, trainer)
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
-            lowered = lower_step(trainer, state, batch)
+            lowered = trainer.lower(state, batch)
         devices = trainer.device_mesh.devices.reshape(-1)
         compiled = compiled_or_needed(lowered)
     seconds = time.monotonic() - began

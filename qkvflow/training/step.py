@@ -7,9 +7,8 @@ import haliax as hax
 import jax
 import jax.numpy as jnp
 from haliax import Axis, NamedArray
-from haliax.partitioning import ResourceMapping, infer_resource_partitions, pspec_for, round_axis_for_partitioning
+from haliax.partitioning import ResourceMapping, pspec_for, round_axis_for_partitioning
 from jax.sharding import NamedSharding, PartitionSpec
-from jax.stages import Lowered
 from levanter.data.text import GrugLmExample, named_lm_example_from_grug
 from levanter.models.lm_model import LmExample, LmHeadModel
 from levanter.trainer import TrainerConfig
@@ -20,7 +19,6 @@ from optax import GradientTransformation
 from qkvflow.axes import CONTROL
 from qkvflow.data.control.sequences import ControlledExample
 from qkvflow.errors import UserError
-from qkvflow.inside.levanter import bare_step
 from qkvflow.models import NeuralOdeLMHeadModel
 from qkvflow.models.metrics import penalised
 from qkvflow.named import is_named
@@ -123,29 +121,6 @@ def batch_shape(config: TrainConfig, trainer: FiniteTrainer) -> LmExample:
     return _sharded(shape, trainer, trainer.compute_axis_mapping)
 
 
-def lower_step(trainer: FiniteTrainer, state: TrainerState, batch: LmExample) -> Lowered:
-    """The step that `trainer.train_step` compiles, from the shapes of its arguments; call it within `with trainer`.
-
-    Levanter's `named_jit` lowers arrays only, so its jit is repeated here: the state is donated, and the results are
-    divided by the parameter mapping (tests/training/test_mesh_step.py compares both).
-    """
-    arrays, static = eqx.partition(state, _is_shape)
-
-    def step(arrays, batch):
-        result = bare_step(trainer, eqx.combine(arrays, static), batch)
-        return eqx.filter(result, eqx.is_array)
-
-    batch_arrays, batch_static = eqx.partition(batch, _is_shape)
-
-    def whole(arrays, batch_arrays):
-        return step(arrays, eqx.combine(batch_arrays, batch_static))
-
-    mapping = trainer.parameter_axis_mapping
-    with hax.axis_mapping(mapping):
-        out = infer_resource_partitions(jax.eval_shape(whole, arrays, batch_arrays), mapping)
-        return jax.jit(whole, donate_argnums=0, out_shardings=out).lower(arrays, batch_arrays)
-
-
 def _sharded(tree, trainer: FiniteTrainer, mapping: ResourceMapping):
     mesh = trainer.device_mesh
 
@@ -158,7 +133,3 @@ def _sharded(tree, trainer: FiniteTrainer, mapping: ResourceMapping):
         return NamedArray(struct, leaf.axis_names) if isinstance(leaf, NamedArray) else struct  # pyright: ignore
 
     return jax.tree.map(place, tree, is_leaf=is_named)
-
-
-def _is_shape(leaf: object) -> bool:
-    return isinstance(leaf, jax.ShapeDtypeStruct)

@@ -76,7 +76,7 @@ from qkvflow.training.corpus import open_corpus
 from qkvflow.training.levanter_config import configure_jax
 from qkvflow.training.mesh import complete_mesh
 from qkvflow.training.start import FromScratch
-from qkvflow.training.step import batch_shape, lower_step, make_trainer, state_shape, vocabulary
+from qkvflow.training.step import batch_shape, make_trainer, state_shape, vocabulary
 
 folder = Path(tempfile.mkdtemp())
 given = decode(TrainConfig, {
@@ -104,12 +104,11 @@ with levanter.tracker.current_tracker(NoopTracker()), make_trainer(given, traine
         if hasattr(real, "sharding"):
             assert (real.shape, real.dtype) == (ours.shape, ours.dtype)
             assert real.sharding.is_equivalent_to(ours.sharding, real.ndim)
-    ahead = lower_step(trainer, *shapes).compile()
-    with hax.axis_mapping(trainer.parameter_axis_mapping):
-        real = trainer._jit_train_step_fn_no_hook.lower(state, (batch,), {}).compile()
+    ahead = trainer.lower(*shapes).compile()
+    real = trainer.lower(state, batch).compile()
     memory = lambda m: (m.argument_size_in_bytes, m.output_size_in_bytes, m.alias_size_in_bytes, m.temp_size_in_bytes)
     assert memory(ahead.memory_analysis()) == memory(real.memory_analysis())
-    quick = lower_step(trainer, *shapes).compile({"xla_backend_optimization_level": 0})
+    quick = trainer.lower(*shapes).compile({"xla_backend_optimization_level": 0})
     assert memory(quick.memory_analysis()) == memory(real.memory_analysis())
     # And what lies in the memory of a device is what was counted.
     del model
