@@ -7,6 +7,7 @@ import equinox as eqx
 import haliax as hax
 import haliax.nn as hnn
 import jax
+import jax.numpy as jnp
 from haliax import Axis, NamedArray
 from levanter.layers.attention import AttentionBackend, dot_product_attention, materialize_mask
 
@@ -52,7 +53,7 @@ def attend(
     only q has share the keys and values (grouped queries).
     memory: keys and values of earlier positions, which q also attends to.
     """
-    mask, dropout, dtype = inputs.mask, 0.0 if layer.inference else layer.dropout, None
+    mask, bias, dropout, dtype = inputs.mask, None, 0.0 if layer.inference else layer.dropout, None
     Batch, Heads = (), ()
     if memory is not None:
         Batch, Heads = (a for a in k.axes if a.name not in (POSITION, HEAD_SIZE))
@@ -64,6 +65,10 @@ def attend(
         positions, head_size = q.axis_size(POSITION), q.axis_size(HEAD_SIZE)
         backend = choose_kernel(layer.backend, layer.flash_block_size, positions, head_size, q.dtype, dropout)
         dtype = q.dtype  # else splash copies q, k and v to fp32; its scores are fp32 anyway
+    if backend is AttentionBackend.VANILLA:
+        mask, bias = None, _hidden(mask, q, k)
+    else:
+        q, k = _limited(q), _limited(k)
     out = dot_product_attention(
         POSITION,
         KEY_POSITION,
@@ -72,6 +77,7 @@ def attend(
         k.rename({POSITION: KEY_POSITION}),
         v.rename({POSITION: KEY_POSITION}),
         mask=mask,
+        bias=bias,
         # Differs from the official code and from Levanter's models, which never apply dropout to the weights.
         dropout=dropout,
         inference=layer.inference,
@@ -83,17 +89,31 @@ def attend(
     if memory is not None:
         return out.unflatten_axis(BATCH_HEADS, (Batch, Heads)), memory
     # Kernels do not keep the pattern: it is computed separately if requested, and used if edited.
-    out = inputs.beside("attn.pattern", lambda: _pattern(q, k, mask), lambda p, out=out: _attended(p, v, out), out)
-    return out, None
+    pattern, attended = lambda: _pattern(q, k, inputs.mask), lambda p, out=out: _attended(p, v, out)
+    return inputs.beside("attn.pattern", pattern, attended, out), None
+
+
+def _hidden(mask, q: NamedArray, k: NamedArray) -> NamedArray | None:
+    """What hides later keys if added to scores: far below all of them; None if there is no mask.
+
+    Differs from the official code and from Levanter's kernels, which replace these scores by -1e9 or -1e10: weights
+    that have grown without bounds have lower scores for the keys that they may see, and then see the future.
+    """
+    seen = materialize_mask(mask, q.resolve_axis(POSITION), k.resolve_axis(POSITION).alias(KEY_POSITION))
+    return None if seen is None else hax.where(seen, 0.0, 0.5 * float(jnp.finfo(q.dtype).min)).astype(q.dtype)
+
+
+def _limited(x: NamedArray) -> NamedArray:
+    """Queries or keys, for kernels that mask with -1e10: limited so that no score is below -1e9."""
+    limit = (1e9 / x.axis_size(HEAD_SIZE) ** 0.5) ** 0.5
+    return hax.clip(x, -limit, limit)
 
 
 def _pattern(q: NamedArray, k: NamedArray, mask) -> NamedArray:
     """softmax(q k^T / sqrt(head_size)): {..., heads, position, key_position}."""
-    k = k.rename({POSITION: KEY_POSITION})
+    bias, k = _hidden(mask, q, k), k.rename({POSITION: KEY_POSITION})
     (scores,) = apart(hax.dot(q * q.axis_size(HEAD_SIZE) ** -0.5, k, axis=HEAD_SIZE))
-    seen = materialize_mask(mask, q.resolve_axis(POSITION), k.resolve_axis(KEY_POSITION))
-    scores = scores if seen is None else hax.where(seen, scores, -1e9)
-    pattern = hnn.softmax(scores, axis=KEY_POSITION).astype(q.dtype)
+    pattern = hnn.softmax(scores if bias is None else scores + bias, axis=KEY_POSITION).astype(q.dtype)
     if KV_HEAD in {a.name for a in pattern.axes}:
         pattern = pattern.flatten_axes((KV_HEAD, Q_HEADS_PER_GROUP), HEADS)
     return pattern.rearrange((..., HEADS, POSITION, KEY_POSITION))

@@ -124,6 +124,21 @@ def test_a_kernel_is_the_attention_of_all_scores(monkeypatch, backend, dtype, fo
         assert found[0] < error(attended(layer("vanilla"), qkv, g, mask), expected)[0]
 
 
+@pytest.mark.parametrize("size", [1.0, 1e5, 1e15])
+@pytest.mark.parametrize("backend", ["vanilla", "jax_flash", "splash"])
+def test_no_score_is_below_those_of_masked_keys(monkeypatch, backend, size):
+    be_on(monkeypatch, "splash")
+    (q, k, v), g = material()
+    q, k = size * abs(q), -size * abs(k)  # all scores are negative
+
+    def seen(k, v):
+        return attended(layer(backend), (q, k, v), g, masks(False))[0][:, :, :130]
+
+    later = hax.arange(q.resolve_axis("position")) >= 130
+    other = seen(hax.where(later, 0.5 * k, k), hax.where(later, -v, v))
+    np.testing.assert_array_equal(seen(k, v), other)
+
+
 @SLOW
 @pytest.mark.parametrize("head_size", [12, 48, 80])
 @pytest.mark.parametrize("backend", ["splash", "jax_flash"])

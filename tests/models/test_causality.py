@@ -55,6 +55,20 @@ def test_llama(form, weights, solver):
     check(small_config(weights=weights, block=llama(form), depth=depth, prelude_layers=int(form == "official")))
 
 
+@pytest.mark.parametrize("block", [None, llama("parallel")])
+def test_weights_that_have_grown_without_bounds(block):
+    """As after training at a rate that is too high: scores of attention far beyond -1e9, with which kernels mask."""
+    model = build(small_config(weights="constant", depth=DepthConfig(steps=2), **({"block": block} if block else {})))
+    grown = jax.tree_util.tree_map_with_path(
+        lambda path, x: x * 1e7 if "attn" in jax.tree_util.keystr(path) and eqx.is_inexact_array(x) else x, model
+    )
+    logits_of = eqx.filter_jit(lambda tokens: grown(tokens))
+    expected = logits_of(random_tokens()).array
+    assert np.isfinite(expected).all()
+    for j in CHANGED:
+        np.testing.assert_array_equal(logits_of(change(random_tokens(), j)).array[:, :j], expected[:, :j])
+
+
 def test_discretised():
     model = build(small_config()).discretise(5)
     logits_of = eqx.filter_jit(lambda tokens: model(tokens))
