@@ -1,5 +1,6 @@
 """`optimizer: {type: adam}`: Levanter's Adam, with a separate rate for the projections of generated weights."""
 
+import dataclasses
 from dataclasses import dataclass
 
 import optax
@@ -8,6 +9,7 @@ from levanter.optim import AdamConfig
 from qkvflow.errors import UserError
 from qkvflow.inside.draccus import replace_choice
 from qkvflow.models.generated_scale import check_choice, scale_generated
+from qkvflow.weights import GeneratedConfig
 
 
 @dataclass(frozen=True)
@@ -21,24 +23,45 @@ class ScaledAdamConfig(AdamConfig):
         max_grad_norm: gradients are clipped to this global norm; null disables clipping.
         generated_scale: `sum_e` divides the updates of the projections P of generated weights by the sum of |e(t)|
             (`qkvflow.models.generated_scale`), so that one learning rate suits all T; `none` does not. Decay is
-            unaffected.
+            unaffected. By default `sum_e`; `none` for weights with `init: official`, as in the paper's code.
     """
 
-    generated_scale: str = "none"
+    generated_scale: str | None = None
 
     def __post_init__(self):
         super().__post_init__()
-        check_choice(self.generated_scale)
-        others = ("update_rms_clipping", "clip_update_norm", "skip_bad_steps", "adamc_weight_decay")
-        if self.generated_scale != "none" and any(getattr(self, name) for name in others):
-            name = next(name for name in others if getattr(self, name))
+        if self.generated_scale is not None:
+            check_choice(self.generated_scale)
+        if self.generated_scale == "sum_e" and self._excluding:
             raise UserError(
-                f"generated_scale: {self.generated_scale} cannot be combined with {name}: leave one of them out."
+                f"generated_scale: sum_e cannot be combined with {self._excluding[0]}: leave one of them out."
             )
+
+    @property
+    def _excluding(self) -> list[str]:
+        """The options that are set and exclude a separate rate."""
+        others = ("update_rms_clipping", "clip_update_norm", "skip_bad_steps", "adamc_weight_decay")
+        return [name for name in others if getattr(self, name)]
+
+    def settled(self, weights: object) -> "ScaledAdamConfig":
+        """With the default of `generated_scale` for these weights filled in.
+
+        Raises:
+            UserError: it would be `sum_e`, and another option excludes that.
+        """
+        if self.generated_scale is not None:
+            return self
+        is_scaled = isinstance(weights, GeneratedConfig) and weights.init != "official"
+        if is_scaled and self._excluding:
+            raise UserError(
+                f"optimizer: {self._excluding[0]} cannot be combined with generated_scale: sum_e, the default for"
+                " generated weights. Leave it out, or set generated_scale: none"
+            )
+        return dataclasses.replace(self, generated_scale="sum_e" if is_scaled else "none")
 
     def build(self, num_train_steps: int) -> optax.GradientTransformation:
         """Adam's direction, divided for projections, then decoupled decay, then the rate."""
-        if self.generated_scale == "none":
+        if self.generated_scale != "sum_e":
             return super().build(num_train_steps)
 
         def chain(learning_rate):

@@ -109,6 +109,10 @@ class TrainConfig:
     accept_changes: bool = False
     config_path: str | None = None
 
+    def __post_init__(self):
+        if self.model is not None and isinstance(self.optimizer, ScaledAdamConfig):
+            self.optimizer = self.optimizer.settled(getattr(self.model, "weights", None))
+
     @property
     def Pos(self) -> Axis:
         """The positions of a training sequence."""

@@ -1,5 +1,7 @@
 """Learning rates of generated weights: by how much a step of Adam moves W(t)."""
 
+import dataclasses
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -12,7 +14,7 @@ from qkvflow.config import decode, encode
 from qkvflow.errors import UserError
 from qkvflow.models.generated_scale import sum_of_features
 from qkvflow.runs.adam import ScaledAdamConfig
-from qkvflow.runs.config import TrainConfig
+from qkvflow.runs.config import FinetuneConfig, TrainConfig
 from qkvflow.time import grid
 from qkvflow.weights import Generated, GeneratedConfig, at
 
@@ -104,3 +106,36 @@ def test_configuration():
         decode(TrainConfig, {"model": {"type": "gpt2"}, "optimizer": {"generated_scale": "half"}})
     with pytest.raises(UserError, match="skip_bad_steps"):
         ScaledAdamConfig(generated_scale="sum_e", skip_bad_steps=True)
+
+
+@pytest.mark.parametrize(
+    ("weights", "expected"),
+    [
+        ({"type": "generated"}, "sum_e"),
+        ({"type": "generated", "init": "official"}, "none"),
+        ({"type": "basis", "dim": 4}, "none"),
+    ],
+)
+def test_the_default_follows_the_weights(weights, expected):
+    raw = {"model": {"type": "neuralode", "weights": weights}}
+    config = decode(TrainConfig, raw)
+    assert config.optimizer.generated_scale == encode(config)["optimizer"]["generated_scale"] == expected
+    assert decode(TrainConfig, encode(config)) == config
+    for choice in ("sum_e", "none"):
+        given = decode(TrainConfig, raw | {"optimizer": {"generated_scale": choice}})
+        assert given.optimizer.generated_scale == choice
+
+
+def test_a_fine_tune_takes_the_default_of_its_base():
+    config = decode(FinetuneConfig, {})
+    assert config.optimizer.generated_scale is None
+    model = decode(TrainConfig, {"model": {"type": "neuralode"}}).model
+    assert dataclasses.replace(config, model=model).optimizer.generated_scale == "sum_e"
+
+
+def test_the_default_is_not_dropped_silently():
+    raw = {"model": {"type": "neuralode"}, "optimizer": {"skip_bad_steps": True}}
+    with pytest.raises(UserError, match="generated_scale: none"):
+        decode(TrainConfig, raw)
+    raw["optimizer"]["generated_scale"] = "none"
+    assert decode(TrainConfig, raw).optimizer.skip_bad_steps
