@@ -22,7 +22,7 @@ def make(config: AblationsConfig, run_dir: Path) -> Ablations:
         group = config.groups[name]
         begins = settings({"base": group.base or config.base, **group.overrides})
         about = {arm: report.About(of[name, arm].label, settings(changes)) for arm, changes in group.arms.items()}
-        groups[name] = report.Asked(group.question, group.reference, begins, about, group.places)
+        groups[name] = report.Asked(group.question, group.reference, begins, about, group.places, group.by)
     steps, longest = sorted({arm.recipe.steps for arm in arms}), max((a.recipe for a in arms), key=lambda r: r.steps)
     models = {a.label: report.Described(a.cost.parameters, a.cost.evaluations, a.recipe.raw["model"]) for a in arms}
     protocol = report.AblationsProtocol.of(config, text, longest, steps=steps, groups=groups)

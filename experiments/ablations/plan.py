@@ -42,6 +42,8 @@ class Group:
         reference: the arm with which the others are compared.
         base: file to start from instead of the common one. overrides: merged before the arms.
         read: other solvers and numbers of steps at which each trained model is evaluated.
+        by: a key of the model in which the arms differ besides their learning rate, `weights.time_embed_dim` say: the
+            table and the figure are by both.
     """
 
     question: str
@@ -50,6 +52,7 @@ class Group:
     base: str | None = None
     overrides: dict[str, Any] = field(default_factory=dict)
     read: list[Read] = field(default_factory=list)
+    by: str | None = None
 
     @property
     def places(self) -> list[Place]:

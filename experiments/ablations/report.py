@@ -33,13 +33,14 @@ class About:
 
 @dataclass(frozen=True)
 class Asked:
-    """A group. begins: what its arms start from, in words. places: of its evaluations."""
+    """A group. begins: what its arms start from, in words. places: of its evaluations. by: as in `Group`."""
 
     question: str
     reference: str
     begins: str
     arms: dict[str, About]
     places: list[Place]
+    by: str | None = None
 
 
 @dataclass(kw_only=True)
@@ -89,6 +90,17 @@ def readings(record: Ablations, group: str, key: str = "loss") -> dict[tuple[Pla
     return contrasts(own, lambda at: (at[0], asked.reference))
 
 
+def by_rate(record: Ablations, name: str) -> dict[str, dict[float, str]]:
+    """value of the group's `by` -> learning rate -> arm, both in order; empty without `by`."""
+    asked, found = record.protocol.groups[name], {}
+    for arm, line in record.group(name).items() if asked.by else ():
+        value: Any = record.models[asked.arms[arm].model].config
+        for key in str(asked.by).split("."):
+            value = value[key]
+        found.setdefault(value, {})[line.what.learning_rate] = arm
+    return {f"{asked.by.split('.')[-1]} {value}": dict(sorted(found[value].items())) for value in sorted(found)}
+
+
 def page(record: Ablations) -> Mapping[str, object]:
     p = record.protocol
     first = p.tokens_of(p.read_batches or p.report_batches)
@@ -122,6 +134,13 @@ def _group(record: Ablations, name: str) -> str:
         rows = [[arm, *(cell((place, arm)) for place in places)] for arm in asked.arms]
         return Table(["arm", *(f"{solver} {steps}" for solver, steps in places)], rows) if places else None
 
+    grid = by_rate(record, name)
+    rates = sorted({rate for arms in grid.values() for rate in arms})
+
+    def by_rates(cell: Callable[[str], Cell]) -> Table:
+        rows = [[value, *(cell(arms[r]) if r in arms else "" for r in rates)] for value, arms in grid.items()]
+        return Table(["", *(f"rate {rate:g}" for rate in rates)], rows)
+
     columns = known("trained", "evaluations", "rate"), against(asked.reference), known("ms per step")
     values = {
         "name": name,
@@ -129,9 +148,14 @@ def _group(record: Ablations, name: str) -> str:
         "n": found[asked.reference].loss.mean.n,
         "arms": bullets(f"{arm}: {about.settings or 'nothing changed'}" for arm, about in asked.arms.items()),
         "losses": table("arm", found, *columns),
-        "read": by_place(lambda at: read[at].mean),
-        "minus": by_place(lambda at: "; ".join(filter(None, map(str, difference_cells(read[at])[:2])))),
-        "moved": by_place(lambda at: moved[at].mean),
+        "by_rate": by_rates(lambda arm: found[arm].loss.mean) if grid else None,
+        "read": by_place(lambda at: read[at].mean) if not grid else None,
+        "minus": by_place(lambda at: "; ".join(filter(None, map(str, difference_cells(read[at])[:2]))))
+        if not grid
+        else None,
+        "moved": by_rates(lambda arm: moved[places[0], arm].mean)
+        if grid and places
+        else by_place(lambda at: moved[at].mean),
     }
     return filled("ablations/group.md", values).rstrip()
 
@@ -144,7 +168,29 @@ def draw(record: Ablations) -> Iterator[style.Named]:
         style.span([loss.difference for loss in found if loss.difference], [0.0]),
     )
     for name, own in groups.items():
-        yield name, _figure(record, name, own, *spans)
+        grid = by_rate(record, name)
+        yield name, _by_rate(record, name, own, grid, spans[0]) if grid else _figure(record, name, own, *spans)
+
+
+def _by_rate(record: Ablations, name: str, found: Mapping[str, Line], grid: Mapping, span: style.Span) -> Figure:
+    """Losses, and displacements at the group's first place, against the learning rate."""
+    places = record.protocol.groups[name].places[:1]
+    moved = readings(record, name, "displacement")
+    figure, (row,) = style.panels(1, 1 + len(places), (5.5 * (1 + len(places)), 4.2))
+    style.losses(row[0], record.protocol, "report", span)
+    looks, losses = (
+        style.series_of(grid),
+        {v: (list(a), [found[arm].loss.mean for arm in a.values()]) for v, a in grid.items()},
+    )
+    for panel in row:
+        panel.set(xlabel="learning rate", xscale="log")
+    style.curves(row[0], losses, looks)
+    for place in places:
+        row[1].set(ylabel="displacement of the flow, ||x(1) - x(0)|| / ||x(0)||", yscale="log")
+        own = {v: (list(a), [moved[place, arm].mean for arm in a.values()]) for v, a in grid.items()}
+        style.curves(row[1], own, looks)
+    figure.suptitle(f"{name}, n = {record.protocol.n} seeds, 95 % intervals", fontsize=10)
+    return figure
 
 
 def _figure(record: Ablations, name: str, found: Mapping[str, Line], *spans: style.Span) -> Figure:

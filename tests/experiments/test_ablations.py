@@ -8,7 +8,7 @@ from support.studies import ABOUT, ORIGIN, refuse_work, smoke
 
 from experiments.ablations.__main__ import STUDY
 from experiments.ablations.plan import AblationsConfig, Read, plan, settings
-from experiments.ablations.report import Ablations, files, readings
+from experiments.ablations.report import Ablations, by_rate, draw, files, readings
 from experiments.jobs import Places
 from experiments.records import read
 from experiments.statistics import holm, paired
@@ -63,6 +63,37 @@ def test_numbers_come_from_the_record_alone():
     assert text.count("Loss by solver and number of evaluation steps") == 1
     assert len(files(record)["summary.csv"].rows) == 2 * 2 + 2 * 2
     assert len(files(record)["runs.csv"].rows) == 6
+
+
+def test_arms_that_differ_in_a_key_and_in_their_rate_are_shown_by_both():
+    arms = {f"{dim}_{rate:g}": (dim, rate) for rate in (3e-3, 1e-3) for dim in (16, 4)}
+    models = {arm: {"weights": {"dim": dim}} for arm, (dim, _) in arms.items()}
+    at = {"solver": "euler", "steps": 3, "evaluations": 3, "perplexity": 1.0}
+    results = [
+        {"model": arm, "seed": seed, "report_loss": dim + 100 * rate + seed, "seconds_per_step": 0.1}
+        | {"learning_rate": rate, "readings": [at | {"loss": 1.0, "displacement": dim * rate * (seed + 1)}]}
+        for arm, (dim, rate) in arms.items()
+        for seed in (0, 2)
+    ]
+    asked = {"question": "?", "reference": "4_0.001", "begins": "", "places": [["euler", 3]], "by": "weights.dim"}
+    asked |= {"arms": {arm: {"model": arm, "settings": ""} for arm in arms}}
+    protocol = {"steps": [10], "seeds": [0, 2], "read_batches": 2, "groups": {"g": asked}} | ABOUT
+    known = {arm: {"parameters": 1, "evaluations": 6, "config": config} for arm, config in models.items()}
+    record = read(Ablations, {"protocol": protocol, "models": known, "results": results, **ORIGIN})
+    assert by_rate(record, "g") == {
+        "dim 4": {1e-3: "4_0.001", 3e-3: "4_0.003"},
+        "dim 16": {1e-3: "16_0.001", 3e-3: "16_0.003"},
+    }
+    text = STUDY.filled_page(record)
+    means = [line for line in text.splitlines() if line.startswith(("| dim 4", "| dim 16"))]
+    assert [line.split(" ± ")[0] for line in means] == [
+        "| dim 4 | 5.100",
+        "| dim 16 | 17.100",
+        "| dim 4 | 0.008",
+        "| dim 16 | 0.032",
+    ]
+    assert "Loss by solver" not in text
+    assert [name for name, _ in draw(record)] == ["g"]
 
 
 def test_what_cannot_be_ablated_is_refused(tmp_path):
