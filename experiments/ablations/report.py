@@ -139,7 +139,7 @@ def _group(record: Ablations, name: str) -> str:
 
     def by_rates(cell: Callable[[str], Cell]) -> Table:
         rows = [[value, *(cell(arms[r]) if r in arms else "" for r in rates)] for value, arms in grid.items()]
-        return Table(["", *(f"rate {rate:g}" for rate in rates)], rows)
+        return Table(["model", *(f"rate {rate:g}" for rate in rates)], rows)
 
     columns = known("trained", "evaluations", "rate"), against(asked.reference), known("ms per step")
     values = {
@@ -148,15 +148,16 @@ def _group(record: Ablations, name: str) -> str:
         "n": found[asked.reference].loss.mean.n,
         "arms": bullets(f"{arm}: {about.settings or 'nothing changed'}" for arm, about in asked.arms.items()),
         "losses": table("arm", found, *columns),
-        "by_rate": by_rates(lambda arm: found[arm].loss.mean) if grid else None,
-        "read": by_place(lambda at: read[at].mean) if not grid else None,
-        "minus": by_place(lambda at: "; ".join(filter(None, map(str, difference_cells(read[at])[:2]))))
-        if not grid
-        else None,
-        "moved": by_rates(lambda arm: moved[places[0], arm].mean)
-        if grid and places
-        else by_place(lambda at: moved[at].mean),
     }
+    if grid:
+        place = places[0] if places else None
+        of = {arm: moved[place, arm].mean for arm in asked.arms} if place else {}
+        shown = by_rates(lambda arm: f"{of[arm].mean:.3g} ± {of[arm].half:.2g}") if place else None
+        values |= {"by_rate": by_rates(lambda arm: found[arm].loss.mean), "read": None, "minus": None, "moved": shown}
+    else:
+        tests = by_place(lambda at: "; ".join(filter(None, map(str, difference_cells(read[at])[:2]))))
+        values |= {"by_rate": None, "read": by_place(lambda at: read[at].mean), "minus": tests}
+        values |= {"moved": by_place(lambda at: moved[at].mean)}
     return filled("ablations/group.md", values).rstrip()
 
 
@@ -167,27 +168,29 @@ def draw(record: Ablations) -> Iterator[style.Named]:
         style.span([loss.mean for loss in found], [record.protocol.counts["report"]["5"]]),
         style.span([loss.difference for loss in found if loss.difference], [0.0]),
     )
+    gridded = [name for name, asked in record.protocol.groups.items() if asked.by]
+    moved = [value.mean.mean for name in gridded for value in readings(record, name, "displacement").values()]
     for name, own in groups.items():
-        grid = by_rate(record, name)
-        yield name, _by_rate(record, name, own, grid, spans[0]) if grid else _figure(record, name, own, *spans)
+        if name in gridded:
+            yield name, _by_rate(record, name, own, spans[0], (min(moved) / 2, 2 * max(moved)) if moved else None)
+        else:
+            yield name, _figure(record, name, own, *spans)
 
 
-def _by_rate(record: Ablations, name: str, found: Mapping[str, Line], grid: Mapping, span: style.Span) -> Figure:
+def _by_rate(
+    record: Ablations, name: str, found: Mapping[str, Line], losses: style.Span, moved: style.Span | None
+) -> Figure:
     """Losses, and displacements at the group's first place, against the learning rate."""
-    places = record.protocol.groups[name].places[:1]
-    moved = readings(record, name, "displacement")
+    grid, places = by_rate(record, name), record.protocol.groups[name].places[:1]
+    looks, displacement = style.series_of(grid), readings(record, name, "displacement")
     figure, (row,) = style.panels(1, 1 + len(places), (5.5 * (1 + len(places)), 4.2))
-    style.losses(row[0], record.protocol, "report", span)
-    looks, losses = (
-        style.series_of(grid),
-        {v: (list(a), [found[arm].loss.mean for arm in a.values()]) for v, a in grid.items()},
-    )
     for panel in row:
         panel.set(xlabel="learning rate", xscale="log")
-    style.curves(row[0], losses, looks)
+    style.losses(row[0], record.protocol, "report", losses)
+    style.curves(row[0], {v: (list(a), [found[arm].loss.mean for arm in a.values()]) for v, a in grid.items()}, looks)
     for place in places:
-        row[1].set(ylabel="displacement of the flow, ||x(1) - x(0)|| / ||x(0)||", yscale="log")
-        own = {v: (list(a), [moved[place, arm].mean for arm in a.values()]) for v, a in grid.items()}
+        row[1].set(ylabel="displacement of the flow, ||x(1) - x(0)|| / ||x(0)||", yscale="log", ylim=moved)
+        own = {v: (list(a), [displacement[place, arm].mean for arm in a.values()]) for v, a in grid.items()}
         style.curves(row[1], own, looks)
     figure.suptitle(f"{name}, n = {record.protocol.n} seeds, 95 % intervals", fontsize=10)
     return figure
