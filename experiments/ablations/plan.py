@@ -90,6 +90,11 @@ class AblationsConfig(RatesConfig):
         check_among("only", self.chosen, self.groups)
         for name, group in self.groups.items():
             check_reference(f"groups.{name}.reference", group.reference, group.arms, "its arms")
+            if group.by and len(self.learning_rates) > 1:
+                raise UserError(
+                    f"groups.{name}.by: arms are shown by their own learning rates, but `learning_rates` chooses one"
+                    " for each. Leave one of them out"
+                )
 
 
 @dataclass(frozen=True)
@@ -115,6 +120,8 @@ def plan(config: AblationsConfig, text: Text, run_dir: Path) -> dict[tuple[str, 
                 label = f"{name}-{digest}"
                 if digest not in known:
                     known[digest] = Arm(label=label, recipe=recipe, cost=cost_of(recipe), what=Model(label), text=text)
+                if group.by:
+                    value_of(group.by, recipe.raw["model"])
                 if group_name in config.chosen:
                     of[group_name, name] = digest
                     known[digest] = _read_at(known[digest], group.places, config.read_batches)
@@ -135,6 +142,20 @@ def _read_at(arm: Arm, places: list[Place], read_batches: int | None) -> Arm:
             raise UserError(f"it cannot be read by {solver} in {steps} steps: {error}") from None
     together = list(dict.fromkeys([*before, *places]))
     return dataclasses.replace(arm, flow=Places(together, read_batches) if together else None)
+
+
+def value_of(key: str, model: Changes) -> Any:
+    """The value of a key like `weights.time_embed_dim` in the configuration of a model.
+
+    Raises:
+        UserError: it is not there.
+    """
+    value: Any = model
+    for part in key.split("."):
+        if not isinstance(value, dict) or part not in value:
+            raise UserError(f"`by` is {key!r}, which its `model` does not set. Name a key that all arms have")
+        value = value[part]
+    return value
 
 
 def settings(changes: Changes, prefix: str = "") -> str:

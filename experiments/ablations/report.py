@@ -7,7 +7,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from experiments import style
-from experiments.ablations.plan import AblationsConfig, Model
+from experiments.ablations.plan import AblationsConfig, Model, value_of
 from experiments.jobs import Place
 from experiments.lines import Line, against, known, lines, table
 from experiments.measure import ReadTraining
@@ -93,12 +93,13 @@ def readings(record: Ablations, group: str, key: str = "loss") -> dict[tuple[Pla
 def by_rate(record: Ablations, name: str) -> dict[str, dict[float, str]]:
     """value of the group's `by` -> learning rate -> arm, both in order; empty without `by`."""
     asked, found = record.protocol.groups[name], {}
-    for arm, line in record.group(name).items() if asked.by else ():
-        value: Any = record.models[asked.arms[arm].model].config
-        for key in str(asked.by).split("."):
-            value = value[key]
+    if asked.by is None:
+        return {}
+    for arm, line in record.group(name).items():
+        value = value_of(asked.by, record.models[asked.arms[arm].model].config)
         found.setdefault(value, {})[line.what.learning_rate] = arm
-    return {f"{asked.by.split('.')[-1]} {value}": dict(sorted(found[value].items())) for value in sorted(found)}
+    *_, key = asked.by.split(".")
+    return {f"{key} {value}": dict(sorted(found[value].items())) for value in sorted(found)}
 
 
 def page(record: Ablations) -> Mapping[str, object]:

@@ -66,7 +66,7 @@ def attend(
         backend = choose_kernel(layer.backend, layer.flash_block_size, positions, head_size, q.dtype, dropout)
         dtype = q.dtype  # else splash copies q, k and v to fp32; its scores are fp32 anyway
     if backend is AttentionBackend.VANILLA:
-        mask, bias = None, _hidden(mask, q, k)
+        mask, bias = None, _masking_bias(mask, q, k)
     else:
         q, k = _limited(q), _limited(k)
     out = dot_product_attention(
@@ -93,8 +93,8 @@ def attend(
     return inputs.beside("attn.pattern", pattern, attended, out), None
 
 
-def _hidden(mask, q: NamedArray, k: NamedArray) -> NamedArray | None:
-    """What hides later keys if added to scores: far below all of them; None if there is no mask.
+def _masking_bias(mask, q: NamedArray, k: NamedArray) -> NamedArray | None:
+    """What is added to scores: 0 for keys that a query may see, far below all scores for others; None without a mask.
 
     Differs from the official code and from Levanter's kernels, which replace these scores by -1e9 or -1e10: weights
     that have grown without bounds have lower scores for the keys that they may see, and then see the future.
@@ -104,14 +104,14 @@ def _hidden(mask, q: NamedArray, k: NamedArray) -> NamedArray | None:
 
 
 def _limited(x: NamedArray) -> NamedArray:
-    """Queries or keys, for kernels that mask with -1e10: limited so that no score is below -1e9."""
+    """Queries or keys for kernels that take no bias and may mask with -1e10: limited so that no score is below -1e9."""
     limit = (1e9 / x.axis_size(HEAD_SIZE) ** 0.5) ** 0.5
     return hax.clip(x, -limit, limit)
 
 
 def _pattern(q: NamedArray, k: NamedArray, mask) -> NamedArray:
     """softmax(q k^T / sqrt(head_size)): {..., heads, position, key_position}."""
-    bias, k = _hidden(mask, q, k), k.rename({POSITION: KEY_POSITION})
+    bias, k = _masking_bias(mask, q, k), k.rename({POSITION: KEY_POSITION})
     (scores,) = apart(hax.dot(q * q.axis_size(HEAD_SIZE) ** -0.5, k, axis=HEAD_SIZE))
     pattern = hnn.softmax(scores if bias is None else scores + bias, axis=KEY_POSITION).astype(q.dtype)
     if KV_HEAD in {a.name for a in pattern.axes}:

@@ -1,5 +1,6 @@
 """Haliax's `named_jit`, for functions that are called many times with arguments of the same structure."""
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,10 +17,10 @@ _ARRAY = object()  # in place of an array
 
 @dataclass(frozen=True)
 class Structure:
-    """A pytree without its arrays.
+    """A pytree without its arrays; hashable.
 
     Attributes:
-        others: all leaves, with `_ARRAY` in place of arrays.
+        tree: JAX's definition of the tree. others: all leaves, with `_ARRAY` in place of arrays.
     """
 
     tree: Any
@@ -29,9 +30,9 @@ class Structure:
     def of(pytree: Any) -> "tuple[list, Structure]":
         """Its arrays, or shapes in their place, and its structure."""
         leaves, tree = jax.tree.flatten(pytree)
-        are_arrays = [eqx.is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves]
-        others = tuple(_ARRAY if is_array else leaf for leaf, is_array in zip(leaves, are_arrays, strict=True))
-        return [leaf for leaf, is_array in zip(leaves, are_arrays, strict=True) if is_array], Structure(tree, others)
+        others = tuple(_ARRAY if eqx.is_array(x) or isinstance(x, jax.ShapeDtypeStruct) else x for x in leaves)
+        arrays = [leaf for leaf, other in zip(leaves, others, strict=True) if other is _ARRAY]
+        return arrays, Structure(tree, others)
 
     def filled(self, arrays: Sequence) -> Any:
         """The pytree with these arrays."""
@@ -75,20 +76,22 @@ class Program:
     def _jitted(self, own: Structure, others: Structure, donated: list, kept: list) -> tuple[Wrapped, Structure]:
         found: list[Structure] = []
 
-        def whole(donated, kept):
+        @functools.partial(jax.jit, inline=True)  # `step` below reuses the trace that `eval_shape` makes
+        def flat(donated, kept):
             arrays, structure = Structure.of(self._function(own.filled(donated), *others.filled(kept)))
             found.append(structure)
             return arrays
 
-        traced = jax.jit(whole, inline=True)  # so that its trace is made once
-        shapes = jax.eval_shape(traced, donated, kept)
+        def step(donated, kept):
+            return flat(donated, kept)
+
+        shapes = jax.eval_shape(flat, donated, kept)
         shardings = _shardings(found[0].filled(shapes), self._mapping)
-        compiled = jax.jit(lambda *arrays: traced(*arrays), donate_argnums=0, out_shardings=shardings)
-        return compiled, found[0]
+        return jax.jit(step, donate_argnums=0, out_shardings=shardings), found[0]
 
 
 def _shardings(shapes: Any, mapping: ResourceMapping) -> list:
-    """That of each array."""
+    """The sharding of each array of a result, given by its shapes."""
     divided = infer_resource_partitions(shapes, mapping)
     nodes, own = (jax.tree.leaves(tree, is_leaf=lambda x: x is None or is_named_array(x)) for tree in (shapes, divided))
     return [sharding for node, sharding in zip(nodes, own, strict=True) if Structure.of(node)[0]]

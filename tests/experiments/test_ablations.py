@@ -102,11 +102,17 @@ def test_what_cannot_be_ablated_is_refused(tmp_path):
         ({"only": ["nothing"]}, "Choices: time_generated, sharing, time_sampling"),
         ({"groups": {"g": group | {"reference": "c"}}}, "g.reference is 'c', which is not among its arms"),
         ({"groups": {"g": group | {"arms": {"a": {}}}}}, "at least two arms"),
+        (
+            {"groups": {"g": group | {"by": "depth.steps"}}, "learning_rates": [1e-3, 2e-3]},
+            "by: arms are shown by their own",
+        ),
     ):
         with pytest.raises(UserError, match=message):
             smoke(STUDY, **changes).check()
     with pytest.raises(UserError, match=r"groups.time_generated.arms.varying: a configuration .* is missing"):
         planned(smoke(STUDY, base=None), tmp_path)
+    with pytest.raises(UserError, match=r"groups.g.arms.a: `by` is 'weights.dims', which its `model` does not set"):
+        planned(smoke(STUDY, groups={"g": group | {"by": "weights.dims"}}), tmp_path)
     with pytest.raises(UserError, match=r"groups.g.arms.b: it cannot be read by heun in 3 steps: step_size: residual"):
         planned(smoke(STUDY, groups={"g": group | {"read": [{"solver": "heun", "steps": 3}]}}), tmp_path)
     with pytest.raises(UserError, match="nothing to study"):
