@@ -4,7 +4,7 @@ import dataclasses
 from dataclasses import dataclass
 
 import optax
-from levanter.optim import AdamConfig
+from levanter.optim import AdamConfig, OptimizerConfig
 
 from qkvflow.errors import UserError
 from qkvflow.inside.draccus import replace_choice
@@ -43,14 +43,19 @@ class ScaledAdamConfig(AdamConfig):
         others = ("update_rms_clipping", "clip_update_norm", "skip_bad_steps", "adamc_weight_decay")
         return [name for name in others if getattr(self, name)]
 
-    def settled(self, weights: object) -> "ScaledAdamConfig":
-        """With the default of `generated_scale` for these weights filled in.
+    def settled(self, weights: object, before: OptimizerConfig | None = None) -> "ScaledAdamConfig":
+        """With `generated_scale` filled in, if it is not given: the default for these weights.
+
+        Args:
+            before: the optimizer of a run that is continued, which stays as it was (`none` before there was this key).
 
         Raises:
-            UserError: it would be `sum_e`, and another option excludes that.
+            UserError: the default is `sum_e`, and another option excludes that.
         """
         if self.generated_scale is not None:
             return self
+        if isinstance(before, ScaledAdamConfig):
+            return dataclasses.replace(self, generated_scale=before.generated_scale or "none")
         is_scaled = isinstance(weights, GeneratedConfig) and weights.init != "official"
         if is_scaled and self._excluding:
             raise UserError(

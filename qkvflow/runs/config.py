@@ -1,7 +1,8 @@
 """The configurations of training and fine-tuning: the contents of a YAML file and of a run's `config.yaml`."""
 
+import dataclasses
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, Self
 
 from haliax import Axis
 from levanter.callbacks.watch import WatchConfig
@@ -109,14 +110,24 @@ class TrainConfig:
     accept_changes: bool = False
     config_path: str | None = None
 
-    def __post_init__(self):
-        if self.model is not None and isinstance(self.optimizer, ScaledAdamConfig):
-            self.optimizer = self.optimizer.settled(getattr(self.model, "weights", None))
-
     @property
     def Pos(self) -> Axis:
         """The positions of a training sequence."""
         return self.model.max_Pos.resize(self.train_seq_len or self.model.max_seq_len)
+
+    def settled(self, stored: "TrainConfig | None" = None) -> Self:
+        """With the defaults of the optimizer that depend on the model filled in.
+
+        Args:
+            stored: the configuration of a run that is continued.
+
+        Raises:
+            UserError: a default excludes another option.
+        """
+        if not isinstance(self.optimizer, ScaledAdamConfig):
+            return self
+        weights, before = getattr(self.model, "weights", None), None if stored is None else stored.optimizer
+        return dataclasses.replace(self, optimizer=self.optimizer.settled(weights, before))
 
     def build_optimizer(self) -> GradientTransformation:
         """The optimizer for all steps of the training, decaying what `weight_decay_on` says.
@@ -124,7 +135,7 @@ class TrainConfig:
         Raises:
             UserError: it cannot be built, for example if `warmup` is not a fraction of the steps.
         """
-        optimizer = decay.configure(self.optimizer, self.weight_decay_on)
+        optimizer = decay.configure(self.settled().optimizer, self.weight_decay_on)
         try:
             return optimizer.build(self.trainer.num_train_steps)
         except (ValueError, TypeError, ArithmeticError, AssertionError) as error:

@@ -163,7 +163,7 @@ def _lead(directory: RunDirectory, config: C, phase: Phase | None, stack: contex
         elif _has_begun(directory):
             prepared = _reopen(directory, config, phase)
         else:  # it ended before its first step, perhaps because of the configuration that is now another
-            prepared = PreparedRun(directory, config, last_step=-1, changes={}, has_begun=False)
+            prepared = PreparedRun(directory, config.settled(), last_step=-1, changes={}, has_begun=False)
         prepared.lock = lock
     except BaseException:
         tell_others(None)
@@ -252,7 +252,7 @@ def _begin(directory: RunDirectory, config: C) -> PreparedRun[C]:
             f"{directory} is not a run directory (it has no config.yaml) and is not empty: it contains"
             f" {', '.join(strangers[:5])}. Choose another name with --trainer.id or another folder with --run_dir"
         )
-    return PreparedRun(directory, config, last_step=-1, changes={})
+    return PreparedRun(directory, config.settled(), last_step=-1, changes={})
 
 
 def _has_begun(directory: RunDirectory) -> bool:
@@ -263,17 +263,23 @@ def _has_begun(directory: RunDirectory) -> bool:
 
 def _follow(directory: RunDirectory, config: C) -> PreparedRun[C]:
     has_begun = _has_begun(directory)
-    if config.vocab_size is None and has_begun and directory.config.exists():
-        stored = read_config(directory.config, type(config))
-        config = dataclasses.replace(config, vocab_size=stored.vocab_size)
+    if has_begun and directory.config.exists():
+        config = _continued(config, read_config(directory.config, type(config)))
+    else:
+        config = config.settled()
     steps = checkpoint_steps(directory.checkpoints)
     return PreparedRun(directory, config, steps[-1] if steps else -1, changes={}, has_begun=has_begun)
 
 
+def _continued(config: C, stored: C) -> C:
+    """With what an earlier start has settled, where it is not given."""
+    size = stored.vocab_size if config.vocab_size is None else config.vocab_size
+    return dataclasses.replace(config.settled(stored), vocab_size=size)
+
+
 def _reopen(directory: RunDirectory, config: C, phase: Phase | None) -> PreparedRun[C]:
     stored = read_config(directory.config, type(config))
-    if config.vocab_size is None:
-        config = dataclasses.replace(config, vocab_size=stored.vocab_size)
+    config, stored = _continued(config, stored), stored.settled(stored)
     changes = differences(stored, config, FREE_KEYS)
     if changes and not config.accept_changes:
         raise UserError(

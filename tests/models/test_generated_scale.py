@@ -118,24 +118,27 @@ def test_configuration():
 )
 def test_the_default_follows_the_weights(weights, expected):
     raw = {"model": {"type": "neuralode", "weights": weights}}
-    config = decode(TrainConfig, raw)
+    config = decode(TrainConfig, raw).settled()
     assert config.optimizer.generated_scale == encode(config)["optimizer"]["generated_scale"] == expected
     assert decode(TrainConfig, encode(config)) == config
     for choice in ("sum_e", "none"):
         given = decode(TrainConfig, raw | {"optimizer": {"generated_scale": choice}})
-        assert given.optimizer.generated_scale == choice
+        assert given.settled() == given
+        assert decode(TrainConfig, raw).settled(given).optimizer.generated_scale == choice  # continued
+    older = decode(TrainConfig, raw)  # stored before there was this key
+    assert decode(TrainConfig, raw).settled(older).optimizer.generated_scale == "none"
 
 
 def test_a_fine_tune_takes_the_default_of_its_base():
     config = decode(FinetuneConfig, {})
     assert config.optimizer.generated_scale is None
     model = decode(TrainConfig, {"model": {"type": "neuralode"}}).model
-    assert dataclasses.replace(config, model=model).optimizer.generated_scale == "sum_e"
+    assert dataclasses.replace(config, model=model).settled().optimizer.generated_scale == "sum_e"
 
 
 def test_the_default_is_not_dropped_silently():
     raw = {"model": {"type": "neuralode"}, "optimizer": {"skip_bad_steps": True}}
     with pytest.raises(UserError, match="generated_scale: none"):
-        decode(TrainConfig, raw)
+        decode(TrainConfig, raw).settled()
     raw["optimizer"]["generated_scale"] = "none"
-    assert decode(TrainConfig, raw).optimizer.skip_bad_steps
+    assert decode(TrainConfig, raw).settled().optimizer.skip_bad_steps
