@@ -206,8 +206,8 @@ def _check_is_same(recipe: Recipe) -> None:
     if isinstance(given, FinetuneConfig):
         given, *_ = settle(given)  # including what it inherits from its base
     stored = read_config(run.config, type(given))
-    given = dataclasses.replace(given, vocab_size=given.vocab_size or stored.vocab_size)
-    changes = differences(stored, given, _FREE_KEYS)
+    given = dataclasses.replace(given.settled(), vocab_size=given.vocab_size or stored.vocab_size)
+    changes = differences(stored.settled(stored), given, _FREE_KEYS)
     data = given.data.resolve(run.tokenizer, given.control_dim).record
     changes |= {f"data: {name}": change for name, change in data_record.changes(run.data, data).items()}
     if changes:
