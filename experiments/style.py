@@ -126,23 +126,35 @@ def losses(panel: Axes, p: Protocol, part: str, limits: Span, n: int | str | Non
 def direct(panel: Axes, ends: Mapping[str, tuple[float, float]], looks: Looks) -> None:
     """The name of each series to the right of the panel, at the height of its end (x, y) or as near as possible."""
     panel.figure.draw_without_rendering()  # determines the position of the panel
-    transform, (left, right) = panel.transData, panel.get_xlim()
-    heights = {name: transform.transform(end)[1] for name, end in ends.items()}
-    gap, last = 0.12 * panel.figure.dpi, -np.inf
-    for name in sorted(heights, key=lambda name: heights[name]):
-        last = max(heights[name], last + gap)
-        y = transform.inverted().transform((0, last))[1]
+    names = sorted(ends, key=lambda name: ends[name][1])
+    heights = [panel.transData.transform(ends[name])[1] for name in names]
+    beside, to_data = panel.get_yaxis_transform(), panel.transData.inverted()  # x in widths of the panel, y in data
+    for name, height in zip(names, apart(heights, 0.12 * panel.figure.dpi), strict=True):
+        color = looks[name]["color"]
+        # relpos: the line ends at the left edge of the name
+        line = {"arrowstyle": "-", "color": color, "linewidth": 0.5, "shrinkA": 0, "shrinkB": 0, "relpos": (0, 0.5)}
         panel.annotate(
             name,
             xy=ends[name],
-            xytext=(right + 0.02 * (right - left), y),
-            textcoords="data",
+            xytext=(1.02, to_data.transform((0, height))[1]),
+            textcoords=beside,
             annotation_clip=False,
             fontsize=7.5,
-            color=looks[name]["color"],
+            color=color,
             va="center",
-            arrowprops={"arrowstyle": "-", "color": looks[name]["color"], "linewidth": 0.5, "shrinkA": 0, "shrinkB": 0},
+            arrowprops=line,
         )
+
+
+def apart(heights: Sequence[float], gap: float) -> list[float]:
+    """Ascending `heights`, moved as little as possible (least squares) so that neighbours are at least `gap` apart."""
+    groups: list[list[float]] = []  # heights less their place times gap; the members of a group take its mean
+    for place, height in enumerate(heights):
+        groups.append([height - place * gap])
+        while len(groups) > 1 and np.mean(groups[-2]) > np.mean(groups[-1]):
+            groups[-2:] = [groups[-2] + groups[-1]]
+    means = [float(np.mean(group)) for group in groups for _ in group]
+    return [mean + place * gap for place, mean in enumerate(means)]
 
 
 def heat(panel: Axes, rows: Sequence[str], columns: Sequence[str], cells: Sequence[Sequence[Interval]]) -> None:

@@ -73,6 +73,7 @@ def models(size: Size) -> dict[str, LmConfig]:
         "per layer": flow(PerLayerConfig()),
         "flow, checkpoint": flow(generated),
         "flow, checkpoint, in scan": flow(generated, evaluate="in_scan"),
+        "flow, selective": flow(generated, adjoint="selective"),
         "flow, direct": flow(generated, adjoint="direct"),
         "flow, reversible": flow(generated, adjoint="reversible"),
         "flow, backsolve": flow(generated, adjoint="backsolve", endpoint="left"),

@@ -154,6 +154,7 @@ ADJOINTS = {"width": 128, "heads": HEADS, "sequence": 128, "batch": 8}
 STEPS = (8, 16, 32, 64)
 CASES = {
     "checkpoint": (ConstantConfig(), {}),
+    "selective": (ConstantConfig(), {"adjoint": "selective"}),
     "direct": (ConstantConfig(), {"adjoint": "direct"}),
     "reversible": (ConstantConfig(), {"adjoint": "reversible"}),
     "backsolve": (ConstantConfig(), {"adjoint": "backsolve", "endpoint": "left"}),

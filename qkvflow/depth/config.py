@@ -14,7 +14,7 @@ from qkvflow.ranges import NotNegative, Positive, Steps, check_ranges
 
 ENDPOINTS = ("right", "left")
 STEP_SIZES = ("uniform", "residual")
-ADJOINTS = ("checkpoint", "direct", "reversible", "backsolve")
+ADJOINTS = ("checkpoint", "selective", "direct", "reversible", "backsolve")
 EVALUATE = ("auto", "batched", "in_scan")
 TIME_SAMPLING = ("fixed", "jitter")
 COUPLING = 0.99  # the value of McCallum and Foster
@@ -35,11 +35,11 @@ class DepthConfig:
         step_size: `uniform`, h = 1/steps, an ODE on [0, 1]; `residual`, h = 1, an ordinary residual network (Euler
             only).
         adjoint: how gradients are computed (docs/depth.md compares them). `checkpoint`, exact, stores one state per
-            step and recomputes the rest; `direct`, exact, stores everything; `reversible`, exact, memory independent of
-            the number of steps, with a scheme that needs twice the evaluations; `backsolve`, the continuous adjoint,
-            approximate.
-        coupling: lambda in (0, 1] of the reversible scheme, 0.99 by default for `reversible`; with `checkpoint` or
-            `direct` it selects the same scheme, differentiated in that way.
+            step and recomputes the rest; `selective`, exact, also stores the products with weights; `direct`, exact,
+            stores everything; `reversible`, exact, memory independent of the number of steps, with a scheme that needs
+            twice the evaluations; `backsolve`, the continuous adjoint, approximate.
+        coupling: lambda in (0, 1] of the reversible scheme, 0.99 by default for `reversible`; with `checkpoint`,
+            `selective` or `direct` it selects the same scheme, differentiated in that way.
         evaluate: when W(t) is computed, see `qkvflow.depth.fixed`; `auto` chooses what is faster for the weights.
         time_sampling: `jitter` shifts the grid at random in each training step, which then has one additional step, see
             `qkvflow.depth.jitter`.

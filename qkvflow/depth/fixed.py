@@ -25,7 +25,10 @@ from qkvflow.named import is_named
 from qkvflow.time import GridPoint, grid
 
 _SHORTEST = 1e-6  # of the steps of a jittered grid, one may have no length
-RECOMPUTED = {"direct": 0, "checkpoint": 1, "reversible": 1}  # times that the backward pass evaluates the field again
+# Times that the backward pass evaluates the field again
+RECOMPUTED = {"direct": 0, "selective": 1, "checkpoint": 1, "reversible": 1}
+# Attention's own have batch axes, and are cheaper to compute again than to keep (Korthikanti et al., arXiv 2205.05198).
+_PRODUCTS_WITH_WEIGHTS = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
 
 
 @dataclass(frozen=True)
@@ -35,7 +38,7 @@ class FixedPlan(AbstractPlan):
     Attributes:
         grid: where the stages of the steps stand.
         step: the length h of a step as the state sees it (1/L, or 1 for plain residuals).
-        adjoint: checkpoint, direct or reversible. evaluate: batched or in_scan.
+        adjoint: checkpoint, selective, direct or reversible. evaluate: batched or in_scan.
         jitter: the grid is warped at random in each solve (see `qkvflow.depth.jitter`); `times` are those of no warp.
     """
 
@@ -88,6 +91,10 @@ class FixedPlan(AbstractPlan):
     @property
     def recomputed(self) -> int:
         return RECOMPUTED[self.adjoint] * self.evaluations
+
+    @property
+    def keeps_products(self) -> bool:
+        return self.adjoint == "selective"
 
     @property
     def weight_evaluations(self) -> int:
@@ -149,7 +156,10 @@ def _solve(
         return after, (read(after, dtype) if trajectory else None, energy, seen)
 
     # In a trajectory of the reversible scheme gradients are those of `checkpoint`: equal, and with its memory.
-    end, (states, energies, seen) = hax.scan(step, Steps, remat=plan.adjoint != "direct")(start(x, coupling), rows)
+    is_whole = plan.adjoint in ("checkpoint", "reversible")
+    if plan.keeps_products:
+        step = eqx.filter_checkpoint(step, policy=_PRODUCTS_WITH_WEIGHTS, prevent_cse=False)
+    end, (states, energies, seen) = hax.scan(step, Steps, remat=is_whole)(start(x, coupling), rows)
     states = states.rename({STEPS: LAYERS}) if trajectory else None
     if watch is not None:
         watch.keep(seen)
@@ -190,6 +200,8 @@ def _weights(slot: int, shared: _Shared, row: _Rows, plan: FixedPlan, at: At):
     if plan.evaluate == "batched":
         return eqx.combine(row.weights[slot], shared.unstacked[slot], is_leaf=is_named)
     index = row.indices[slot]
+    if plan.keeps_products:
+        at = eqx.filter_checkpoint(at)  # W(t) is made of products, too: those of all steps are not kept
     return at(shared.params, GridPoint(plan.times, index) if shared.times is None else shared.times.array[index])
 
 

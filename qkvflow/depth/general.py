@@ -67,9 +67,10 @@ class AdaptivePlan(AbstractPlan):
                 f"rtol, atol: {self.solver} does not estimate its error, so its steps are fixed. Leave the tolerances"
                 " out, or use solver: tsit5 (or another that adapts: midpoint, heun, ralston, bosh3, dopri5, dopri8)."
             )
-        if self.adjoint == "reversible":
+        if self.adjoint in ("reversible", "selective"):
+            why = {"reversible": "steps back along", "selective": "keeps products for each step of"}[self.adjoint]
             raise UserError(
-                "adjoint: reversible steps back along a fixed grid; with tolerances use adjoint: checkpoint, or leave"
+                f"adjoint: {self.adjoint} {why} a fixed grid; with tolerances use adjoint: checkpoint, or leave"
                 " out rtol and atol."
             )
 

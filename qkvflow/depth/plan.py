@@ -74,6 +74,7 @@ class AbstractPlan(abc.ABC):
         grid: the fixed grid of the solver's own steps; None for a plan that finds its own times.
         evaluations: of the vector field from t = 0 to 1; None if that depends on the state, as do the next two.
         recomputed: how many of these the backward pass makes again, at most.
+        keeps_products: without their products with weights.
         weight_evaluations: how many times W(t) is computed in a forward pass.
     """
 
@@ -82,6 +83,7 @@ class AbstractPlan(abc.ABC):
     grid: StepGrid | None
     evaluations: int | None
     recomputed: int | None
+    keeps_products: bool = False
     weight_evaluations: int | None
 
     @property

@@ -50,7 +50,7 @@ def changes(config: TrainConfig, devices: int) -> Iterator[Change]:
     model: Any = config.model
     depth = getattr(model, "depth", None)
     if depth is not None and not depth.is_general:
-        if depth.adjoint == "direct":
+        if depth.adjoint in ("direct", "selective"):
             yield Change("remat", ("--model.depth.adjoint", "checkpoint"))
         if (model.weights.evaluate if depth.evaluate == "auto" else depth.evaluate) == "batched":
             yield Change("evaluate", ("--model.depth.evaluate", "in_scan"))

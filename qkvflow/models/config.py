@@ -48,7 +48,8 @@ class NeuralOdeConfig(LmConfig):
         control: the flow receives a control signal; None for a model without control.
         embedding_multiplier: m in x(0) = m embed(tokens); the head shares the embeddings without it. With 50, x(0)
             starts with components of about 1, and a flow of smooth weights can follow its ODE (docs/depth.md).
-        gradient_checkpointing: applies to the ordinary layers; the flow uses `depth.adjoint`.
+        gradient_checkpointing: of the ordinary layers; the flow uses `depth.adjoint`. It is selective with `adjoint:
+            selective`.
     """
 
     max_seq_len: Count = 1024
@@ -114,7 +115,8 @@ class NeuralOdeConfig(LmConfig):
 
     def ordinary_plan(self, layers: int) -> AbstractPlan:
         """The plan of `layers` ordinary residual layers."""
-        adjoint = "checkpoint" if self.gradient_checkpointing else "direct"
+        adjoint = "selective" if self.depth.adjoint == "selective" else "checkpoint"
+        adjoint = adjoint if self.gradient_checkpointing else "direct"
         depth = DepthConfig(solver="euler", steps=layers, step_size="residual", adjoint=adjoint)
         return depth.plan(PerLayerConfig().evaluate)
 

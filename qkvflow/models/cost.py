@@ -60,9 +60,11 @@ def flops(config: NeuralOdeConfig, model: NeuralOdeLMHeadModel, vocab_size: int,
     forward, plan = config.flops_per_token(vocab_size, context_length), config.plan
     if forward is None or plan.recomputed is None or plan.weight_evaluations is None:
         return None
-    block = config.block.flops_per_token(config.hidden_dim, context_length)
+    again = config.block.flops_per_token(config.hidden_dim, context_length)
+    if plan.keeps_products:  # only products between positions are made again, whose number grows with the context
+        again -= config.block.flops_per_token(config.hidden_dim, 0)
     ordinary = (config.prelude_layers + config.coda_layers) * config.gradient_checkpointing
-    recomputed = float(block * (ordinary + plan.recomputed))
+    recomputed = float(again * (ordinary + plan.recomputed))
     generation = plan.weight_evaluations * evaluation_flops(model.transformer.flow.weights)
     return Flops(float(forward), 2 * float(forward), recomputed, generation)
 

@@ -121,9 +121,10 @@ def _gradients(config, tokens):
 @pytest.mark.parametrize("solver", ["euler", pytest.param("rk4", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("weights", ["generated", heavy("per_layer"), heavy("constant")])
 def test_gradients_do_not_depend_on_adjoint_or_evaluation(solver, weights, tokens):
-    """checkpoint = direct, batched = in_scan, for every parameter and for the input."""
+    """checkpoint = selective = direct, batched = in_scan, for every parameter and for the input."""
     grads = []
-    for adjoint, evaluate in (("direct", "batched"), ("checkpoint", "batched"), ("checkpoint", "in_scan")):
+    ways = [("checkpoint", "batched"), ("checkpoint", "in_scan"), ("selective", "batched"), ("selective", "in_scan")]
+    for adjoint, evaluate in (("direct", "batched"), *ways):
         depth = DepthConfig(solver=solver, steps=3, adjoint=adjoint, evaluate=evaluate)
         grads.append(_gradients(small_config(weights=weights, depth=depth), tokens))
     for other in grads[1:]:

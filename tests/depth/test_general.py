@@ -218,6 +218,7 @@ def test_discretise_needs_a_number_of_steps(tokens):
         ({"solver": "tsit5", "max_steps": 10}, "this grid is fixed"),
         ({"solver": "tsit5", "rtol": 1e-3, "endpoint": "left"}, "do not use it"),
         ({"solver": "tsit5", "rtol": 1e-3, "adjoint": "reversible"}, "steps back along a fixed grid"),
+        ({"solver": "tsit5", "rtol": 1e-3, "adjoint": "selective"}, "keeps products for each step of a fixed grid"),
         ({"solver": "tsit5", "rtol": 1e-3, "evaluate": "batched"}, "times that are known in advance"),
         ({"solver": "tsit5", "rtol": 1e-3, "time_sampling": "jitter"}, "combined with random steps"),
         ({"solver": "tsit5", "rtol": 1e-3, "coupling": 0.9}, "no effect with tolerances"),

@@ -4,6 +4,7 @@ import itertools
 
 import numpy as np
 import pytest
+from matplotlib.text import Text
 
 from experiments import style
 from experiments.statistics import Interval
@@ -31,6 +32,27 @@ def test_names_stand_in_the_order_of_their_ends_and_apart(panel):
     heights = [panel.transData.transform(text.xyann)[1] for text in words]
     assert all(after - before > 10 for before, after in itertools.pairwise(heights))  # 7.5 points at 150 dpi are 15.6
     assert words[-1].xyann[1] == pytest.approx(2.0)  # nothing is near: at its own height
+
+
+@pytest.mark.parametrize("scale", ["linear", "log"])
+def test_names_stand_beside_the_panel_and_their_lines_end_before_them(panel, scale):
+    panel.set(xscale=scale, xlim=(1, 1000), ylim=(0, 3))
+    style.direct(
+        panel, {"one": (1000, 1.0), "two": (1000, 1.01)}, {name: {"color": "black"} for name in ("one", "two")}
+    )
+    panel.figure.draw_without_rendering()
+    right = panel.get_window_extent().x1
+    for text in panel.texts:
+        left = Text.get_window_extent(text).x0  # of the name without its line
+        assert right < left < right + 30
+        assert text.arrow_patch.get_window_extent().x1 <= left + 1
+
+
+def test_heights_move_as_little_as_possible():
+    assert style.apart([0.0, 5.0, 30.0], 10) == [-2.5, 7.5, 30.0]  # a pair moves up and down by the same
+    assert style.apart([0.0, 0.0, 0.0], 10) == [-10.0, 0.0, 10.0]
+    assert style.apart([0.0, 9.0, 12.0], 10) == pytest.approx([-3.0, 7.0, 17.0])  # what one pushes pushes the next
+    assert style.apart([], 10) == []
 
 
 def test_a_loss_stands_beside_what_counting_reaches(panel):

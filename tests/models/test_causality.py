@@ -41,7 +41,7 @@ def test_solvers_and_forms(solver, form):
 
 @pytest.mark.parametrize("weights", ["generated", "constant", "per_layer"])
 @pytest.mark.parametrize("evaluate", ["batched", "in_scan"])
-@pytest.mark.parametrize("adjoint", ["checkpoint", heavy("direct")])
+@pytest.mark.parametrize("adjoint", ["checkpoint", heavy("selective"), heavy("direct")])
 def test_weights_and_adjoints(weights, evaluate, adjoint):
     depth = DepthConfig(steps=3, evaluate=evaluate, adjoint=adjoint, endpoint="left")
     check(small_config(weights=weights, depth=depth, prelude_layers=1, coda_layers=1))

@@ -134,6 +134,40 @@ def test_recomputation(unrolled):
     assert 0.6 < ratio <= 1.0  # an upper bound: output projections are not needed again (a third of this block)
 
 
+def memory(adjoint, evaluate, weights="generated", steps=8):
+    """Temporary memory of a gradient."""
+    depth = DepthConfig(steps=steps, adjoint=adjoint, evaluate=evaluate)
+    computation, _ = lowered(config_of("gpt2", weights, depth=depth), backward=True)
+    return computation.compile().memory_analysis().temp_size_in_bytes
+
+
+def test_selective_recomputation_makes_no_product_with_weights_again():
+    """Before XLA simplifies. The loops' bodies are there once; products between positions are q k^T and that with v."""
+    counts = {}
+    for adjoint in ("direct", "selective", "checkpoint"):
+        depth = DepthConfig(steps=3, adjoint=adjoint)
+        config = config_of("gpt2_sequential", "per_layer", depth=depth)
+        computation, shape = lowered(config, backward=True)
+        counts[adjoint] = computation.as_text().count("dot_general")
+        if adjoint == "selective":
+            assert cost.flops(config, shape, VOCAB.size, LENGTH).recomputed == 3 * 4 * LENGTH * WIDTH
+    assert counts["selective"] - counts["direct"] == 2
+    assert counts["checkpoint"] - counts["selective"] == 3  # fused q, k, v; what attention gives; the MLP's first
+
+
+def test_selective_recomputation_stores_products_only():
+    """One step more takes 8 numbers of the width for each token: the state, queries, keys and values, and the MLP's
+    four; and W(t) only where it is batched."""
+    each = {
+        (adjoint, evaluate): (memory(adjoint, evaluate, steps=64) - memory(adjoint, evaluate, steps=32)) / 32
+        for adjoint, evaluate in (("selective", "in_scan"), ("checkpoint", "in_scan"), ("direct", "batched"))
+    }
+    state = 4 * BATCH * LENGTH * WIDTH
+    assert each["checkpoint", "in_scan"] == pytest.approx(state, rel=0.02)
+    assert each["selective", "in_scan"] == pytest.approx(8 * state, rel=0.02)
+    assert each["selective", "in_scan"] < 0.5 * each["direct", "batched"]
+
+
 @pytest.mark.parametrize(
     "config",
     [

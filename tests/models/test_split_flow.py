@@ -131,10 +131,10 @@ def test_analyses_read_the_steps_of_the_flow():
 
 
 def test_gradients_of_all_exact_adjoints_agree():
-    """checkpoint = direct = reversible on the reversible scheme, for all parameters and for x(0), in float64."""
+    """checkpoint = selective = direct = reversible, on the reversible scheme, for all parameters and x(0), float64."""
     found = []
     with jax.enable_x64(True):
-        for adjoint in ("checkpoint", "direct", "reversible"):
+        for adjoint in ("checkpoint", "selective", "direct", "reversible"):
             depth = DepthConfig(steps=3, adjoint=adjoint, coupling=0.99)
             model = build(small_config("basis", "split", depth))
             model = jax.tree.map(lambda a: jnp.asarray(a, jnp.float64) if is_float(a) else a, model)
