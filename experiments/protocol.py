@@ -8,6 +8,8 @@ from experiments.counts import Counts, about, reached
 from experiments.recipes import Recipe
 from experiments.texts import Text
 
+NAMES = {"gpt2": "GPT-2"}  # of tokenizers, as they are written
+
 
 @dataclass(kw_only=True)
 class Protocol:
@@ -45,7 +47,8 @@ class Protocol:
     @property
     def unit(self) -> str:
         """The unit of a loss."""
-        return "byte" if self.tokenizer == "byte" else f"{self.tokenizer.rpartition(':')[2]} token"
+        name = self.tokenizer.rpartition(":")[2]
+        return "byte" if name == "byte" else f"{NAMES.get(name, name)} token"
 
     def tokens_of(self, batches: int | None) -> str:
         """How much of a text is evaluated, in words."""

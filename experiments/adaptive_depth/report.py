@@ -142,7 +142,7 @@ def draw(record: AdaptiveDepth) -> Iterator[style.Named]:
             style.loss_axis(panel, f"validation text of {target}", "byte", s.n, counts[target], limits)
             style.curves(panel, own, looks)
         _differences(row[2], {key[2:]: at for key, at in minus.items() if key[:2] == (source, target)}, depths)
-        title = f"{source} to {target}: compared with tuned GPT-2"
+        title = f"{source} to {target}: against tuned GPT-2"
         row[2].set(title=title, ylim=apart, xlabel="layers of the flow when tuned")
         row[2].set_ylabel(f"flow minus GPT-2 on held-out text (nats per byte), n = {s.n}")
     yield "figure", figure

@@ -29,6 +29,16 @@ class ContinuityProtocol(Protocol, ContinuityConfig):
     read_at: list[int]
 
     @property
+    def round_depths(self) -> list[int]:
+        """The numbers of steps that divide L or are multiples of it."""
+        return [n for n in self.read_at if n % self.layers == 0 or self.layers % n == 0]
+
+    @property
+    def shown_at(self) -> list[int]:
+        """Those of the page's table, which has few columns."""
+        return self.read_at if len(self.read_at) <= 12 else self.round_depths
+
+    @property
     def rk4(self) -> Place:
         """The evaluation by another method, with L steps."""
         return "rk4", self.layers
@@ -97,7 +107,7 @@ def page(record: Continuity) -> Mapping[str, object]:
 
     work = {f"FLOPs to the loss of {p.reference}": lambda line: to_reference(line.what.arm)}
     columns = known("trained", "rate", "FLOPs"), against(p.reference), work, known("ms per step", "peak MiB")
-    places = {arm: [*record.places(arm), p.rk4] for arm in record.flows}
+    places = {arm: [*(record.at(arm, steps) for steps in p.shown_at), p.rk4] for arm in record.flows}
     rows = [[arm, own[0][0], *(f"{record.loss(arm, place).mean:.3f}" for place in own)] for arm, own in places.items()]
     return {
         "rates": f"{p.about_search}. {about_edges(found)}" if record.selection else f"{p.about_rates('each arm')}.",
@@ -107,7 +117,8 @@ def page(record: Continuity) -> Mapping[str, object]:
         "upwards": UPWARDS,
         "around": AROUND,
         "verdicts": _verdicts(record) if rows else None,
-        "readings": Table(["arm", "solver", *map(str, p.read_at), f"RK4 {p.layers}"], rows) if rows else None,
+        "readings": Table(["arm", "solver", *map(str, p.shown_at), f"RK4 {p.layers}"], rows) if rows else None,
+        "more": len(p.shown_at) < len(p.read_at) or None,
     }
 
 
@@ -178,7 +189,7 @@ def _depths(record: Continuity, shown: Mapping[str, list[str]]) -> Figure:
     for panel, (title, names) in zip(panels, shown.items(), strict=True):
         looks = style.series_of(names)
         panel.set_xscale("log", base=2)
-        panel.set_xticks([n for n in steps if n % p.layers == 0 or p.layers % n == 0])
+        panel.set_xticks(p.round_depths)
         panel.xaxis.set_major_formatter("{x:.0f}")
         panel.set(title=title, xlabel=f"steps, without training (trained with {p.layers})")
         style.losses(panel, p, "report", limits)
