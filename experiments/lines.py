@@ -82,6 +82,6 @@ def known(*titles: str) -> dict[str, Callable[[Line], Cell]]:
 def against(reference: str) -> dict[str, Callable[[Line], Cell]]:
     """Columns for the loss, and for its difference to that of the reference."""
     shown: dict[str, Callable[[Line], Cell]] = {"loss": lambda line: line.loss.mean}
-    shown |= {"SD": lambda line: "-" if line.loss.mean.n < 2 else f"{line.loss.mean.sd:.3f}"}
+    shown |= {"SD": lambda line: tables.number(line.loss.mean.sd, ".3f")}
     titles = (f"minus {reference}", "p (Holm)", "d_z")
     return shown | {title: lambda line, k=k: tables.difference_cells(line.loss)[k] for k, title in enumerate(titles)}

@@ -42,7 +42,7 @@ class Table:
     def _shown(self, name: str, cell: Cell) -> Cell:
         if name not in self.formats or not isinstance(cell, int | float):
             return cell
-        return "-" if math.isnan(cell) else format(cell, self.formats[name])
+        return number(cell, self.formats[name])
 
     def csv(self) -> str:
         """Numbers with all digits, empty for None; an interval in a column for each of its numbers."""
@@ -76,9 +76,9 @@ def bullets(lines: Iterable[str]) -> str:
     return "\n".join(f"- {line}" for line in lines)
 
 
-def number(x: float | None) -> str:
-    """Two digits; `-` for nan, empty for None."""
-    return "" if x is None else "-" if math.isnan(x) else f"{x:.2g}"
+def number(x: float | None, form: str = ".2g") -> str:
+    """In that format, by default two digits; `-` for nan, empty for None."""
+    return "" if x is None else "-" if math.isnan(x) else format(x, form)
 
 
 def count(n: float) -> str:

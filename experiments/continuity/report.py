@@ -18,6 +18,7 @@ from experiments.search import about_edges, tried
 from experiments.statistics import Contrast, Interval, interval
 from experiments.tables import Table, contrast_numbers
 
+COLUMNS = 12  # of a page's table, at most; a page with more depths shows those that divide L or are multiples of it
 UPWARDS, AROUND = 0.02, 0.05  # nats by which the loss of a flow may change, from L upwards and from L / 2 upwards
 
 
@@ -35,8 +36,8 @@ class ContinuityProtocol(Protocol, ContinuityConfig):
 
     @property
     def shown_at(self) -> list[int]:
-        """Those of the page's table, which has few columns."""
-        return self.read_at if len(self.read_at) <= 12 else self.round_depths
+        """The numbers of steps in the page's table."""
+        return self.read_at if len(self.read_at) <= COLUMNS else self.round_depths
 
     @property
     def rk4(self) -> Place:
