@@ -77,8 +77,8 @@ def zero(panel: Axes) -> None:
 
 
 def points(panel: Axes, x: Sequence[float], own: Sequence[Interval], **look: Any) -> None:
-    """Means with error bars for their intervals."""
-    panel.errorbar(x, [i.mean for i in own], yerr=[i.half for i in own], capsize=3, **look)
+    """Means with error bars for their intervals, above the labels of `level`."""
+    panel.errorbar(x, [i.mean for i in own], yerr=[i.half for i in own], capsize=3, zorder=4, **look)
 
 
 def seeds(panel: Axes, x: float, values: Sequence[float], colour: Any) -> None:

@@ -94,5 +94,5 @@ def _speed(rows: Rows, looks: style.Looks) -> Figure:
         panel.set_title(f"at {ROWS[row]}", fontsize=10)
         panel.grid(False, axis="x")
         panel.grid(axis="y", alpha=0.3)
-    across[0].set(ylabel="ms per training step: each seed, and the minimum", ylim=(0, None))
+    across[0].set(ylabel="ms per training step (line: minimum)", ylim=(0, None))
     return figure
