@@ -3,12 +3,12 @@
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from experiments.recipes import Changes, Recipe
 from experiments.texts import Builtin, Text, TextConfig
 from qkvflow.errors import UserError
-from qkvflow.ranges import Count
+from qkvflow.ranges import Count, Range
 
 
 @dataclass
@@ -146,10 +146,12 @@ class RatesConfig(StudyConfig):
         learning_rates: for each model, the rate with the lowest mean loss on the part `select` at the end of trainings
             with `selection_seeds` is used; a single rate is used as it is. If empty, that of each configuration.
         selection_seeds: distinct from `seeds`.
+        beyond_grid: maximum number of rates added to a grid with its best at an edge.
     """
 
     learning_rates: list[float] = field(default_factory=list)
     selection_seeds: list[int] = field(default_factory=lambda: [0])
+    beyond_grid: Annotated[int, Range(at_least=0)] = 0
 
     def check(self) -> None:
         super().check()

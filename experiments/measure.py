@@ -58,11 +58,10 @@ class Measure(Generic[T]):
         searched, chosen = self.search(arms)
         return self.all(reported(arms, self.config.seeds, chosen)), searched
 
-    def search(
-        self, arms: Sequence[Arm], beyond_grid: int = 0, trains: Trains = lambda job: True
-    ) -> tuple[list[T], dict[Hashable, float]]:
+    def search(self, arms: Sequence[Arm], trains: Trains = lambda job: True) -> tuple[list[T], dict[Hashable, float]]:
         """Trainings with all rates, and the selected rate of each group; a single rate is used as it is. A grid whose
-        best is at an edge grows there, by at most `beyond_grid` rates. Groups with missing trainings have no rate."""
+        best is at an edge grows there, by at most `config.beyond_grid` rates. Groups with missing trainings have no
+        rate."""
         rates, seeds = self.config.learning_rates, self.config.selection_seeds
         chosen = {arm.group: rates[0] for arm in arms if len(rates) == 1}
         fresh = selection(arms, rates, seeds)
@@ -73,7 +72,7 @@ class Measure(Generic[T]):
             missing |= {job.arm.group for job in fresh if job.name not in done}
             losses = {of: tried(r for job, r in found if job.arm.group == of) for of in groups if of not in missing}
             chosen = {of: best(own) for of, own in losses.items()}
-            more = {of: beyond(own) for of, own in losses.items() if len(own) < len(rates) + beyond_grid}
+            more = {of: beyond(own) for of, own in losses.items() if len(own) < len(rates) + self.config.beyond_grid}
             fresh = [Job.of(groups[of], seed, rate, False) for of, rate in more.items() if rate for seed in seeds]
         return [r for _, r in found], chosen
 

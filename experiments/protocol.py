@@ -75,4 +75,5 @@ class Protocol:
         if len(self.learning_rates) < 2:
             return rates or "that of each configuration, without a search"
         lowest = f"the lowest final loss on `select` with seeds {seeds}"
-        return f"the one of {rates} with {lowest}, for {each}"
+        grown = f", and of up to {self.beyond_grid} more while the best is at an edge," if self.beyond_grid else ""
+        return f"the one of {rates}{grown} with {lowest}, for {each}"

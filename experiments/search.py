@@ -3,12 +3,11 @@
 import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Annotated
 
 from experiments.config import RatesConfig
 from experiments.records import Training
 from qkvflow.errors import UserError
-from qkvflow.ranges import Count, Range
+from qkvflow.ranges import Count
 
 Tried = Mapping[float, float]  # rate -> mean final loss on the part `select`
 
@@ -19,12 +18,10 @@ class SearchConfig(RatesConfig):
 
     Attributes:
         search_width: `hidden_dim` of the search; null: a search at each width.
-        beyond_grid: maximum number of rates added to a grid with its best at an edge.
         transfer: a rate of the search is multiplied by (search_width / hidden_dim) ** transfer.
     """
 
     search_width: Count | None = None
-    beyond_grid: Annotated[int, Range(at_least=0)] = 0
     transfer: float = 0.5
 
     def check(self) -> None:

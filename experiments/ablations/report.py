@@ -13,6 +13,7 @@ from experiments.lines import Line, against, known, lines, table
 from experiments.measure import ReadTraining
 from experiments.protocol import Protocol
 from experiments.records import Record, by_seed
+from experiments.search import about_edges, tried
 from experiments.statistics import Contrast, contrasts
 from experiments.study import filled
 from experiments.tables import Cell, Table, bullets, contrast_numbers, difference_cells
@@ -107,10 +108,19 @@ def page(record: Ablations) -> Mapping[str, object]:
     first = p.tokens_of(p.read_batches or p.report_batches)
     return {
         "steps": " or ".join(map(str, p.steps)),
-        "rates": p.about_rates("each arm"),
+        "rates": f"{p.about_rates('each arm')}.{edges(record)}",
         "read": f"the {first}," if first else "all",
         "groups": "\n\n".join(_group(record, name) for name in p.groups),
     }
+
+
+def edges(record: Ablations) -> str:
+    """Which arms' best rates are at an edge, of grids that grow."""
+    if not record.selection or not record.protocol.beyond_grid:
+        return ""
+    of = {asked.model: arm for group in record.protocol.groups.values() for arm, asked in group.arms.items()}
+    found = {arm: tried(r for r in record.selection if r.model == model) for model, arm in of.items()}
+    return f" {about_edges(found)}"
 
 
 def files(record: Ablations) -> dict[str, Table]:

@@ -93,7 +93,7 @@ class Plan:
             jobs = reported([arm for arm in own if arm.group in rates], seeds, rates)
             make(stage, [arm for arm in own for _ in seeds], jobs, done.results, "to report")
 
-        done.selection, chosen = measure.search(self.search, config.beyond_grid, trains)
+        done.selection, chosen = measure.search(self.search, trains)
         grid = selection(self.search, config.learning_rates, config.selection_seeds)
         done.count(SEARCH, [job.arm.what.system for job in grid], done.selection)
         rates, checks = transferred(config, self.arms, chosen), self.checks()

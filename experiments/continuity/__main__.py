@@ -17,7 +17,7 @@ from experiments.study import Study
 def make(config: ContinuityConfig, run_dir: Path) -> Continuity:
     text = config.text.prepare(run_dir / "texts")
     measure = Measure(Trained, config, run_dir)
-    selection, rates = measure.search(arms(config, text, run_dir), config.beyond_grid)
+    selection, rates = measure.search(arms(config, text, run_dir))
     own = arms(config, text, run_dir, rates)
     with at_work(run_dir):
         whole = {a.what.arm: config.whole(a.what.arm, text, run_dir) for a in own}

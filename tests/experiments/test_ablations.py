@@ -65,6 +65,22 @@ def test_numbers_come_from_the_record_alone():
     assert len(files(record)["runs.csv"].rows) == 6
 
 
+def test_the_page_says_whose_best_rate_is_at_an_edge():
+    record = made_up()
+    one = record.results[0]
+    losses = {"a-0": {1e-3: 2.0, 3e-3: 1.9, 1e-2: 2.1}, "b-1": {1e-3: 2.0, 3e-3: 2.1, 1e-2: 2.2}}
+    selection = [
+        dataclasses.replace(one, model=model, learning_rate=rate, curve=[(1, loss)], select_loss=loss)
+        for model, own in losses.items()
+        for rate, loss in own.items()
+    ]
+    protocol = dataclasses.replace(record.protocol, learning_rates=[1e-3, 3e-3, 1e-2], beyond_grid=2)
+    text = STUDY.filled_page(dataclasses.replace(record, protocol=protocol, selection=selection))
+    assert "0.001, 0.003, 0.01, and of up to 2 more while the best is at an edge, with the lowest" in text
+    assert "for each arm. Still at an edge: two. The model after" in text
+    assert "edge" not in STUDY.filled_page(record)
+
+
 def test_arms_that_differ_in_a_key_and_in_their_rate_are_shown_by_both():
     arms = {f"{dim}_{rate:g}": (dim, rate) for rate in (3e-3, 1e-3) for dim in (16, 4)}
     models = {arm: {"weights": {"dim": dim}} for arm, (dim, _) in arms.items()}

@@ -122,8 +122,8 @@ def test_a_grid_grows_while_its_best_is_at_an_edge(tmp_path, trained, monkeypatc
         return Training(job.seed, job.rate, [(1, 1.0)], abs(math.log(job.rate / best[job.arm.label])), 0.1)
 
     monkeypatch.setattr(measure, "read_training", loss)
-    config = RatesConfig(learning_rates=[0.1, 0.2, 0.4], selection_seeds=[5, 6])
-    found, chosen = Measure(Trained, config, tmp_path).search([job(name, 1).arm for name in best], beyond_grid=3)
+    config = RatesConfig(learning_rates=[0.1, 0.2, 0.4], selection_seeds=[5, 6], beyond_grid=3)
+    found, chosen = Measure(Trained, config, tmp_path).search([job(name, 1).arm for name in best])
     assert chosen == pytest.approx({"inside": 0.2, "above": 1.6, "below": 0.025, "endless": 3.2})
     tried = {name: sorted({r.learning_rate for r in found if r.name == name}) for name in best}
     assert tried["inside"] == [0.1, 0.2, 0.4]
