@@ -64,6 +64,14 @@ def test_a_loss_stands_beside_what_counting_reaches(panel):
     assert [text.get_text() for text in panel.texts] == ["", "3-grams 1.70, 4-grams 1.70", "2-grams 2.40"]
 
 
+def test_lines_outside_the_axis_take_no_room(panel):
+    """A label far above would leave no layout: panels would cover each other."""
+    style.loss_axis(panel, "held-out text", "byte", 5, {"2": 9.0, "3": 1.9, "5": 1.0}, (1.5, 2.0))
+    assert [text.get_text() for text in panel.texts] == ["3-grams 1.90"]
+    panel.figure.canvas.draw()  # a failed layout is a warning, and warnings are errors
+    assert panel.get_tightbbox().y1 < panel.figure.bbox.y1
+
+
 def test_a_span_holds_all_intervals():
     own = [Interval(1.0, 0.5, 3), Interval(2.0, np.nan, 1), Interval(2.5, 0.1, 3)]
     low, high = style.span(own, [0.2])
