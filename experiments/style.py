@@ -108,9 +108,10 @@ def loss_axis(panel: Axes, what: str, unit: str, n: int | str, counts: Mapping[s
 
     counts: n -> their loss, counted in as much text as the models train on.
     """
-    shown = ((loss, size) for size, loss in counts.items() if size != "1" and limits[0] <= loss <= limits[1])
-    levels, words = sorted(shown), ""  # the label of a line outside would still take room
-    for (loss, size), (above, _) in itertools.pairwise([*levels, (np.inf, "")]):
+    # Constrained layout reserves space for every label, even for one of a line outside the axis.
+    inside = sorted((loss, size) for size, loss in counts.items() if size != "1" and limits[0] <= loss <= limits[1])
+    words = ""
+    for (loss, size), (above, _) in itertools.pairwise([*inside, (np.inf, "")]):
         words = ", ".join(filter(None, (f"{size}-grams {loss:.2f}", words)))
         is_near = above - loss < 0.025 * (limits[1] - limits[0])  # labels would overlap
         level(panel, loss, "" if is_near else words)

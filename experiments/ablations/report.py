@@ -108,19 +108,11 @@ def page(record: Ablations) -> Mapping[str, object]:
     first = p.tokens_of(p.read_batches or p.report_batches)
     return {
         "steps": " or ".join(map(str, p.steps)),
-        "rates": f"{p.about_rates('each arm')}.{edges(record)}",
+        "rates": p.about_rates("each arm"),
+        "edges": _edges(record),
         "read": f"the {first}," if first else "all",
         "groups": "\n\n".join(_group(record, name) for name in p.groups),
     }
-
-
-def edges(record: Ablations) -> str:
-    """Which arms' best rates are at an edge, of grids that grow."""
-    if not record.selection or not record.protocol.beyond_grid:
-        return ""
-    of = {asked.model: arm for group in record.protocol.groups.values() for arm, asked in group.arms.items()}
-    found = {arm: tried(r for r in record.selection if r.model == model) for model, arm in of.items()}
-    return f" {about_edges(found)}"
 
 
 def files(record: Ablations) -> dict[str, Table]:
@@ -134,6 +126,14 @@ def files(record: Ablations) -> dict[str, Table]:
         for ((solver, steps), arm), loss in readings(record, name).items():
             rows.append({"group": name, "arm": arm, "read": f"{solver} {steps}", **contrast_numbers(loss)})
     return {"summary.csv": Table.of(rows), "runs.csv": Table.of(map(vars, record.results))}
+
+
+def _edges(record: Ablations) -> str:
+    """The arms whose best rate is at an edge of a grid that could grow, in words."""
+    if not record.selection or not record.protocol.beyond_grid:
+        return ""
+    arms = {about.model: arm for asked in record.protocol.groups.values() for arm, about in asked.arms.items()}
+    return f" {about_edges({arm: tried(r for r in record.selection if r.model == of) for of, arm in arms.items()})}"
 
 
 def _group(record: Ablations, name: str) -> str:

@@ -65,7 +65,7 @@ def test_a_loss_stands_beside_what_counting_reaches(panel):
 
 
 def test_lines_outside_the_axis_take_no_room(panel):
-    """A label far above would leave no layout: panels would cover each other."""
+    """With a label far above the axis, matplotlib gives up its layout, and panels cover each other."""
     style.loss_axis(panel, "held-out text", "byte", 5, {"2": 9.0, "3": 1.9, "5": 1.0}, (1.5, 2.0))
     assert [text.get_text() for text in panel.texts] == ["3-grams 1.90"]
     panel.figure.canvas.draw()  # a failed layout is a warning, and warnings are errors
