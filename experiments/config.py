@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from experiments.recipes import Changes, Recipe
 from experiments.texts import Builtin, Text, TextConfig
 from qkvflow.errors import UserError
-from qkvflow.ranges import Count, Range
+from qkvflow.ranges import Count, Positive, Range
 
 
 @dataclass
@@ -65,8 +65,8 @@ class SeedsConfig(OutputConfig):
     seeds: list[int] = field(default_factory=lambda: [42, 123, 456, 789, 1011])
     seeds_at_once: Count = 1
     evaluations: Count = 20
-    select_batches: int | None = None
-    report_batches: int | None = None
+    select_batches: Count | None = None
+    report_batches: Count | None = None
     readings: str | None = None
     note: str = ""
 
@@ -149,12 +149,14 @@ class RatesConfig(StudyConfig):
         beyond_grid: maximum number of rates added to a grid with its best at an edge.
     """
 
-    learning_rates: list[float] = field(default_factory=list)
+    learning_rates: list[Positive] = field(default_factory=list)
     selection_seeds: list[int] = field(default_factory=lambda: [0])
     beyond_grid: Annotated[int, Range(at_least=0)] = 0
 
     def check(self) -> None:
         super().check()
+        if len(set(self.learning_rates)) < len(self.learning_rates):
+            raise UserError(f"`learning_rates` has a rate twice: {self.learning_rates}. Give each once")
         both = set(self.seeds) & set(self.selection_seeds)
         if len(self.learning_rates) > 1 and (both or not self.selection_seeds):
             raise UserError(

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import json
 import statistics
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -20,7 +21,7 @@ from levanter.models.lm_model import LmHeadModel
 
 from experiments.config import SeedsConfig
 from experiments.jobs import Arm, Job, Place, Places, at_once, at_work, reported, selection, train
-from experiments.records import Training, kept, stored
+from experiments.records import Training, asked_of, kept, stored
 from experiments.search import best, beyond, tried
 from experiments.texts import PARTS, Text
 from qkvflow.errors import UserError
@@ -29,8 +30,10 @@ from qkvflow.runs import load_run
 from qkvflow.runs.evaluate import RunEvaluator, on_other_text
 from qkvflow.runs.load import Run
 from qkvflow.tracking import read_metrics
+from qkvflow.training.finite import Diverged
 
 _SEQUENCES = 2  # for the causality test
+_OF_TRAINING = {"recipe": "other settings", "base": "another start", "text": "another text"}  # key of a record
 
 T = TypeVar("T", bound=Training)
 Trains = Callable[[Job], bool]
@@ -88,9 +91,14 @@ class Measure(Generic[T]):
     def all(self, jobs: Sequence[Job], why: str = "to report") -> list[T]:
         """The records of all trainings, with one line of progress for each. Trains missing runs first.
 
+        A training that only selects a learning rate may diverge: its record then has no loss.
+
         Raises:
-            UserError: a model sees the future, or an existing run has other settings.
+            UserError: a model sees the future, a reported training diverges, or an existing run or record is of other
+                settings.
         """
+        for job in jobs:
+            self._check_is_same(job)
         found, spent, worked = [], 0.0, 0.0
         left = {job.name: job.arm.flops for job in jobs if stored(*self._place(job)) is None}
         groups = at_once(jobs, self.config.seeds_at_once)
@@ -106,7 +114,8 @@ class Measure(Generic[T]):
                     worked, spent = worked + made, spent + took
                 rest = f", about {sum(left.values()) * spent / worked / 60:.0f} min left" if worked else ""
                 loss = found[-1].report_loss if job.is_reported else found[-1].select_loss
-                print(f"{number}/{len(jobs)}  {job.name}  loss {loss:.3f}  {took:.0f} s{rest}", file=terminal)
+                result = "diverged" if loss is None else f"loss {loss:.3f}"
+                print(f"{number}/{len(jobs)}  {job.name}  {result}  {took:.0f} s{rest}", file=terminal)
                 jax.clear_caches()
         return found
 
@@ -120,8 +129,24 @@ class Measure(Generic[T]):
             asked |= {"batches": self.config.report_batches, **(vars(arm.flow) if arm.flow else {}), **arm.asks}
         return self.config.kept_in(self.run_dir) / f"{job.name}.json", self.kind, asked
 
+    def _check_is_same(self, job: Job) -> None:
+        """Other measurements of a training replace its record; another training does not."""
+        path, _, asked = self._place(job)
+        before, whole = asked_of(path), json.loads(json.dumps(asked))
+        other = [words for key, words in _OF_TRAINING.items() if before and before.get(key) != whole[key]]
+        if other:
+            raise UserError(
+                f"{path} is the record of a training with {' and '.join(other)}. Nothing was changed. Give another"
+                " --run_dir or --readings, or remove this file if it is not needed"
+            )
+
     def _read(self, job: Job, group: Sequence[Job]) -> T:
-        _train([other for other in group if stored(*self._place(other)) is None], lanes=len(group))
+        try:
+            _train([other for other in group if stored(*self._place(other)) is None], lanes=len(group))
+        except Diverged:
+            if job.is_reported or len(group) > 1:
+                raise
+            return self.kind(**vars(job.arm.what), seed=job.seed, learning_rate=job.rate)  # without a loss
         arm, found = job.arm, vars(job.arm.what) | vars(read_training(job))
         if job.is_reported:
             run, evaluator = load_run(job.recipe.run.path), None

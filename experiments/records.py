@@ -56,7 +56,7 @@ class Training:
     """Measurements of any training. Studies add a description of their trainings, and other measurements.
 
     Attributes:
-        curve: [steps done, loss on the part `select`]; select_loss: its last value.
+        curve: [steps done, loss on the part `select`]; select_loss: its last value; None if the training diverged.
         seconds_per_step: the median, without the run's first step if it has more.
         causal_at: the positions at which it passed the causality test. report_loss: on the part `report`. Both are
             measured for reported trainings.
@@ -126,6 +126,13 @@ def kept(path: Path, cls: type[T], asked: object, make: Callable[[], T]) -> T:
         write_text(path, text + "\n")
         found = read(cls, json.loads(text)["found"])
     return found
+
+
+def asked_of(path: Path) -> dict[str, Any]:
+    """What the stored value of `kept` was made for; empty if there is none."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        return dict(json.loads(path.read_text())["asked"])
+    return {}
 
 
 def stored(path: Path, cls: type[T], asked: object) -> T | None:

@@ -1,5 +1,6 @@
 """The search of learning rates: at one width, on a grid that grows, transferred to other widths by a rule."""
 
+import math
 import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from experiments.records import Training
 from qkvflow.errors import UserError
 from qkvflow.ranges import Count
 
-Tried = Mapping[float, float]  # rate -> mean final loss on the part `select`
+Tried = Mapping[float, float]  # rate -> mean final loss on the part `select`; infinite if a training diverged
 
 
 @dataclass
@@ -54,7 +55,9 @@ def tried(trainings: Iterable[Training]) -> Tried:
     """In the order of rates."""
     found: dict[float, list[float]] = {}
     for training in trainings:
-        found.setdefault(training.learning_rate, []).append(training.select_loss)
+        loss = training.select_loss
+        is_finite = loss is not None and math.isfinite(loss)
+        found.setdefault(training.learning_rate, []).append(loss if is_finite else math.inf)
     return {rate: statistics.fmean(found[rate]) for rate in sorted(found)}
 
 

@@ -88,6 +88,8 @@ def interval(values: Sequence[float]) -> Interval:
     n = len(values)
     if n < 2:
         return Interval(values[0], math.nan, n)
+    if not all(map(math.isfinite, values)):  # a loss of a diverged model
+        return Interval(math.nan, math.nan, n)
     sd = statistics.stdev(values)
     # Not `stats.t.interval`: it rounds in a different order, and committed CSV files have all digits.
     t = float(stats.t.ppf(0.5 + LEVEL / 2, n - 1))

@@ -181,7 +181,8 @@ class Files(TextConfig):
 @TextConfig.register_subclass("builtin")
 @dataclass(frozen=True)
 class Builtin(TextConfig):
-    """text: one that ships with Python. Its validation split is halved."""
+    """text: one that ships with Python. Its validation split is halved; that of `library` between two files, so that
+    no file is in both halves."""
 
     text: Literal["topics", "library"] = "topics"
     title = property(lambda self: self.text)
@@ -193,8 +194,13 @@ class Builtin(TextConfig):
         return f"training split of {self.text}{source}", f"first {half}", f"second {half}"
 
     def contents(self) -> tuple[str, ...]:
-        train, validation = ("\n".join(documents_of(self.text, split)) for split in ("train", "validation"))
-        return train, *_cut(validation, len(validation) // 2)
+        train, validation = (list(documents_of(self.text, split)) for split in ("train", "validation"))
+        whole = "\n".join(validation)
+        if self.text == "topics":  # short documents
+            return "\n".join(train), *_cut(whole, len(whole) // 2)
+        ends = list(itertools.accumulate(len(document) + 1 for document in validation))
+        first = 1 + min(range(len(ends)), key=lambda k: abs(ends[k] - len(whole) // 2))
+        return tuple("\n".join(part) for part in (train, validation[:first], validation[first:]))
 
 
 @functools.cache

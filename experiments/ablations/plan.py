@@ -12,6 +12,7 @@ from experiments.recipes import Changes
 from experiments.texts import Text
 from qkvflow.depth import solver_by_name
 from qkvflow.errors import UserError
+from qkvflow.ranges import Count
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ class AblationsConfig(RatesConfig):
     base: str | None = None
     groups: dict[str, Group] = field(default_factory=dict)
     only: list[str] | None = None
-    read_batches: int | None = None
+    read_batches: Count | None = None
 
     @property
     def chosen(self) -> list[str]:

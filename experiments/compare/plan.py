@@ -112,6 +112,10 @@ class CompareConfig(SearchConfig):
                 self.more_seeds and not self.contrasts
             ),
             f"`more_seeds` must be others than `seeds` and `selection_seeds`, but has {sorted(of_seeds)}": of_seeds,
+            f"`more_seeds` has a seed twice: {self.more_seeds}": len(set(self.more_seeds)) < len(self.more_seeds),
+            f"`rows` is {self.rows}: {TIME} is read from trainings with equal steps, so add iso_step": (
+                TIME in self.rows and "iso_step" not in self.rows
+            ),
             f"`{', '.join(first)}`: of trainings with equal steps, so `rows` must have iso_step": (
                 first and "iso_step" not in self.rows
             ),

@@ -1,5 +1,6 @@
 """The searched learning rates, and whether those transferred to the width of the comparison are near the best."""
 
+import math
 from collections.abc import Mapping
 
 from experiments.compare.record import Comparison
@@ -27,9 +28,13 @@ def check_table(record: Comparison) -> Table | None:
 
 def _table(found: Mapping[str, Tried], ends: Mapping[str, list[Cell]], head: list[str]) -> Table | None:
     rates = sorted({rate for own in found.values() for rate in own})
-    rows = [[name, *(own.get(rate, "") for rate in rates), *ends[name]] for name, own in found.items()]
+    rows = [[name, *(_cell(own.get(rate)) for rate in rates), *ends[name]] for name, own in found.items()]
     names = [f"{rate:g}" for rate in rates]
     return Table(["model", *names, *head], rows, formats=dict.fromkeys(names, ".3f") | {"best": "g"}) if rows else None
+
+
+def _cell(loss: float | None) -> Cell:
+    return "" if loss is None else loss if math.isfinite(loss) else "diverged"
 
 
 def _end(record: Comparison, name: str, own: Tried) -> list[Cell]:

@@ -55,8 +55,9 @@ def law(found: ByWidth) -> Law | None:
 
 
 def laws(record: Comparison) -> dict[str, Law]:
-    """system -> its law, where it has one."""
-    found = {name: law(own) for name, own in record.by_width().items()}
+    """system -> its law, where all its widths are there."""
+    whole = {name: own for name, own in record.by_width().items() if set(own) >= set(record.protocol.widths)}
+    found = {name: law(own) for name, own in whole.items()}
     return {name: own for name, own in found.items() if own is not None}
 
 

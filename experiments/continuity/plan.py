@@ -41,7 +41,7 @@ class ContinuityConfig(SearchConfig):
     beyond_grid: Annotated[int, Range(at_least=0)] = 4
     layers: Count = 12
     depths: list[Count] | None = None
-    read_batches: int | None = None
+    read_batches: Count | None = None
 
     @property
     def chosen(self) -> list[str]:

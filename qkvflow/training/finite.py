@@ -78,7 +78,11 @@ class TooManyBadSteps(Exception):
     """More steps in a row were not finite than may be skipped."""
 
 
-def stopped_at(step: int, what: str, data: str, last_checkpoint: int | None, limit: int) -> UserError:
+class Diverged(UserError):
+    """Training ended because its loss, or its gradient, is not finite."""
+
+
+def stopped_at(step: int, what: str, data: str, last_checkpoint: int | None, limit: int) -> Diverged:
     """What to tell when training ends because of a step that is not finite.
 
     Args:
@@ -90,7 +94,7 @@ def stopped_at(step: int, what: str, data: str, last_checkpoint: int | None, lim
     kept = "there is no checkpoint yet" if last_checkpoint is None else f"the last checkpoint is step-{last_checkpoint}"
     row = f", as in the {limit} steps before it, which were skipped" if limit else ""
     skip = "" if limit else ". To skip single steps of this kind: `max_skipped_steps: 10` (with --accept_changes true)"
-    return UserError(
+    return Diverged(
         f"the training loss, or its gradient, is {what} at step {step}{row} ({data}); {kept}. {_REMEDIES}{skip}"
     )
 

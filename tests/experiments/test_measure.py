@@ -19,6 +19,7 @@ from experiments.measure import Measure, check_causality
 from experiments.recipes import Recipe
 from experiments.records import Training
 from qkvflow.errors import UserError
+from qkvflow.training.finite import Diverged
 
 
 @dataclass(frozen=True)
@@ -87,10 +88,50 @@ def test_readings_alone_are_enough_and_only_for_what_they_are(tmp_path, trained)
         ({}, job("a", 1)),
         ({}, job("a", 1, places=3)),
         ({"report_batches": 8}, job("a", 1)),
-        ({}, job("a", 2)),
     ):
         reader(tmp_path / "here", **config).all([other])
-    assert names == ["a", "b", *"aaaa"]
+    assert names == ["a", "b", *"aaa"]
+
+
+def test_the_record_of_another_training_is_not_replaced(tmp_path, trained):
+    names, _ = trained
+    path = tmp_path / "readings" / "a-lr0.1-seed3.json"
+    reader(tmp_path).all([job("a", 1)])
+    before = path.read_text()
+    with pytest.raises(UserError, match=r"a-lr0\.1-seed3\.json is the record of a training with other settings"):
+        reader(tmp_path).all([job("b", 1), job("a", 2)])
+    assert names == ["a"], "refused before any work"
+    path.write_text(before.replace('"text": {}', '"text": {"train": "0a"}'))
+    with pytest.raises(UserError, match=r"with another text\. Nothing was changed"):
+        reader(tmp_path).all([job("a", 1)])
+    assert path.read_text() != before
+
+
+@pytest.mark.parametrize("rate", [0.1, 0.2, 0.4])
+def test_a_rate_that_diverges_is_no_choice_and_stops_no_search(tmp_path, trained, monkeypatch, rate):
+    """Nor is a training repeated that diverged; one that is to be reported ends the study."""
+    tried = []
+
+    def train(*recipes, lanes):
+        tried.append(recipes[0].rate)
+        if recipes[0].rate >= rate:
+            raise Diverged("the training loss is infinite")
+
+    def read(job: Job) -> Training:
+        return Training(job.seed, job.rate, [(1, 1.0)], 1 / job.rate, 0.1)
+
+    monkeypatch.setattr(measure, "train", train)
+    monkeypatch.setattr(measure, "read_training", read)
+    config = RatesConfig(learning_rates=[0.1, 0.2, 0.4], selection_seeds=[5], beyond_grid=2)
+    found, chosen = Measure(Trained, config, tmp_path).search([job("a", 1).arm])
+    assert chosen == {"a": pytest.approx(rate / 2)}
+    assert sum(r.select_loss is None for r in found) == sum(r >= rate for r in tried) > 0
+    assert "a-lr0.4-seed5  diverged  0 s" in trained[1].getvalue()
+    before = len(tried)
+    assert Measure(Trained, config, tmp_path).search([job("a", 1).arm]) == (found, chosen)
+    assert len(tried) == before
+    with pytest.raises(Diverged):
+        Measure(Trained, config, tmp_path).all([Job.of(job("a", 1).arm, 3, 0.5)])
 
 
 def test_seeds_at_once_are_those_of_an_arm_without_readings(tmp_path, trained, monkeypatch):

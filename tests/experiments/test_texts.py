@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from experiments.texts import PARTS, Builtin, Files, HuggingFace, Shakespeare, WikiText2
+from qkvflow.data.builtin import documents_of
 from qkvflow.errors import UserError
 
 
@@ -21,6 +22,15 @@ def test_texts_are_cut_at_line_ends_and_nothing_is_lost(tmp_path):
     for text in (wiki, play, Builtin().prepare(tmp_path), Builtin("library").prepare(tmp_path)):
         assert all(text.read(part).endswith("\n") for part in ("select", "report"))
         assert len({text.hash(part) for part in PARTS}) == 3
+
+
+def test_no_file_of_the_library_is_in_two_parts():
+    files, parts = list(documents_of("library", "validation")), Builtin("library").contents()
+    assert "\n".join(parts[1:]) == "\n".join(files)
+    assert [sum(file in part for part in parts[1:]) for file in files if len(file) > 2000] == [1] * sum(
+        len(file) > 2000 for file in files
+    )
+    assert len(parts[1]) == pytest.approx(len(parts[2]), rel=0.1)
 
 
 def test_text_is_written_once(tmp_path):
