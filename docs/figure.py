@@ -1,9 +1,9 @@
 """Draws what lies in docs/assets: flow.png, the figure of the README (what a flow is), depths.png and anytime.png.
 
-    python docs/figure.py
+    PYTHONPATH=. python docs/figure.py
 
 Left: a toy field, solved with few and with many steps. Right: losses from the committed results of an ablation.
-The others: readings of three trained flows at many depths (docs/assets/depths.json); loss and speed of one of them at
+The others: readings of three trained flows at many depths, and losses of n-grams (docs/assets/depths.json); loss and speed of one of them at
 fewer steps, with exits and with drafts (docs/assets/anytime.json, written by experiments.bench.anytime).
 """
 
@@ -15,29 +15,33 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from experiments.statistics import interval
+from experiments import style
+from experiments.ablations.report import Ablations, readings
+from experiments.records import read
+from experiments.statistics import Interval
 from experiments.style import COLOURS, LINES, MARKS
 
 ROOT = Path(__file__).parents[1]
-RESULTS = ROOT / "experiments" / "ablations" / "results_600_steps" / "results.json"
+RESULTS = ROOT / "experiments" / "ablations" / "results_jitter" / "results.json"
 TARGET = ROOT / "docs" / "assets" / "flow.png"
-GROUP, TRAINED_AT = "time_sampling", 6
-ARMS = {"fixed": "trained on one grid", "jitter": "trained on jittered grids"}
+TRAINED_AT = 6
+ARMS = {  # (group, arm) -> its name here
+    ("jitter_generated", "generated"): "generated weights",
+    ("jitter_basis", "basis_4"): "4 smooth functions",
+    ("jitter_basis", "basis_4_jitter"): "4 functions, jitter",
+}
 
 
-def losses(record: dict) -> dict[str, list[tuple[int, float, float]]]:
-    """Of each arm (steps, mean, half of the 95 % interval) of Euler's method, over the seeds."""
-    arms = record["protocol"]["groups"][GROUP]["arms"]
+def losses(record: Ablations) -> dict[str, tuple[list[int], list[Interval]]]:
+    """Of each arm steps of Euler's method, and the loss with so many."""
     found = {}
-    for arm in ARMS:
-        by_steps: dict[int, list[float]] = {}
-        for result in record["results"]:
-            if result["model"] == arms[arm]["model"]:
-                for reading in result["readings"]:
-                    if reading["solver"] == "euler":
-                        by_steps.setdefault(reading["steps"], []).append(reading["loss"])
-        own = {steps: interval(values) for steps, values in sorted(by_steps.items())}
-        found[arm] = [(steps, i.mean, i.half) for steps, i in own.items()]
+    for (group, arm), name in ARMS.items():
+        own = {
+            steps: c.mean
+            for ((solver, steps), a), c in readings(record, group).items()
+            if (solver, a) == ("euler", arm)
+        }
+        found[name] = list(own), list(own.values())
     return found
 
 
@@ -57,22 +61,24 @@ def euler(steps: int) -> np.ndarray:
 
 def draw() -> Figure:
     """The figure."""
-    record = json.loads(RESULTS.read_text())
-    figure, (left, right) = plt.subplots(1, 2, figsize=(9.5, 3.4), dpi=150, layout="constrained")
+    record = read(Ablations, json.loads(RESULTS.read_text()))
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10.2, 3.6), dpi=150, layout="constrained")
     _flow(left)
-    for k, (arm, rows) in enumerate(losses(record).items()):
-        steps, means, halves = np.array(rows).T
-        right.plot(steps, means, color=COLOURS[k], linestyle=LINES[k], marker=MARKS[k], label=ARMS[arm])
-        right.fill_between(steps, means - halves, means + halves, color=COLOURS[k], alpha=0.15, linewidth=0)
-    right.axvline(TRAINED_AT, color="grey", linewidth=0.8, linestyle=":")
-    right.annotate("training depth", (TRAINED_AT, 4.9), (6.4, 4.9), color="grey", fontsize=8)
-    right.set(xscale="log", xlabel="Euler steps, without further training", ylabel="loss (nats per byte)")
+    found = losses(record)
+    looks = style.series_of(found)
+    right.set(xscale="log", xlabel="Euler steps, without further training")
     right.set_xticks([3, 4, 6, 8, 12, 24], ["3", "4", "6", "8", "12", "24"], minor=False)
     right.set_xticks([], minor=True)
     right.set_title("One trained model, evaluated at other depths", fontsize=10)
-    right.legend(frameon=False, fontsize=8)
+    limits = style.span(
+        [own for _, losses in found.values() for own in losses], counts=[record.protocol.counts["report"]]
+    )
+    style.losses(right, record.protocol, "report", limits)
+    right.axvline(TRAINED_AT, color="grey", linewidth=0.8, linestyle=":")
+    right.annotate("training depth", (TRAINED_AT, 5.0), (6.3, 5.0), color="grey", fontsize=8)
     for panel in (left, right):
         panel.spines[["top", "right"]].set_visible(False)
+    style.curves(right, found, looks)
     return figure
 
 
@@ -99,17 +105,26 @@ def _flow(panel: Axes) -> None:
 
 def draw_depths() -> Figure:
     """Trained flows, evaluated at other depths."""
-    readings = json.loads((TARGET.parent / "depths.json").read_text())["readings"]
-    figure, panel = plt.subplots(figsize=(6.0, 3.2), dpi=150, layout="constrained")
-    for k, (name, rows) in enumerate(readings.items()):
-        steps, losses = zip(*((row["steps"], row["loss"]) for row in rows), strict=True)
+    record = json.loads((TARGET.parent / "depths.json").read_text())
+    figure, panel = plt.subplots(figsize=(6.0, 3.8), dpi=150, layout="constrained")
+    found = {name: [(row["steps"], row["loss"]) for row in rows] for name, rows in record["readings"].items()}
+    _losses(panel, [loss for rows in found.values() for _, loss in rows])
+    for k, (name, rows) in enumerate(found.items()):
+        steps, losses = zip(*rows, strict=True)
         panel.plot(steps, losses, color=COLOURS[k], linestyle=LINES[k], marker=MARKS[k], label=name)
-    panel.set(xscale="log", xlabel="Euler steps", ylabel="loss (nats per byte), n = 1")
+    panel.set(xscale="log", xlabel="Euler steps")
     panel.set_xticks(steps, [str(step) for step in steps], minor=False)
     panel.set_xticks([], minor=True)
     panel.legend(frameon=False, fontsize=8)
     panel.spines[["top", "right"]].set_visible(False)
     return figure
+
+
+def _losses(panel: Axes, found: list[float]) -> None:
+    """An axis of losses of one training on the text of the quickstart."""
+    counts = json.loads((TARGET.parent / "depths.json").read_text())["counts"]
+    limits = style.span([], found)
+    style.loss_axis(panel, "validation text", "byte", 1, counts, limits)
 
 
 KINDS = {"steps": "fewer steps", "exit": "exits", "draft": "drafts"}
@@ -118,7 +133,7 @@ KINDS = {"steps": "fewer steps", "exit": "exits", "draft": "drafts"}
 def draw_anytime() -> Figure:
     """Loss and speed of one flow against the evaluations that a token makes."""
     rows = json.loads((TARGET.parent / "anytime.json").read_text())["readings"]
-    figure, panels = plt.subplots(1, 2, figsize=(9.5, 3.2), dpi=150, layout="constrained")
+    figure, panels = plt.subplots(1, 2, figsize=(9.5, 3.8), dpi=150, layout="constrained")
     for k, (kind, name) in enumerate(KINDS.items()):
         own = sorted((row for row in rows if row["kind"] == kind), key=lambda row: row["evaluations"])
         look = {"color": COLOURS[k], "linestyle": LINES[k], "marker": MARKS[k], "label": name}
@@ -126,7 +141,7 @@ def draw_anytime() -> Figure:
         panels[0].plot(x, [row["loss"] for row in own], **look)
         below, above = ([abs(row["speed"] - row[key]) for row in own] for key in ("speed_low", "speed_high"))
         panels[1].errorbar(x, [row["speed"] for row in own], yerr=[below, above], capsize=3, **look)
-    panels[0].set(ylabel="loss (nats per byte), n = 1")
+    _losses(panels[0], [row["loss"] for row in rows])
     panels[1].set(ylabel="tokens/s relative to the full depth")
     shares = np.linspace(min(row["evaluations"] for row in rows), full := max(row["evaluations"] for row in rows))
     panels[1].plot(shares, full / shares, color="grey", linewidth=0.8, linestyle=":", label="in proportion")

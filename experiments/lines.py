@@ -60,10 +60,14 @@ COLUMNS: dict[str, Callable[[Line], Cell]] = {
 
 
 def lines(
-    trained: Mapping[str, Sequence[Training]], reference: str, costs: Mapping[str, Sized], steps: Mapping[str, int] = {}
+    trained: Mapping[str, Sequence[Training]],
+    reference: str,
+    costs: Mapping[str, Sized],
+    steps: Mapping[str, int] = {},
+    planned: int = 0,
 ) -> dict[str, Line]:
-    """name -> its line."""
-    losses = contrasts({name: by_seed(own) for name, own in trained.items()}, lambda name: reference)
+    """name -> its line. planned: size of the family of tests, if some are missing."""
+    losses = contrasts({name: by_seed(own) for name, own in trained.items()}, lambda name: reference, planned)
     return {name: Line(own, losses[name], costs[name], steps.get(name, 0)) for name, own in trained.items()}
 
 

@@ -18,6 +18,7 @@ class Protocol:
     Attributes:
         parts: description of each part of the text; bytes: of each. counts: `select` or `report` -> losses of n-grams
             counted in the first `counted` tokens of the part `train`, as many as a model trains on.
+        known: number of tokens of the part `train`; None in older records, whose tokens are bytes.
     """
 
     text: str
@@ -27,6 +28,7 @@ class Protocol:
     tokens_per_step: int
     counted: int
     counts: dict[str, Counts]
+    known: int | None = None
 
     @classmethod
     def of(cls, config: StudyConfig, text: Text, recipe: Recipe, **more: Any) -> Self:
@@ -37,6 +39,7 @@ class Protocol:
         """
         known = {"text": text.name, "parts": config.text.parts, "bytes": text.sizes(), "tokens_per_step": recipe.tokens}
         known |= {"tokenizer": recipe.config.data.tokenizer, "counted": recipe.steps * recipe.tokens}
+        known |= {"known": len(recipe.tokenizer().encode(text.read("train")))}
         return cls(**config.rules() | known | more, counts=reached(config.batches, recipe, text))
 
     @property
@@ -66,7 +69,10 @@ class Protocol:
 
     @property
     def about_counts(self) -> str:
+        known = self.bytes["train"] if self.known is None else self.known
         words = f"counted in the first {self.counted:,} tokens of the training text, as many as a model is trained on"
+        if self.counted > known:
+            words = f"counted in all {known:,} tokens of the training text (a model is trained on {self.counted:,})"
         return f"n-grams, {words}, reach {about(self.counts['report'])} on the part `report`"
 
     def about_rates(self, each: str) -> str:

@@ -121,17 +121,21 @@ def equivalence(difference: Difference, margin: float) -> Equivalence:
     return Equivalence(float(p), difference.mean - half, difference.mean + half)
 
 
-def contrasts(values: Mapping[K, Mapping[int, float]], reference: Callable[[K], K]) -> dict[K, Contrast]:
+def contrasts(
+    values: Mapping[K, Mapping[int, float]], reference: Callable[[K], K], planned: int = 0
+) -> dict[K, Contrast]:
     """Compares each of `values` (seed -> value) with another of them, `reference` of its key.
 
-    All tests together are the family for Holm's correction. Without common seeds there is no test.
+    All tests together are the family for Holm's correction; with `planned`, so many, those that are missing included.
+    Without common seeds there is no test.
     """
     against = {
         key: paired(own, values[reference(key)])
         for key, own in values.items()
         if reference(key) != key and own.keys() & values.get(reference(key), {}).keys()
     }
-    corrected = dict(zip(against, holm([difference.p for difference in against.values()]), strict=True))
+    missing = [math.nan] * (planned - len(against))
+    corrected = dict(zip(against, holm([*(difference.p for difference in against.values()), *missing]), strict=False))
     means = {key: interval(list(own.values())) for key, own in values.items()}
     return {key: Contrast(mean, against.get(key), corrected.get(key)) for key, mean in means.items()}
 

@@ -30,6 +30,11 @@ class ContinuityProtocol(Protocol, ContinuityConfig):
     read_at: list[int]
 
     @property
+    def family(self) -> int:
+        """Number of tests of the plan."""
+        return len(self.arms) - 1
+
+    @property
     def round_depths(self) -> list[int]:
         """The numbers of steps that divide L or are multiples of it."""
         return [n for n in self.read_at if n % self.layers == 0 or self.layers % n == 0]
@@ -61,9 +66,9 @@ class Continuity(Record):
 
     @property
     def lines(self) -> dict[str, Line]:
-        """arm -> its line; all arms are one family of tests."""
-        trained = {arm: self.of(arm=arm) for arm in self.costs}
-        return lines(trained, self.protocol.reference, self.costs, dict.fromkeys(self.costs, self.protocol.steps))
+        """arm -> its line; all arms of the plan, missing ones included, are one family of tests."""
+        p, trained = self.protocol, {arm: self.of(arm=arm) for arm in self.costs}
+        return lines(trained, p.reference, self.costs, dict.fromkeys(self.costs, p.steps), p.family)
 
     @property
     def flows(self) -> list[str]:

@@ -7,9 +7,11 @@ from dataclasses import dataclass, field
 from experiments import style
 from experiments.counts import Counts, about
 from experiments.records import Record, Training, by_seed
-from experiments.statistics import Contrast, Interval, contrasts, interval, paired
+from experiments.statistics import Contrast, Interval, contrasts, interval
 from experiments.steering.plan import Named, SteeringConfig
-from experiments.tables import Table, bullets, count, difference_cells, number
+from experiments.tables import Table, bullets, count, difference_cells
+
+AGAINST_TOKEN = "steered minus token"
 
 
 @dataclass(kw_only=True)
@@ -92,18 +94,21 @@ class Steering(Record):
 
 
 def accuracies(record: Steering) -> dict[str, Contrast]:
-    """Accuracy of the samples, against chance; the arms are one family of tests."""
+    """Accuracy of the samples, against chance, and of `steered` against `token`; one family of tests."""
     own = {arm: by_seed(record.of(arm=arm), lambda r: r.accuracy) for arm in record.arms}
-    return contrasts({**own, "chance": dict.fromkeys(record.protocol.seeds, 0.5)}, lambda arm: "chance")
+    own["chance"] = dict.fromkeys(record.protocol.seeds, 0.5)
+    if "token" in own:
+        own[AGAINST_TOKEN] = own["steered"]
+    return contrasts(own, lambda arm: "token" if arm == AGAINST_TOKEN else "chance")
 
 
 def against_token(record: Steering) -> str | None:
     """Accuracy of the samples, steered minus token, in words; None in a record without the latter."""
     if "token" not in record.arms:
         return None
-    own, other = (by_seed(record.of(arm=arm), lambda r: r.accuracy) for arm in ("steered", "token"))
-    found = paired(own, other)
-    return f"{found} (p = {number(found.p)}; one test, n = {found.n})"
+    found = accuracies(record)
+    difference, p = difference_cells(found[AGAINST_TOKEN])[:2]
+    return f"{difference} (p = {p}; family of {len(found) - 1}, n = {record.protocol.n})"
 
 
 def losses(record: Steering) -> dict[tuple[str, str], Contrast]:

@@ -16,7 +16,7 @@ from experiments.steering.__main__ import STUDY, upper_bound
 from experiments.steering.controls import TOKENS, between, cut, sequences, token_of, training_records
 from experiments.steering.judge import Judge, K, NgramModel, pieces_of
 from experiments.steering.plan import ARMS, SteeringConfig, arms
-from experiments.steering.report import Steering, accuracies, draw, files, losses
+from experiments.steering.report import AGAINST_TOKEN, Steering, accuracies, draw, files, losses
 from experiments.texts import Builtin, Text, write_new
 from qkvflow.errors import UserError
 
@@ -211,14 +211,14 @@ def test_a_record_with_control_tokens_has_nothing_between_the_texts():
     record, without = made_up(token=token), made_up()
     text = STUDY.filled_page(record)
     versus = paired(dict(enumerate((0.8, 0.9, 0.9))), dict(enumerate(token)))
-    assert f"Steered minus token: {versus} (p = {versus.p:.2g}; one test, n = 3)." in text
+    p_holm = holm([own.difference.p for own in accuracies(record).values() if own.difference])[-1]
+    assert f"Steered minus token: {versus} (p = {p_holm:.2g}; family of 4, n = 3)." in text
     assert "| token | 0.183 ± 0.313 | | 0.817 ± 0.313 | 0.500 ± 0.000 |" in text
     assert f"`token`: {ARMS['token']} (0.93M parameters)." in text
     assert "| token | wrong | 2.817 ± 0.313 | 0.817 ± 0.313 |" in text
     family, fewer = (accuracies(one) for one in (record, without))
-    assert [own.p_holm for arm, own in family.items() if arm != "chance"] == holm(
-        [family[arm].difference.p for arm in record.arms]
-    )
+    tests = [*record.arms, AGAINST_TOKEN]
+    assert [family[arm].p_holm for arm in tests] == holm([family[arm].difference.p for arm in tests])
     assert family["steered"].p_holm > fewer["steered"].p_holm
     ((_, figure),) = draw(record)
     lines = [bars.lines[0] for bars in figure.axes[0].containers]
