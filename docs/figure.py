@@ -3,8 +3,9 @@
     PYTHONPATH=. python docs/figure.py
 
 Left: a toy field, solved with few and with many steps. Right: losses from the committed results of an ablation.
-The others: readings of three trained flows at many depths, and losses of n-grams (docs/assets/depths.json); loss and speed of one of them at
-fewer steps, with exits and with drafts (docs/assets/anytime.json, written by experiments.bench.anytime).
+The others: readings of three trained flows at many depths, and losses of n-grams (docs/assets/depths.json); loss and
+speed of one of them at fewer steps, with exits and with drafts (docs/assets/anytime.json, written by
+experiments.bench.anytime).
 """
 
 import json

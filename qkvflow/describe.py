@@ -122,7 +122,7 @@ def main(config: DescribeConfig) -> None:
             if shape is not None:
                 size = None if config.vocab_size and run is None else train.vocab_size
                 with progress.phase(f"Compiling {name} for {target or f'{shape.devices} devices'}"):
-                    sized = dataclasses.replace(train, vocab_size=size)
+                    sized = dataclasses.replace(_served(train) if config.serve else train, vocab_size=size)
                     reports[name] = describe_mesh(sized, vocab, shape, run, target, slots, config.dtype)
                 columns[name] |= reports[name].sections()
 
@@ -162,6 +162,14 @@ def _read(path: str, overrides: list[str]) -> tuple[TrainConfig, Start | None]:
         if "mode" in read_yaml(Path(path)):
             return finetune_start(parse(FinetuneConfig, words)[0])
     return parse(TrainConfig, words)[0], None
+
+
+def _served(config: TrainConfig) -> TrainConfig:
+    """The configuration with its model as it is read outside training."""
+    if not isinstance(config.model, NeuralOdeConfig) or not config.model.training_plans:
+        return config
+    settled = {"mode": None} if isinstance(config, FinetuneConfig) else {}  # else `model` would be derived again
+    return dataclasses.replace(config, model=config.model.reading, **settled)
 
 
 def _changed(
@@ -207,7 +215,7 @@ def describe(config: TrainConfig, vocab_size: int, start: Start | None = None) -
     trainable = True if start is None else start.trainable(stored)
     share = TrainedShare.of(stored, trainable, config.build_optimizer())
     config_of_ours, ours = enter_config(model_config), enter(shape)
-    flops = cost.flops(config_of_ours, ours, vocab_size, length)
+    flops = cost.flops(config_of_ours.reading, ours, vocab_size, length)
     cache = cost.kv_cache_width(config_of_ours)
     batch = trainer.batch_schedule.batch_size_at_step(0)
     return {
@@ -316,11 +324,10 @@ def arguments(argv: Sequence[str]) -> list[str]:
 def _evaluations(config) -> dict[str, Value]:
     rows: dict[str, Value] = {"per token": cost.evaluations(config)}
     around = config.prelude_layers + config.coda_layers
-    if len(config.stages) > 1:
-        counts = [str(stage.plan.evaluations + around) for stage in config.stages]
+    if len(config.stages) > 1 or config.training_plans:
+        each = [stage.training_plans or (stage.plan,) for stage in config.stages]
+        counts = (" or ".join(str(plan.evaluations + around) for plan in plans) for plans in each)
         rows["per token, in training"] = " then ".join(counts)
-    elif config.training_plans:
-        rows["per token, in training"] = " or ".join(str(p.evaluations + around) for p in config.training_plans)
     return rows
 
 
@@ -329,7 +336,7 @@ def _by_stage(config, vocab_size: int, length: int) -> dict[str, Value]:
     if len(config.stages) == 1:
         return {}
     flops = (stage.flops_per_token(vocab_size, length) for stage in config.stages)
-    return {"forward, in training": " then ".join(_cell(f) for f in flops)}
+    return {"forward, in training": " then ".join(_cell(float(f)) for f in flops)}
 
 
 def _discretised(model: NeuralOdeLMHeadModel) -> dict[str, Value]:

@@ -60,7 +60,7 @@ class EvalConfig:
         batch_size: sequences at a time; as in training by default.
         data: keys that replace those of the run's `data`: `--data.validation FILE` evaluates on another text.
         continuity: is the flow a solution of its ODE? Evaluates it at L, 2L and 4L steps, and with Heun's method and
-            RK4 (`qkvflow.models.continuity`); not with `steps` and `solver`.
+            RK4 (`qkvflow.models.continuity`); not with `steps` and `solver`, nor for `step_size: residual`.
         tasks: tasks of lm-evaluation-harness, `piqa` or `lambada_openai,piqa`, instead of the loss; `batch_size` then
             counts their texts, 8 by default.
         tasks_folder: folder with YAML files of additional tasks.
@@ -278,7 +278,7 @@ def _tell_exits(run: Run, readings: list[ExitReading], suffix: str) -> list[Exit
 def _continuity(run: Run, config: EvalConfig, progress: Progress) -> Continuity:
     if not isinstance(run.model, NeuralOdeLMHeadModel):
         raise UserError(f"{config.run} is not a flow but a Levanter model: --continuity only applies to flows")
-    ways(run.model)  # refuses ordinary layers before any text is read
+    ways(run.model)  # refuses what has no finer grid before any text is read
     evaluator = RunEvaluator(run, config.batch_size, config.max_eval_batches)
     with contextlib.ExitStack() as phases:
 

@@ -7,6 +7,7 @@ training looks once more, for configurations that were made in Python.
 import dataclasses
 import functools
 import math
+import numbers
 import types
 import typing
 from collections.abc import Iterator, Mapping
@@ -75,8 +76,13 @@ def out_of_range(value: Any, table: Table | None = None, path: str = "") -> str 
 def field_out_of_range(cls: type, values: Mapping[str, Any], table: Table | None = None, path: str = "") -> str | None:
     """The same for values that fields of a dataclass are to have."""
     for name, value in values.items():
-        limits = [*_ranges(field_types(cls)[name]), *_foreign(cls, name, table or {})]
-        for where, part in _parts(value, f"{path}.{name}" if path else name):
+        hint, place = field_types(cls)[name], f"{path}.{name}" if path else name
+        limits, kinds = [*_ranges(hint), *_foreign(cls, name, table or {})], _kinds(hint)
+        if _is_whole(hint) and (isinstance(value, bool) or not isinstance(value, numbers.Integral)):
+            return _not_whole(place, value)
+        for where, part in _parts(value, place):
+            if isinstance(part, float) and kinds == {int}:
+                return _not_whole(where, part)
             is_group = dataclasses.is_dataclass(part)
             found = out_of_range(part, table, where) if is_group else _wrong(where, part, limits)
             if found is not None:
@@ -116,6 +122,24 @@ def field_types(cls: type) -> dict[str, Any]:
 def _wrong(name: str, number: float, limits: list[Range]) -> str | None:
     wrong = next((limit for limit in limits if number not in limit), None)
     return wrong and f"`{name}` must be {wrong if is_finite(number) else 'finite'}, but is {number!r}"
+
+
+def _not_whole(name: str, value: Any) -> str:
+    return f"`{name}` must be a whole number, but is {value!r}"
+
+
+def _is_whole(hint: Any) -> bool:
+    """Whether a field holds one whole number with a range, and nothing else."""
+    return typing.get_origin(hint) is Annotated and typing.get_args(hint)[0] is int
+
+
+def _kinds(hint: Any) -> set[type]:
+    """The types of the numbers in a type."""
+    if typing.get_origin(hint) is Annotated:
+        return _kinds(typing.get_args(hint)[0])
+    if hint in (int, float):
+        return {hint}
+    return {kind for part in typing.get_args(hint) for kind in _kinds(part)}
 
 
 def _parts(value: Any, path: str) -> Iterator[tuple[str, Any]]:

@@ -29,6 +29,8 @@ FILES = [
     p for p in sorted(CONFIGS.rglob("*.yaml")) if p.parent.name not in ("finetune", "mesh") and p.stem != "targets"
 ]  # those need a run, or another file
 
+FIXED = ["--model.depth.time_sampling", "fixed"]
+
 
 def described(path, vocab=None, *overrides):
     config = parse(TrainConfig, ["--config_path", str(path), *overrides])[0]
@@ -69,6 +71,47 @@ def test_overrides_act_on_every_file():
     )
     assert sections["evaluations of the block"]["per token"] == 4 * 6 + 2
     assert sections["parameters"]["prelude"] > 0
+
+
+@pytest.mark.parametrize(
+    ("overrides", "trained", "flops"),
+    [
+        (["--model.depth.time_sampling", "jitter"], "4 then 7", [4, 7]),
+        (["--model.depth.solver", "heun", "--model.coda_layers", "1"], "7 then 13", [7, 13]),
+        (["--model.depth.steps", "{min: 3, max: 6}"], "3 or 4 or 6", None),
+        (["--model.depth.steps", "6"], None, None),
+    ],
+)
+def test_evaluations_in_training(overrides, trained, flops):
+    """Those of all stages, and all that may be drawn; the other rows are of the model outside training."""
+    random = described(CONFIGS / "quickstart.yaml", None, *overrides)
+    fixed = described(CONFIGS / "quickstart.yaml", None, *overrides, "--model.depth.steps", "6", *FIXED)
+    assert random["evaluations of the block"].pop("per token, in training", None) == trained
+    told = random["FLOPs per token"].pop("forward, in training", None)
+    block, head = 2 * 128**2 * 12 + 4 * 128 * 128, 2 * 128 * 257
+    expected = flops and " then ".join(program._cell(float(n * block + head)) for n in flops)
+    assert told == expected
+    for section in ("evaluations of the block", "FLOPs per token", "FLOPs per batch for W(t)"):
+        assert random[section] == fixed[section]
+
+
+@pytest.mark.parametrize("serve", [True, False])
+def test_a_served_model_draws_no_steps(monkeypatch, serve):
+    class Given(Exception):
+        pass
+
+    def compiling(config, *args):
+        raise Given(config)
+
+    monkeypatch.setattr(program, "describe_mesh", compiling)
+    monkeypatch.setattr(program, "compiler_environment", lambda platform: {})
+    words = ["--config_path", str(CONFIGS / "quickstart.yaml"), "--model.depth.time_sampling", "jitter"]
+    words += ["--target", "v5e:1x1", *(["--serve", "true"] if serve else [])]
+    with pytest.raises(Given) as error:
+        program.main(parse(program.DescribeConfig, program.arguments(words))[0])
+    model = error.value.args[0].model
+    assert [p.evaluations for p in model.training_plans] == ([] if serve else [7])
+    assert model.plan.evaluations == 6
 
 
 def test_command_line():

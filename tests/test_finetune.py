@@ -111,6 +111,15 @@ def tuned(base) -> Callable[[str], Path]:
     return functools.cache(lambda mode: _finetune(_raw(base, f"tuned-{mode}", mode, steps=5)))
 
 
+def test_a_base_that_grew_is_tuned_at_its_last_depth(base):
+    grew = {**FLOW, "depth": {"steps": {"grow": {"0.0": 1, "0.5": 3}}}}
+    _train_base(base, "grew", grew, steps=4)
+    run = _finetune(_raw(base, "tuned-grew", "flow", steps=None, train_steps=1) | {"run": str(base / "runs" / "grew")})
+    records = read_metrics(run / "metrics.jsonl")
+    assert load_run(run).model.config.depth.steps == 3
+    assert records[0]["finetune/eval_loss_before"] == pytest.approx(_loss(base / "runs" / "grew"), abs=1e-4)
+
+
 @pytest.mark.parametrize("mode", ["lora", *(pytest.param(m, marks=SLOW) for m in ("flow", "full"))])
 def test_it_starts_where_the_base_is(base, tuned, mode):
     first = read_metrics(tuned(mode) / "metrics.jsonl")[0]

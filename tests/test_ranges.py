@@ -8,6 +8,7 @@ from support.configs import TINY
 from qkvflow.blocks import Gpt2BlockConfig, LlamaBlockConfig, SsmBlockConfig
 from qkvflow.cli import parse
 from qkvflow.depth import DepthConfig
+from qkvflow.depth.schedule import StepGrowth, StepRange
 from qkvflow.errors import UserError
 from qkvflow.models import ControlConfig, NeuralOdeConfig
 from qkvflow.ranges import Range, out_of_range
@@ -72,6 +73,25 @@ def test_numbers_out_of_range_are_refused_by_name(key, values):
 )
 def test_configurations_made_in_python_are_checked_too(config, field):
     with pytest.raises(UserError, match=f"`{field}` must be "):
+        config()
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        lambda: DepthConfig(steps=2.5),
+        lambda: DepthConfig(steps="6"),
+        lambda: DepthConfig(steps={"grow": {0.0: 3}}),
+        lambda: DepthConfig(steps=True),
+        lambda: StepRange(2.5, 4),
+        lambda: StepGrowth({0.0: 2.5}),
+        lambda: StepGrowth(None),
+        lambda: StepGrowth({0: 3, None: 6}),
+        lambda: Gpt2BlockConfig(num_heads="2"),
+    ],
+)
+def test_so_are_values_that_are_no_numbers(config):
+    with pytest.raises(UserError, match=r"must be a whole number|steps: a whole number|grow: "):
         config()
 
 

@@ -158,18 +158,26 @@ def _of_its_keys(options: list, raw: Mapping) -> list:
     names = {option: _names(option) for option in options if dataclasses.is_dataclass(option)}
     keys = [written(key) for key in raw]
 
-    def known(option: Any) -> tuple[int, int]:
+    def known(option: Any) -> tuple[int, bool, int]:
         near = [key for key in keys if difflib.get_close_matches(key, names[option], n=1)]
-        return sum(key in names[option] for key in keys), len(near)
+        exact = sum(key in names[option] for key in keys)
+        return exact, exact > 0 and set(keys) >= _required(option), len(near)
 
     best = max(names, key=known, default=None)
-    if len(names) < 2 or known(best) == (0, 0):
+    if len(names) < 2 or known(best) == (0, False, 0):
         return options
     return [option for option in options if option is best or option not in names]
 
 
 def _names(cls: Any) -> list[str]:
     return [field.name for field in dataclasses.fields(cls) if field.init]
+
+
+def _required(cls: Any) -> set[str]:
+    """The fields of a dataclass that have no default."""
+    missing = dataclasses.MISSING
+    fields = (f for f in dataclasses.fields(cls) if f.init)
+    return {f.name for f in fields if f.default is missing and f.default_factory is missing}
 
 
 def _decode_typed(cls: Any, raw: Typed, path: str) -> Any:

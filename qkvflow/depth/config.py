@@ -67,6 +67,10 @@ class DepthConfig:
     def __post_init__(self):
         tab = tableau(solver_by_name(self.solver))
         check_ranges(self)
+        if isinstance(self.steps, bool) or not isinstance(self.steps, int | StepRange | StepGrowth):
+            raise UserError(
+                f"steps: a whole number, {{min: 6, max: 12}} or {{grow: {{0.0: 3, 0.5: 6}}}}; got {self.steps!r}."
+            )
         for name, choices in (
             ("endpoint", ENDPOINTS),
             ("step_size", STEP_SIZES),

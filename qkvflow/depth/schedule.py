@@ -1,5 +1,6 @@
 """YAML `depth.steps` if it is not a single number: a range to draw from, or a number that grows during training."""
 
+import bisect
 import itertools
 import math
 from collections.abc import Iterator, Mapping
@@ -53,10 +54,14 @@ class StepGrowth:
     grow: Mapping[str, Steps]
 
     def __post_init__(self):
+        if not isinstance(self.grow, Mapping):
+            raise UserError(
+                f"grow: a mapping from fractions of training to steps, such as {{0.0: 3}}; got {self.grow!r}."
+            )
         check_ranges(self)
         try:
             stages = _Stages((float(fraction), steps) for fraction, steps in self.grow.items())
-        except ValueError:
+        except (TypeError, ValueError):
             raise UserError(
                 f"grow: its keys must be fractions of training in [0, 1), got {', '.join(map(str, self.grow))}."
             ) from None
@@ -98,6 +103,15 @@ class StepGrowth:
                     f" {num_train_steps} and end before step {b}. Train longer, or leave out a stage."
                 )
         return first
+
+    def kept_in(self, num_train_steps: int, longer: int) -> "StepGrowth":
+        """The same stages at the same steps of a training that is made longer."""
+        first = self.first_steps(num_train_steps)
+        return StepGrowth({round(step / longer, 6): n for step, n in zip(first, self.values, strict=True)})
+
+    def at(self, step: int, num_train_steps: int) -> int:
+        """The number of steps of the solver in a training step, counted from 0."""
+        return self.values[bisect.bisect_right(self.first_steps(num_train_steps), step) - 1]
 
 
 class _Stages(Mapping[str, int]):

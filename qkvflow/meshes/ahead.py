@@ -10,6 +10,7 @@ import jax
 import levanter.tracker
 from haliax import NamedArray
 from jax.stages import Compiled, Lowered
+from levanter.models.lm_model import LmConfig
 from levanter.tracker import NoopTracker
 from levanter.trainer import TrainerConfig
 
@@ -21,6 +22,7 @@ from qkvflow.meshes.report import MeshReport
 from qkvflow.meshes.target import Target
 from qkvflow.meshes.whole import LARGE, whole_arguments, whole_temporaries
 from qkvflow.meshes.work import matrix_flops, memory_traffic
+from qkvflow.models import NeuralOdeConfig
 from qkvflow.named import is_named
 from qkvflow.runs.config import TrainConfig
 from qkvflow.training.checks import check_config, check_devices, model_shape, tree_bytes
@@ -41,6 +43,8 @@ def compile_ahead(
     machine: list[int] | None = None,
 ) -> MeshReport:
     """The report for `config` on all devices of this process; nothing is allocated.
+
+    If the depth grows during training, it is that of the deepest stage, whose step needs the most memory and work.
 
     Args:
         tokens: size of the tokenizer's vocabulary; the model's vocabulary follows as in training.
@@ -72,6 +76,7 @@ def compile_ahead(
         state, batch = state_shape(trainer, model, trainable), batch_shape(config, trainer)
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
+            trainer.stage, staged = _deepest(config.model)
             lowered = trainer.lower(state, batch)
         devices = trainer.device_mesh.devices.reshape(-1)
         compiled = compiled_or_needed(lowered)
@@ -90,7 +95,7 @@ def compile_ahead(
         compile_seconds=seconds,
         compile_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         target=None if target is None else str(target),
-        model_flops=_model_flops(config, Vocab.size),
+        model_flops=_model_flops(config, staged, Vocab.size),
         fallbacks=sorted({str(w.message) for w in said if "alling back" in str(w.message)}),
     )
     if isinstance(compiled, int):
@@ -136,10 +141,17 @@ def compiled_or_needed(lowered: Lowered) -> Compiled | int:
         return int(float(needed[1]) * 1024 ** ("KMGT".index(needed[2]) + 1 if needed[2] else 0))
 
 
-def _model_flops(config: TrainConfig, vocab_size: int) -> float:
-    """FLOPs of a step on all devices, as training counts them for its MFU: three times the forward pass, without the
-    generation of W(t) and recomputation; 0 if the number of evaluations is unknown."""
-    per_token = config.model.flops_per_token(vocab_size, config.Pos.size) or 0.0
+def _deepest(model: LmConfig) -> tuple[int, LmConfig]:
+    """The stage of training with the most steps, and its model; stage 0 of a model whose depth does not grow."""
+    if not isinstance(model, NeuralOdeConfig):
+        return 0, model
+    return max(enumerate(model.stages), key=lambda stage: stage[1].depth.reading_steps)
+
+
+def _model_flops(config: TrainConfig, model: LmConfig, vocab_size: int) -> float:
+    """FLOPs of a step on all devices, as training counts them for its MFU: three times the forward pass of `model`,
+    without the generation of W(t) and recomputation; 0 if the number of evaluations is unknown."""
+    per_token = model.flops_per_token(vocab_size, config.Pos.size) or 0.0
     return 3.0 * per_token * config.Pos.size * config.trainer.batch_schedule.batch_size_at_step(0)
 
 

@@ -1,6 +1,7 @@
 """YAML `model: {type: neuralode}`: a point of weights x block x depth, registered as a Levanter `LmConfig`."""
 
 import dataclasses
+import statistics
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar
 
@@ -113,6 +114,11 @@ class NeuralOdeConfig(LmConfig):
         kinetic = self.depth.kinetic_weight > 0.0
         return {"plan": self.plan, "training_plans": self.training_plans, "kinetic": kinetic}
 
+    @property
+    def field_times(self) -> tuple[float, ...]:
+        """Where the solver evaluates the field, as far as that is known before: at 0 for steps of adaptive length."""
+        return (0.0,) if self.plan.grid is None else self.plan.grid.times
+
     def ordinary_plan(self, layers: int) -> AbstractPlan:
         """The plan of `layers` ordinary residual layers."""
         adjoint = "selective" if self.depth.adjoint == "selective" else "checkpoint"
@@ -135,13 +141,22 @@ class NeuralOdeConfig(LmConfig):
         """The model of each stage of training: itself alone, unless its depth grows."""
         return tuple(dataclasses.replace(self, depth=depth) for depth in self.depth.stages)
 
-    def flops_per_token(self, vocab_size: int, context_length: int) -> float | None:
-        """Forward FLOPs per token: block evaluations and head. Generating W(t) costs extra, once per batch.
+    @property
+    def reading(self) -> "NeuralOdeConfig":
+        """The model outside training: on its own grid, without random steps."""
+        return dataclasses.replace(self, depth=self.depth.on_grid()) if self.training_plans else self
 
-        None with adaptive steps, whose number is not known in advance.
+    def flops_per_token(self, vocab_size: int, context_length: int) -> float | None:
+        """Forward FLOPs per token in training: block evaluations and head. Generating W(t) costs extra, once per batch.
+
+        The mean, if the steps of a batch are drawn at random; outside training, `reading.flops_per_token`. None with
+        adaptive steps, whose number is not known in advance.
         """
-        if self.plan.evaluations is None:
+        evaluations = self.plan.evaluations
+        if evaluations is None:
             return None
-        evaluations = self.plan.evaluations + self.prelude_layers + self.coda_layers
+        if self.training_plans:
+            evaluations = statistics.fmean(plan.evaluations for plan in self.training_plans)
+        evaluations += self.prelude_layers + self.coda_layers
         block = self.block.flops_per_token(self.hidden_dim, context_length)
         return evaluations * block + 2 * self.hidden_dim * vocab_size

@@ -9,7 +9,7 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import equinox as eqx
 import haliax as hax
@@ -20,19 +20,22 @@ from haliax import NamedArray
 from levanter.models.lm_model import LmExample
 
 from qkvflow.blocks import Inputs
-from qkvflow.depth import solver_by_name
+from qkvflow.depth import DepthConfig, solver_by_name
 from qkvflow.errors import UserError
 from qkvflow.models.neuralode import NeuralOdeLMHeadModel
+from qkvflow.ranges import Steps, is_finite
 from qkvflow.weights import PerLayer
 
 MARGIN = 0.02  # nats per token
 SHARE_OF_ORDER = 0.5
+ROUNDING = 1e-5  # of states in fp32 after tens of steps, relative
 SOLVERS = ("heun", "rk4")
+_LIMITS = get_args(Steps)[1]
 
 
 @dataclass(frozen=True)
 class Reading:
-    """The flow by one method on one grid, compared with the finest evaluation.
+    """The flow by one method on one grid, compared with the finest reading. What diverges is NaN or infinite.
 
     Attributes:
         loss: on the validation text, nats per token.
@@ -53,33 +56,50 @@ class Continuity:
     """
     Attributes:
         trained: the reading as the flow was trained, or outside training is read.
-        readings: all, `trained` first, the finest last.
+        readings: all, the finest last: that by the method of the highest order, and of those with the most steps.
         order: log2 of the ratio of the last two differences of x(1) when the steps of the flow's own method are
-            halved; NaN for two grids.
+            halved; NaN if one is not finite, None if it is unknown: for two grids, or differences that may be rounding
+            (relative ones below ROUNDING).
         expected_order: that of the method.
     """
 
     trained: Reading
     readings: tuple[Reading, ...]
-    order: float
+    order: float | None
     expected_order: int
 
     @property
     def worst(self) -> float:
-        """The largest difference of a loss from that of `trained`, nats per token."""
-        return max(abs(r.loss - self.trained.loss) for r in self.readings)
+        """The largest difference of a loss from that of `trained`, nats per token; NaN if one is."""
+        return float(np.max([abs(r.loss - self.trained.loss) for r in self.readings]))
+
+    @property
+    def not_finite(self) -> str | None:
+        """What is NaN or infinite, and where; None if all is finite."""
+        for name, what in (("loss", "the loss"), ("state", "the distance of the states"), ("kl", "the KL")):
+            # If the finest reading is NaN, the distances of all readings are: it is named first.
+            for reading in reversed(self.readings):
+                value = getattr(reading, name)
+                if not is_finite(value):
+                    return f"{what} is {value} for {reading.solver} with {reading.steps} steps"
+        return None if self.order is None or is_finite(self.order) else f"the observed order is {self.order}"
 
     @property
     def is_continuous(self) -> bool:
-        """The rule: all losses within 0.02 nats of the trained one's, and at least half the order of the method."""
-        has_order = math.isnan(self.order) or self.order >= SHARE_OF_ORDER * self.expected_order
-        return self.worst <= MARGIN and has_order
+        """The rule: all is finite, all losses are within 0.02 nats of the trained one's, and the observed order, if it
+        is known, is at least half that of the method."""
+        has_order = self.order is None or self.order >= SHARE_OF_ORDER * self.expected_order
+        return self.not_finite is None and self.worst <= MARGIN and has_order
 
     @property
     def verdict(self) -> str:
         """The rule and its verdict, as a sentence."""
+        if self.not_finite is not None:
+            return f"not an ODE by the rule: {self.not_finite} (rule: finite)"
         found = f"losses differ by up to {self.worst:.3f} nats (rule: {MARGIN})"
-        if not math.isnan(self.order):
+        if self.order is None:
+            found += ", the order is unknown: it takes three grids whose states differ by more than rounding"
+        else:
             found += (
                 f", the observed order is {self.order:.2f} of {self.expected_order}"
                 f" (rule: {SHARE_OF_ORDER * self.expected_order:g})"
@@ -87,10 +107,10 @@ class Continuity:
         return f"{'an ODE' if self.is_continuous else 'not an ODE, a stack of layers'} by the rule: {found}"
 
     def as_json(self) -> dict[str, Any]:
-        """For files: plain values."""
+        """For files: plain values; None for what is not finite, which JSON does not have."""
         return {
-            "readings": [dataclasses.asdict(r) for r in self.readings],
-            "order": None if math.isnan(self.order) else self.order,
+            "readings": [{k: _finite(v) for k, v in dataclasses.asdict(r).items()} for r in self.readings],
+            "order": _finite(self.order),
             "expected_order": self.expected_order,
             "is_continuous": self.is_continuous,
             "verdict": self.verdict,
@@ -98,10 +118,13 @@ class Continuity:
 
 
 def ways(model: NeuralOdeLMHeadModel, doublings: int = 2, solvers: Sequence[str] = SOLVERS) -> list[tuple[str, int]]:
-    """Methods and steps to evaluate: L, 2L, ... by its own method, the same by each of `solvers`, the finest last.
+    """Methods and steps to evaluate: L, 2L, ... by the flow's own method, the same by each of `solvers`.
+
+    The finest, with the method of the highest order and of those the most steps, is moved to the end.
 
     Raises:
-        UserError: ordinary layers, which have no weights between their times.
+        UserError: ordinary layers, which have no weights between their times; plain residuals, which have no finer
+            grid; more steps than a flow can have; or an unknown solver.
     """
     if isinstance(model.transformer.flow.weights, PerLayer):
         raise UserError(
@@ -109,9 +132,28 @@ def ways(model: NeuralOdeLMHeadModel, doublings: int = 2, solvers: Sequence[str]
             " have one depth."
         )
     depth = model.config.depth
+    _check_grids(depth, 2**doublings)
     steps = [depth.reading_steps * 2**k for k in range(doublings + 1)]
-    others = [solver for solver in solvers if solver != depth.solver]
-    return [(depth.solver, n) for n in steps] + [(solver, n) for solver in others for n in steps]
+    found = [(solver, n) for solver in dict.fromkeys([depth.solver, *solvers]) for n in steps]
+    finest = max(reversed(found), key=lambda way: (_order(way[0]), way[1]))
+    return [*(way for way in found if way != finest), finest]
+
+
+def _check_grids(depth: DepthConfig, factor: int) -> None:
+    """Refuses a depth that has no grid with `factor` times its steps."""
+    steps = depth.reading_steps
+    if depth.step_size == "residual":
+        raise UserError(
+            "continuity does not apply to step_size: residual. Plain residuals, x + B(x), have length 1 each, so they"
+            " are not the steps of an ODE on [0, 1]: twice as many are another model, not a finer grid. Evaluate it"
+            f" with `--steps {steps}`, or train a flow with `--model.depth.step_size uniform`."
+        )
+    if steps * factor not in _LIMITS:
+        raise UserError(
+            f"continuity evaluates this flow with up to {factor} times its {steps} steps, but {steps * factor} steps"
+            f" are too many: the number must be {_LIMITS}. Evaluate single grids with `--steps` and `--solver`, or give"
+            " fewer `doublings` in Python."
+        )
 
 
 def continuity(
@@ -131,31 +173,23 @@ def continuity(
         step: called with the name of the next evaluation.
 
     Raises:
-        UserError: ordinary layers.
+        UserError: what `ways` refuses, before anything is evaluated.
     """
-    measured = loss or (
-        lambda m: float(eqx.filter_jit(lambda m: hax.mean(m.compute_next_token_loss(example)).array)(m))
-    )
+    measured = loss or eqx.filter_jit(lambda m: hax.mean(m.compute_next_token_loss(example)).array)
     depth, found = model.config.depth, []
     for solver, steps in ways(model, doublings, solvers):
         step(f"{solver}, {steps} steps")
         read = model.with_depth(depth.on_grid(steps, solver=solver))
         state, log_p = _ends(read, example)
-        found.append((solver, steps, read.config.plan.evaluations, measured(read), state, log_p))
+        found.append((solver, steps, read.config.plan.evaluations, float(measured(read)), state, log_p))
     _, _, _, _, finest, log_best = found[-1]
     readings = tuple(
         Reading(solver, steps, evaluations, value, _relative(state, finest), _kl(log_best, log_p))
         for solver, steps, evaluations, value, state, log_p in found
     )
     own = [state for solver, _, _, _, state, _ in found if solver == depth.solver]
-    moves = [float(jnp.linalg.norm(b - a)) for a, b in itertools.pairwise(own)]
-    order = math.log2(moves[-2] / moves[-1]) if len(moves) > 1 and min(moves) > 0 else math.nan
-    return Continuity(readings[0], readings, order, solver_by_name(depth.solver).order(None))
-
-
-@eqx.filter_jit
-def _loss(model: NeuralOdeLMHeadModel, example: LmExample) -> jax.Array:
-    return jnp.asarray(model.compute_next_token_loss(example))
+    trained = next(r for r in readings if (r.solver, r.steps) == (depth.solver, depth.reading_steps))
+    return Continuity(trained, readings, _observed_order(own), _order(depth.solver))
 
 
 @eqx.filter_jit
@@ -172,7 +206,24 @@ def _relative(state: jax.Array, best: jax.Array) -> float:
 
 
 def _kl(log_best: jax.Array, log_p: jax.Array) -> float:
-    return max(0.0, float(np.mean(jnp.sum(jnp.exp(log_best) * (log_best - log_p), axis=-1))))
+    """Rounding can make it negative, which becomes 0; NaN stays NaN."""
+    return float(np.maximum(np.mean(jnp.sum(jnp.exp(log_best) * (log_best - log_p), axis=-1)), 0.0))
+
+
+def _observed_order(states: Sequence[jax.Array]) -> float | None:
+    """See `Continuity.order`; states on grids of L, 2L, ... steps."""
+    moves = [_relative(b, a) for a, b in itertools.pairwise(states)][-2:]
+    if not all(map(math.isfinite, moves)):
+        return math.nan
+    return math.log2(moves[0] / moves[1]) if len(moves) == 2 and min(moves) > ROUNDING else None
+
+
+def _order(solver: str) -> int:
+    return solver_by_name(solver).order(None)
+
+
+def _finite(value: Any) -> Any:
+    return value if is_finite(value) else None
 
 
 def table(found: Continuity) -> str:

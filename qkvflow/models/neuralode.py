@@ -47,7 +47,7 @@ class NeuralOdeTransformer(eqx.Module):
 
         return NeuralOdeTransformer(
             ordinary(config.prelude_layers, k_prelude),
-            Flow(_build(config, ordinary=False, times=config.plan.times, key=k_flow), **config.travel),
+            Flow(_build(config, ordinary=False, times=config.field_times, key=k_flow), **config.travel),
             ordinary(config.coda_layers, k_coda),
             config.block.norm(config.Embed),
         )

@@ -67,7 +67,8 @@ class FlowMode(FinetuneMode):
         if self.refine is not None:
             base = self._refined(base)
         if steps is None:
-            return base
+            final = base.depth.stages[-1]  # of one that grew, the last depth
+            return base if len(base.depth.stages) == 1 else dataclasses.replace(base, depth=final)
         sampling = "fixed" if base.depth.is_adaptive else base.depth.time_sampling
         kept = {"kinetic_weight": base.depth.kinetic_weight}
         return dataclasses.replace(base, depth=base.depth.on_grid(steps, time_sampling=sampling, **kept))

@@ -32,6 +32,7 @@ from qkvflow.runs.checkpoints import (
     set_aside,
 )
 from qkvflow.runs.config import FREE_KEYS, TrainConfig
+from qkvflow.runs.depth import check_depth_goes_on
 from qkvflow.runs.directory import RunDirectory, location_of, log_name, run_id
 from qkvflow.runs.mirror import LOCK
 from qkvflow.runs.processes import damage_found_with_followers, follow, let_others_wait, tell_others
@@ -298,6 +299,7 @@ def _reopen(directory: RunDirectory, config: C, phase: Phase | None) -> Prepared
             f" To train it longer, add --trainer.num_train_steps {2 * (last_step + 1)} --accept_changes true; for a new"
             " run, add --trainer.id NAME"
         )
+    check_depth_goes_on(stored, config, last_step)
     for checkpoint in damaged:
         _tell_damage(checkpoint, set_aside(checkpoint, directory.damaged), last_step)
     clean_up(directory.checkpoints)

@@ -2,15 +2,17 @@
 
 import bisect
 import contextlib
+import itertools
 import time
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import levanter.callbacks
 from levanter.callbacks import StepInfo, log_performance_stats, log_step_info
-from levanter.tracker import capture_time
+from levanter.schedule import BatchSchedule
+from levanter.tracker import CompositeTracker, Tracker, capture_time
 from levanter.trainer_state import TrainerState
 
 from qkvflow.errors import UserError
@@ -25,6 +27,7 @@ from qkvflow.training.stopping import StopRequest
 from qkvflow.training.validation import Validation
 
 _NAN = "not a number (NaN)"
+_TOTAL_GFLOPS = "throughput/total_gflops"
 # A training as a sequence of questions: it yields the batch of each step, and is sent what the step made of it, or the
 # error by which it failed. So one training, and several at once (together.py), share this loop.
 Training = Generator[Any, StepInfo, "Outcome"]
@@ -47,6 +50,12 @@ class Stages:
     def at(self, step: int) -> int:
         """The stage that the step (counted from 0) belongs to."""
         return bisect.bisect_right(self.first_steps, step) - 1
+
+    def flops(self, steps: int, schedule: BatchSchedule) -> float:
+        """FLOPs of the first `steps` training steps: each example counts as its stage does, 0 if that is not known."""
+        offsets = [schedule.global_data_offset_by_step(min(step, steps)) for step in (*self.first_steps, steps)]
+        examples = (end - begin for begin, end in itertools.pairwise(offsets))
+        return sum(n * (flops or 0.0) for n, flops in zip(examples, self.flops_per_example, strict=True))
 
 
 @dataclass(frozen=True)
@@ -118,7 +127,7 @@ def train(
     config = trainer.config
     total, batches = config.num_train_steps, iter(batches)
     log_loss = log_step_info(total)
-    log_speed = [
+    speeds = [
         log_performance_stats(tokens_per_example, config.batch_schedule, flops) for flops in stages.flops_per_example
     ]
     trainer.stage = stages.at(done)
@@ -126,6 +135,11 @@ def train(
     checkpointer.before_saving = run.keep
     bad_steps = BadSteps(max_skipped_steps)
     _add_hooks(trainer)
+
+    def log_speed(info: StepInfo) -> None:
+        total = stages.flops(info.next_step, config.batch_schedule) / 1e9
+        with levanter.tracker.current_tracker(_TotalOfStages(tracker, total)):
+            speeds[trainer.stage](info)
 
     def next_step() -> Generator[Any, StepInfo, StepInfo]:
         with capture_time() as loading:
@@ -149,14 +163,14 @@ def train(
             raise stopped_at(done, what or _NAN, data, saved[-1] if saved else None, max_skipped_steps) from None
 
     def grow(info: StepInfo) -> None:
-        """Enters the next stage, and logs by how much the finer grid alone changes the validation loss."""
+        """Enters the next stage, and logs by how much the finer grid alone changes the validation loss; without such a
+        text the first step of the stage logs how much its training loss differs from that of the step before."""
         before, after = trainer.stage, stages.at(done)
         text = f"step {done}  depth {stages.depth_steps[before]} -> {stages.depth_steps[after]} steps"
         if validation.is_possible:
             progress.busy("validating both depths")
             old, new = (validation.loss(info, stage) for stage in (before, after))
-            metrics = {"loss_before": old, "loss_after": new, "loss_jump": new - old}
-            levanter.tracker.log({f"depth/{name}": value for name, value in metrics.items()}, step=info.step)
+            _log_jump(old, new, info.step)
             text += f"  validation loss {old:.3f} -> {new:.3f}"
         trainer.stage = after
         progress.say(text + "  (compiling)")
@@ -167,12 +181,15 @@ def train(
     with progress.phase("Compiling the training step"):
         info = yield from next_step()
     progress.start(done, total)
-    is_first = True
+    is_first, loss_before = True, None
     try:
         while True:
             done = info.next_step
+            if info.step in stages.first_steps[1:] and loss_before is not None and not validation.is_possible:
+                _log_jump(loss_before, info.loss, info.step)
+            loss_before = info.loss
             log_loss(info)
-            log_speed[trainer.stage](info)
+            log_speed(info)
             tokens = tokens_per_example * config.batch_schedule.batch_size_at_step(info.step)
             # The first step of a process is mostly compilation; its speed says nothing.
             progress.step(done, info.loss, None if is_first else tokens / info.step_duration)
@@ -183,6 +200,8 @@ def train(
                 progress.busy("validating")
                 validation_loss = validation(info)
                 progress.validation(done, validation_loss, unigram)
+            if not is_last and stages.at(done) != trainer.stage:
+                grow(info)  # before the checkpoint, so that whoever continues from it has the record
             tracker.flush()
             is_stopped = stop.is_due() and not is_last
             state = partial(_saveable, info)
@@ -192,8 +211,6 @@ def train(
                 checkpointer.on_step(tree=state, step=info.step, force=is_last)
             if is_last or is_stopped:
                 break
-            if stages.at(done) != trainer.stage:
-                grow(info)
             info = yield from next_step()
     finally:
         progress.close()
@@ -205,6 +222,26 @@ def train(
         stop.exit_status if is_stopped else 0,
         bad_steps.total,
     )
+
+
+def _log_jump(before: float, after: float, step: int) -> None:
+    metrics = {"loss_before": before, "loss_after": after, "loss_jump": after - before}
+    levanter.tracker.log({f"depth/{name}": value for name, value in metrics.items()}, step=step)
+
+
+class _TotalOfStages(CompositeTracker):
+    """Passes on what Levanter's hook logs, with another total of FLOPs.
+
+    Differs from Levanter, whose total counts all examples since step 0 as those of the present stage.
+    """
+
+    def __init__(self, tracker: Tracker, gflops: float):
+        super().__init__([tracker])
+        self.gflops = gflops
+
+    def log(self, metrics: Mapping[str, Any], *, step: int | None, commit: bool | None = None) -> None:
+        replaced = {_TOTAL_GFLOPS: self.gflops} if _TOTAL_GFLOPS in metrics else {}
+        super().log({**metrics, **replaced}, step=step, commit=commit)
 
 
 def _saveable(info: StepInfo) -> Any:

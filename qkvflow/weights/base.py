@@ -55,7 +55,7 @@ def at(module, t: Time):
 def rate(module, t: Time):
     """dW/dt at layer-time t: the ordinary module of `at`, with the derivative in place of each floating point array.
 
-    In closed form, fp32; zero for arrays that do not depend on time.
+    In closed form, in the precision of the parameters; zero for arrays that do not depend on time.
 
     Raises:
         UserError: for per-layer weights, which are not functions of time.

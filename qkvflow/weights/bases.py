@@ -18,6 +18,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from qkvflow.errors import UserError
+
 BASES = ("chebyshev", "cosine", "linear", "spline", "piecewise")
 _DEGREE = {"linear": 1, "spline": 3}
 _AT_BOUNDARY = {np.float64: 1e-9, np.float32: 1e-5}  # in widths of an interval: closer times are the boundary itself
@@ -35,6 +37,12 @@ class FunctionBasis:
     name: str
     dim: int
     right_closed: bool = True
+
+    def __post_init__(self):
+        if self.name not in BASES:
+            raise UserError(f"basis: {self.name!r} is not known. Choices: {', '.join(BASES)}.")
+        if not isinstance(self.dim, int) or isinstance(self.dim, bool) or self.dim < 1:
+            raise UserError(f"dim: a basis has a whole number of functions, at least 1; got {self.dim!r}.")
 
     def values(self, t, xp=np):
         """phi(t): [..., K] from times [...] in [0, 1]. xp: numpy, or jax.numpy for one time (`jax.vmap` for more)."""
@@ -64,7 +72,8 @@ class FunctionBasis:
     @property
     def _knots(self) -> np.ndarray:
         """Equal intervals, with the ends repeated so that the first and the last function reach 1 there."""
-        inner = np.linspace(0.0, 1.0, self.dim - self._degree + 1)
+        intervals = self.dim - self._degree
+        inner = np.arange(intervals + 1) / intervals  # k / n exactly, unlike linspace
         return np.concatenate([np.zeros(self._degree), inner, np.ones(self._degree)])
 
     @property
@@ -83,7 +92,8 @@ class FunctionBasis:
         if self.name in _DEGREE and self._degree:
             peaks = np.lib.stride_tricks.sliding_window_view(self._knots[1:-1], self._degree).mean(axis=1)  # Greville
             squares = np.linalg.solve(self.values(peaks) ** 2, squares)
-        variance = self.values(np.linspace(0.0, 1.0, 64 * self.dim + 1)) ** 2 @ squares
+        places = np.array_split(np.linspace(0.0, 1.0, 64 * self.dim + 1), 64)  # a part at a time, for memory
+        variance = np.concatenate([self.values(t) ** 2 @ squares for t in places])
         return np.sqrt(2 * squares / (variance.max() + variance.min()))
 
     @property

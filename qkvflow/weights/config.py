@@ -3,12 +3,13 @@
 import abc
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Annotated
 
 import draccus
 import jax
 
 from qkvflow.errors import UserError
-from qkvflow.ranges import Count, NotNegative, Positive, Share, check_ranges
+from qkvflow.ranges import Count, NotNegative, Positive, Range, Share, check_ranges
 from qkvflow.time import TIME_SCALE
 from qkvflow.weights.bases import BASES, FunctionBasis
 from qkvflow.weights.galerkin import TIME_SHARES, expand
@@ -125,14 +126,16 @@ class BasisConfig(WeightsConfig):
         basis: chebyshev, cosine (smooth everywhere), spline (cubic), linear (hat functions), piecewise (K equal
             intervals).
         dim: K, the number of functions.
-        init: `matched`, the scale of the ordinary layer at all times, nine tenths of the variance common to them;
-            `independent`, the same scale, nothing common to all times: piecewise weights start as K independent layers.
+        init: `matched`, the variance of the ordinary layer at all times (within 10 %; exactly for piecewise), nine
+            tenths of it common to them; `independent`, that variance with nothing common to all times: piecewise
+            weights start as K independent layers, and the variance of others varies in time (0.67 to 1.33 of the
+            ordinary one for linear and spline, 0.36 to 1.64 for chebyshev and cosine).
         smoothness_weight: training adds this times the integral of ||dW/dt||^2 to the loss
             (`qkvflow.weights.roughness`).
     """
 
     basis: str = "chebyshev"
-    dim: Count = 4
+    dim: Annotated[int, Range(at_least=1, at_most=512)] = 4
     init: str = "matched"
     smoothness_weight: NotNegative = 0.0
 
@@ -142,6 +145,11 @@ class BasisConfig(WeightsConfig):
             raise UserError(f"basis: {self.basis!r} is not known. Choices: {', '.join(BASES)}.")
         if self.init not in TIME_SHARES:
             raise UserError(f"init: {self.init!r} is not known. Choices: {', '.join(TIME_SHARES)}.")
+        if self.init == "independent" and self.dim == 2 and self.basis in ("chebyshev", "cosine"):
+            raise UserError(
+                f"init: independent with two {self.basis} functions, of which one is constant, gives weights that are"
+                " zero at t = 1/2. Use init: matched, more functions, or basis: linear."
+            )
         if self.smoothness_weight and self.basis == "piecewise":
             raise UserError(
                 "smoothness_weight needs weights with a derivative in time, but piecewise weights jump: use another"

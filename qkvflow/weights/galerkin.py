@@ -45,6 +45,7 @@ class Galerkin(TimeDependent):
 
     def refined(self, dim: int) -> tuple["Galerkin", float]:
         """The same function of time with `dim` basis functions, and the relative error of that (0 if it is exact)."""
+        fine = dataclasses.replace(self.basis, dim=dim)
         if dim < self.basis.dim:
             raise UserError(
                 f"refine: {dim} functions of time are fewer than the {self.basis.dim} of these weights and cannot"
@@ -57,7 +58,7 @@ class Galerkin(TimeDependent):
             array = jnp.tensordot(jnp.asarray(matrix, c.dtype), c.array, 1, precision="highest")
             return hax.named(array, (Axis(BASIS, dim), *c.axes[1:]))
 
-        return Galerkin(map_named(refine, self.coefficients), dataclasses.replace(self.basis, dim=dim)), error
+        return Galerkin(map_named(refine, self.coefficients), fine), error
 
 
 def expand(module, basis: FunctionBasis, share: float = TIME_SHARE, *, key):

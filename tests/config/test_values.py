@@ -96,6 +96,7 @@ BOMB = "[&a [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]" + "".join(
     ("key", "value", "told"),
     [
         ("trainer.seed", "2024-13-45", "must be an integer"),
+        ("model.depth.steps", "{grow: {0.0: 3, 0.5: 6}, choices: 3}", r"unknown key `model\.depth\.steps\.choices`"),
         ("trainer.seed", "!!int x", "is not an integer"),
         ("trainer.seed", "!!timestamp soon", "is not supported"),
         ("trainer.seed", "!!binary a", "is not supported"),

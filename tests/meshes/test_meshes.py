@@ -1,4 +1,5 @@
-"""The report of `describe --mesh` in parts: mesh shapes, XLA's text, refusals. Compiled steps: test_mesh_step."""
+"""The report of `describe --mesh` in parts: mesh shapes, XLA's text, refusals, stages. Divided steps:
+test_mesh_step."""
 
 import dataclasses
 from types import SimpleNamespace
@@ -8,11 +9,13 @@ import pytest
 from levanter.trainer import TrainerConfig
 from levanter.utils.mesh import MeshConfig
 from support.models import VOCAB, llama, small_config
+from support.tiny import FLOW, tiny
 
 from qkvflow import describe as program
 from qkvflow.cli import parse
 from qkvflow.config import decode
 from qkvflow.errors import UserError
+from qkvflow.meshes.ahead import compile_ahead
 from qkvflow.meshes.collectives import Collective, collectives
 from qkvflow.meshes.hlo import Program
 from qkvflow.meshes.report import GIB, MeshReport, as_dict
@@ -204,3 +207,17 @@ def test_the_program_refuses_early():
     assert parse(program.DescribeConfig, words)[0] == program.DescribeConfig(["a.yaml"], mesh="8x8", json="b.json")
     assert parse(program.DescribeConfig, program.arguments(["--mesh", "8"]))[0].mesh == "8"
     assert decode(TrainConfig, {"model": {"type": "neuralode"}}).trainer.mesh == MeshConfig()
+
+
+def test_of_a_growing_depth_the_deepest_stage_is_compiled(tmp_path):
+    def compiled(steps, **depth):
+        model = FLOW | {"depth": {"steps": steps, "adjoint": "direct"} | depth}
+        return compile_ahead(decode(TrainConfig, tiny(tmp_path, "a", model)), 257)
+
+    deep = compiled(4)
+    grown = compiled({"grow": {"0.0": 1, "0.5": 4}})
+    shrunk = compiled({"grow": {"0.0": 3, "0.5": 1}}, time_sampling="jitter")
+    assert grown.memory == pytest.approx(deep.memory, rel=0.01)
+    assert grown.flops == deep.flops
+    assert grown.model_flops == shrunk.model_flops == deep.model_flops
+    assert shrunk.flops == pytest.approx(deep.flops, rel=0.01)

@@ -8,6 +8,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+import yaml
 from levanter.tracker import TrackerConfig
 from levanter.tracker.tracker import NoopTracker
 
@@ -43,6 +44,7 @@ class StopAfterConfig(TrackerConfig):
 
 def raw(base: Path, name: str, steps=GROW, weights=None, **changes) -> dict:
     trainer = {"id": name, "train_batch_size": 4, "num_train_steps": STEPS, "steps_per_eval": 4, "max_eval_batches": 1}
+    data = {"cache_dir": str(base / "cache"), **changes.pop("data", {})}
     trainer |= {"checkpointer": {"keep": [{"every": 1000}], "save_interval": None}, **changes.pop("trainer", {})}
     model = {
         "type": "neuralode",
@@ -52,7 +54,6 @@ def raw(base: Path, name: str, steps=GROW, weights=None, **changes) -> dict:
         "weights": weights or {"type": "basis", "dim": 2},
         "depth": {"steps": steps, **changes},
     }
-    data = {"cache_dir": str(base / "cache")}
     optimizer = {"learning_rate": 3e-3, "warmup": 2}
     return {"model": model, "data": data, "trainer": trainer, "optimizer": optimizer, "run_dir": str(base)}
 
@@ -113,6 +114,8 @@ def test_stopped_in_any_stage_and_at_a_change(base, undisturbed, last):
     assert leaving.value.code == 128 + signal.SIGTERM
     assert [r["step"] for r in read_metrics(base / name / "metrics.jsonl")] == list(range(last + 1))
     continued = train(base, name)
+    records, jumps = read_metrics(continued / "metrics.jsonl"), read_metrics(undisturbed / "metrics.jsonl")
+    assert [r.get("depth/loss_jump") for r in records] == [r.get("depth/loss_jump") for r in jumps]
     for a, b in zip(parameters(undisturbed), parameters(continued), strict=True):
         np.testing.assert_array_equal(a, b)
 
@@ -123,6 +126,31 @@ def test_with_jitter_and_other_schemes(base, changes):
     records = read_metrics(train(base, "-".join(map(str, changes.values())), **changes) / "metrics.jsonl")
     assert [r["train/depth_steps"] for r in records] == [1, 1, 1, 2, 2, 2, 4, 4]
     assert records[-1]["train/loss"] < records[0]["train/loss"]
+
+
+def test_without_a_validation_text_the_jump_is_that_of_the_training_loss(base):
+    text = base / "text.txt"
+    text.write_text("so many words, one after another\n" * 200)
+    run = train(base, "no-validation", data={"train": str(text), "validation_fraction": 0.0})
+    records = read_metrics(run / "metrics.jsonl")
+    jumps = {r["step"]: r["depth/loss_jump"] for r in records if "depth/loss_jump" in r}
+    losses = [r["train/loss"] for r in records]
+    assert jumps == {step: pytest.approx(losses[step] - losses[step - 1]) for step in (3, 6)}
+
+
+def test_a_longer_training_does_not_fall_back(base):
+    train(base, "longer")
+    more = {"num_train_steps": 2 * STEPS}
+    with pytest.raises(UserError, match=r"grown to 4 steps .* step 8 into the stage with 2\. .*grow: \{0: 1, ") as told:
+        main(decode(TrainConfig, raw(base, "longer", trainer=more) | {"accept_changes": True}))
+    fractions = str(told.value).rpartition("--model.depth.steps '")[2].rstrip("'")
+    main(
+        decode(
+            TrainConfig, raw(base, "longer", steps=yaml.safe_load(fractions), trainer=more) | {"accept_changes": True}
+        )
+    )
+    steps = [r["train/depth_steps"] for r in read_metrics(base / "longer" / "metrics.jsonl")]
+    assert steps == [1, 1, 1, 2, 2, 2, *[4] * 10]
 
 
 def test_a_stage_without_a_step_is_refused(base):

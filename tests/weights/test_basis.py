@@ -64,6 +64,22 @@ def test_pieces_at_their_boundaries():
             np.testing.assert_array_equal(other.values(np.asarray(left, dtype)), np.eye(dim))
 
 
+@pytest.mark.parametrize("dim", [6, 11, 23])
+def test_corners_are_exactly_at_their_nodes(dim):
+    """Where a derivative jumps, it is that from the right."""
+    nodes = np.array([k / (dim - 1) for k in range(dim - 1)])
+    expected = (dim - 1.0) * (np.eye(dim)[1:] - np.eye(dim)[:-1])
+    np.testing.assert_allclose(FunctionBasis("linear", dim).derivatives(nodes), expected, rtol=1e-12)
+
+
+@pytest.mark.parametrize("adjoint", ["checkpoint", "backsolve"])
+def test_pieces_of_left_end_points_are_left_closed_whatever_the_adjoint(adjoint):
+    depth = DepthConfig(steps=3, endpoint="left", adjoint=adjoint)
+    config = small_config(BasisConfig("piecewise", 3, "independent"), depth=depth)
+    first, second = (leaves(at(build(config).transformer.flow.weights, k / 3)) for k in (0, 1))
+    assert any(np.abs(a - b).max() > 0.01 for a, b in zip(first, second, strict=True))
+
+
 @pytest.mark.parametrize("name", BASES)
 def test_gram_matrices_are_exact(name):
     basis, fine = FunctionBasis(name, 6), np.linspace(0, 1, 200_001)
@@ -246,9 +262,17 @@ def test_refusals():
         ({"init": "official"}, "matched"),
         ({"smoothness_weight": -1.0}, "at least 0"),
         ({"basis": "piecewise", "smoothness_weight": 1.0}, "jump"),
+        ({"dim": 2, "init": "independent"}, "zero at t = 1/2"),
+        ({"dim": 513}, "at most 512"),
+        *(({"dim": dim}, "must be a whole number") for dim in (2.5, "4", True, None)),
     ):
         with pytest.raises(UserError, match=match):
             BasisConfig(**wrong)
+    for dim in (4.0, "5", 0):
+        with pytest.raises(UserError, match="a whole number of functions, at least 1"):
+            refine(model_of("linear").transformer.flow.weights, dim)
+    with pytest.raises(UserError, match="Choices"):
+        FunctionBasis("fourier", 3)
     with pytest.raises(UserError, match="jump"):
         roughness(model_of("piecewise").transformer.flow.weights)
 
