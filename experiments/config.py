@@ -88,6 +88,12 @@ class SeedsConfig(OutputConfig):
     def check(self) -> None:
         if self.config_path is None:
             raise UserError("nothing to study: give --config FILE, one of the YAML files beside the study, or --smoke")
+        other = sorted(set(self.overrides.get("data") or {}) - {"tokenizer"})
+        if other:
+            raise UserError(
+                f"`overrides.data` has {', '.join(other)}, but a study trains on its texts, and takes only `tokenizer`"
+                " from there. Leave it out"
+            )
         if len(self.seeds) < 2 or len(set(self.seeds)) < len(self.seeds):
             raise UserError(f"`seeds` must be at least two different ones, for intervals and tests; got {self.seeds}")
 

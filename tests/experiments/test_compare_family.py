@@ -201,6 +201,7 @@ def everything(**changes) -> CompareConfig:
         ("learning_rates", "[0.001, 0.001, 0.002]", "has a rate twice"),
         ("learning_rates", "[-0.001, 0.002]", "learning_rates"),
         ("report_batches", "0", "report_batches"),
+        ("overrides", '{"data": {"tokenizer": "byte", "shuffle": true}}', "`overrides.data` has shuffle, but a study"),
         ("check_rates", '{"arms": ["basis_3"]}', r"`check_rates\.arms` has basis_3"),
         ("check_rates", '{"arms": ["standard"], "factors": [1.0]}', "must be positive, 1 and others"),
         ("only", "[basis_3]", "`only` has basis_3"),
