@@ -78,7 +78,7 @@ def _step(
 ) -> tuple[int | float, float]:
     """Evaluations and FLOPs of a training step of a stage; means if its number of evaluations is random."""
     length, plans = recipe.config.Pos.size, stage.training_plans or (stage.plan,)
-    flops, evaluations = cost.flops(stage.reading, entered, vocab, length), cost.evaluations(stage)
+    flops, evaluations = cost.flops(stage, entered, vocab, length), cost.evaluations(stage)
     if flops is None or evaluations is None:
         raise UserError(
             f"the FLOPs of {recipe.raw['model'].get('type')} are not known: compare models with a fixed number of steps"

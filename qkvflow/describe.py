@@ -122,7 +122,7 @@ def main(config: DescribeConfig) -> None:
             if shape is not None:
                 size = None if config.vocab_size and run is None else train.vocab_size
                 with progress.phase(f"Compiling {name} for {target or f'{shape.devices} devices'}"):
-                    sized = dataclasses.replace(_served(train) if config.serve else train, vocab_size=size)
+                    sized = dataclasses.replace(train, vocab_size=size)
                     reports[name] = describe_mesh(sized, vocab, shape, run, target, slots, config.dtype)
                 columns[name] |= reports[name].sections()
 
@@ -162,14 +162,6 @@ def _read(path: str, overrides: list[str]) -> tuple[TrainConfig, Start | None]:
         if "mode" in read_yaml(Path(path)):
             return finetune_start(parse(FinetuneConfig, words)[0])
     return parse(TrainConfig, words)[0], None
-
-
-def _served(config: TrainConfig) -> TrainConfig:
-    """The configuration with its model as it is read outside training."""
-    if not isinstance(config.model, NeuralOdeConfig) or not config.model.training_plans:
-        return config
-    settled = {"mode": None} if isinstance(config, FinetuneConfig) else {}  # else `model` would be derived again
-    return dataclasses.replace(config, model=config.model.reading, **settled)
 
 
 def _changed(
@@ -215,7 +207,7 @@ def describe(config: TrainConfig, vocab_size: int, start: Start | None = None) -
     trainable = True if start is None else start.trainable(stored)
     share = TrainedShare.of(stored, trainable, config.build_optimizer())
     config_of_ours, ours = enter_config(model_config), enter(shape)
-    flops = cost.flops(config_of_ours.reading, ours, vocab_size, length)
+    flops = cost.flops(config_of_ours, ours, vocab_size, length)
     cache = cost.kv_cache_width(config_of_ours)
     batch = trainer.batch_schedule.batch_size_at_step(0)
     return {

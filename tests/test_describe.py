@@ -95,25 +95,6 @@ def test_evaluations_in_training(overrides, trained, flops):
         assert random[section] == fixed[section]
 
 
-@pytest.mark.parametrize("serve", [True, False])
-def test_a_served_model_draws_no_steps(monkeypatch, serve):
-    class Given(Exception):
-        pass
-
-    def compiling(config, *args):
-        raise Given(config)
-
-    monkeypatch.setattr(program, "describe_mesh", compiling)
-    monkeypatch.setattr(program, "compiler_environment", lambda platform: {})
-    words = ["--config_path", str(CONFIGS / "quickstart.yaml"), "--model.depth.time_sampling", "jitter"]
-    words += ["--target", "v5e:1x1", *(["--serve", "true"] if serve else [])]
-    with pytest.raises(Given) as error:
-        program.main(parse(program.DescribeConfig, program.arguments(words))[0])
-    model = error.value.args[0].model
-    assert [p.evaluations for p in model.training_plans] == ([] if serve else [7])
-    assert model.plan.evaluations == 6
-
-
 def test_command_line():
     words = program.arguments(
         ["--config_path", "a.yaml", "b.yaml", "--model.depth.steps", "9", "--vocab_size", "100", "--run", "runs/c"]

@@ -23,7 +23,7 @@ from qkvflow.meshes.hlo import Program
 from qkvflow.meshes.report import MeshReport
 from qkvflow.meshes.target import Target
 from qkvflow.meshes.whole import LARGE
-from qkvflow.models import NeuralOdeLMHeadModel
+from qkvflow.models import NeuralOdeConfig, NeuralOdeLMHeadModel
 from qkvflow.models.cached import CachedModel
 from qkvflow.models.levanter_twin import enter
 from qkvflow.runs.config import TrainConfig
@@ -57,6 +57,7 @@ def compile_decoding(config: TrainConfig, tokens: int, slots: int, dtype: str | 
     lowered = compiled.decode.lower(model_arrays, state_arrays, steps, ((), tokens), kinds=(model_kind, state_kind))
     done = compiled_or_needed(lowered)
     model_bytes = tree_bytes(model)
+    read = config.model.reading if isinstance(config.model, NeuralOdeConfig) else config.model
     common: dict[str, Any] = dict(
         mesh={},
         devices=1,
@@ -71,7 +72,7 @@ def compile_decoding(config: TrainConfig, tokens: int, slots: int, dtype: str | 
         compile_seconds=time.monotonic() - began,
         compile_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         target=str(target),
-        model_flops=slots * (config.model.flops_per_token(Vocab.size, length) or 0.0),
+        model_flops=slots * (read.flops_per_token(Vocab.size, length) or 0.0),
         texts=slots,
     )
     if isinstance(done, int):

@@ -56,8 +56,8 @@ def discretised(model: NeuralOdeLMHeadModel) -> NeuralOdeLMHeadModel:
 
 
 def flops(config: NeuralOdeConfig, model: NeuralOdeLMHeadModel, vocab_size: int, context_length: int) -> Flops | None:
-    """FLOPs of a model at sequences of `context_length` tokens; None if the number of steps depends on the data."""
-    forward, plan = config.flops_per_token(vocab_size, context_length), config.plan
+    """FLOPs outside training, at `context_length` tokens; None if the number of steps depends on the data."""
+    forward, plan = config.reading.flops_per_token(vocab_size, context_length), config.plan
     if forward is None or plan.recomputed is None or plan.weight_evaluations is None:
         return None
     again = config.block.flops_per_token(config.hidden_dim, context_length)
