@@ -160,12 +160,22 @@ def files(record: Continuity) -> dict[str, Table]:
 
 
 def draw(record: Continuity) -> Iterator[style.Named]:
-    """Loss against FLOPs and against depth, in the panels of the plan of which at least two arms are there."""
+    """Loss against FLOPs and against depth, in the panels of the plan of which at least two arms are there, and these
+    are not all in another panel."""
     shown = {title: [arm for arm in own if arm in record.costs] for title, own in record.protocol.panels.items()}
-    shown = {title: own for title, own in shown.items() if len(own) > 1} or {"all arms": list(record.costs)}
+    shown = {title: own for title, own in shown.items() if len(own) > 1}
+    shown = {title: own for title, own in shown.items() if not any(set(own) < set(more) for more in shown.values())}
+    shown = {tuple(sorted(own)): (title, own) for title, own in shown.items()}  # the last of those that are equal
+    shown = dict(shown.values()) or {"all arms": list(record.costs)}
     yield "flops", _flops(record, shown)
     if flows := {title: own for title, own in shown.items() if set(own) & set(record.flows)}:
         yield "depths", _depths(record, flows)
+
+
+def _looks(shown: Mapping[str, list[str]], names: list[str]) -> style.Looks:
+    """The styles of a panel: the same in all panels, unless there are too many arms."""
+    every = list(dict.fromkeys(arm for own in shown.values() for arm in own))
+    return style.series_of(every if len(every) <= len(style.COLOURS) else names)
 
 
 def _flops(record: Continuity, shown: Mapping[str, list[str]]) -> Figure:
@@ -179,7 +189,7 @@ def _flops(record: Continuity, shown: Mapping[str, list[str]]) -> Figure:
     for panel, (title, names) in zip(panels, shown.items(), strict=True):
         panel.set(title=title, xlabel="FLOPs of training")
         style.losses(panel, p, "select", limits)
-        style.curves(panel, {arm: found[arm] for arm in names}, style.series_of(names))
+        style.curves(panel, {arm: found[arm] for arm in names}, _looks(shown, names))
     return figure
 
 
@@ -188,12 +198,12 @@ def _depths(record: Continuity, shown: Mapping[str, list[str]]) -> Figure:
     p, steps = record.protocol, record.protocol.read_at
     found = {arm: (steps, [record.loss(arm, place) for place in record.places(arm)]) for arm in record.flows}
     other = {arm: record.loss(arm, p.rk4) for arm in record.flows}
-    limits = style.span(
-        [at for _, own in found.values() for at in own] + list(other.values()), counts=[p.counts["report"]]
-    )
+    each = [(n, at) for _, own in found.values() for n, at in zip(steps, own, strict=True)]
+    near = [at for n, at in each if n >= p.layers / 2]  # at fewer steps, intervals can be larger than all means
+    limits = style.span(near + list(other.values()), [at.mean for _, at in each], [p.counts["report"]])
     figure, (panels,) = style.panels(1, len(shown), (6.5 * len(shown), 4.8), sharex=True)
     for panel, (title, names) in zip(panels, shown.items(), strict=True):
-        looks = style.series_of(names)
+        looks = _looks(shown, names)
         panel.set_xscale("log", base=2)
         panel.set_xticks(p.round_depths)
         panel.xaxis.set_major_formatter("{x:.0f}")
