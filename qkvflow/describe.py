@@ -32,6 +32,7 @@ from qkvflow.cli.quiet import quiet_libraries
 from qkvflow.config.yaml_file import read_yaml
 from qkvflow.data.tokenizers import load_tokenizer, resolve_tokenizer
 from qkvflow.errors import UserError
+from qkvflow.files import json_text
 from qkvflow.meshes import MeshReport, MeshShape, Target, describe_mesh
 from qkvflow.meshes.compilers import compiler_environment
 from qkvflow.meshes.fitting import Change, Trial, as_record, changes, told, try_changes
@@ -187,7 +188,7 @@ def _write(
     for name, tried in trials.items():
         found[name]["would_fit"] = as_record(tried)
     try:
-        path.write_text(json.dumps(found, indent=1) + "\n")
+        path.write_text(json_text(found, indent=1))
     except OSError as error:
         raise UserError(f"cannot write --json {path}: {error.strerror}") from None
 

@@ -14,7 +14,6 @@ the full model.
 """
 
 import contextlib
-import json
 import re
 import warnings
 from collections.abc import Mapping, Sequence
@@ -34,7 +33,7 @@ from qkvflow.config import Keys, Typed
 from qkvflow.config.scalars import show
 from qkvflow.depth import solver_by_name
 from qkvflow.errors import Notice, UserError
-from qkvflow.files import write_text
+from qkvflow.files import json_text, write_text
 from qkvflow.generation.forced import CacheReading, ExitReading, ForcedReader, read_with_cache
 from qkvflow.models import NeuralOdeLMHeadModel
 from qkvflow.models.continuity import Continuity, continuity, table, ways
@@ -158,7 +157,7 @@ def _write(run: Run, name: str, content: dict[str, Any], readings: Sequence[Read
     target = run.path / "evaluation" / name
     try:
         target.parent.mkdir(exist_ok=True)
-        write_text(target, json.dumps({"checkpoint_step": run.step, **content}, indent=2) + "\n")
+        write_text(target, json_text({"checkpoint_step": run.step, **content}))
         if len(readings) > 1:
             _draw(readings, target.with_suffix(".png"))
         run.directory.push()

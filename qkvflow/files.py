@@ -2,12 +2,15 @@
 
 import atexit
 import contextlib
+import json
+import math
 import os
 import secrets
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from qkvflow.errors import UserError, shortened
 
@@ -34,6 +37,19 @@ def local_path(name: str | os.PathLike) -> Path:
     if sizes[0] >= _LONGEST_PATH or max(sizes[1:], default=0) > _LONGEST_NAME:
         raise UserError(f"{shown} is too long for a path: a name has at most {_LONGEST_NAME} bytes")
     return path
+
+
+def json_text(content: Any, indent: int = 2) -> str:
+    """JSON, with null for numbers that are not finite, which it does not have."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {key: plain(part) for key, part in value.items()}
+        if isinstance(value, list | tuple):
+            return [plain(part) for part in value]
+        return value if not isinstance(value, float) or math.isfinite(value) else None
+
+    return json.dumps(plain(content), indent=indent, allow_nan=False) + "\n"
 
 
 def write_text(path: Path, text: str) -> None:

@@ -6,7 +6,6 @@
 """
 
 import dataclasses
-import json
 import warnings
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,7 +17,7 @@ from qkvflow.cli.quiet import quiet_libraries
 from qkvflow.config import Keys, encode
 from qkvflow.data import copy_tokenizer
 from qkvflow.errors import Notice
-from qkvflow.files import write_text
+from qkvflow.files import json_text, write_text
 from qkvflow.models import NeuralOdeLMHeadModel
 from qkvflow.models.alignment import Roughness, layer_roughness
 from qkvflow.models.levanter_twin import enter, enter_config
@@ -87,7 +86,7 @@ def main(config: LiftConfig) -> Path | Place:
             report["loss"] = _losses(model, ordered, weights, evaluator, config, progress)
         with progress.phase(f"Writing {target}"), new_run(target, _run_config(run, flow), flow) as fresh:
             copy_tokenizer(run.directory.tokenizer, fresh.tokenizer)
-            write_text(fresh.path / "lift.json", json.dumps(report, indent=2) + "\n")
+            write_text(fresh.path / "lift.json", json_text(report))
     print(_text(report))
     if weights.dim == report["layers"] and found.error > _ROUNDING:
         warnings.warn(Notice(_ill_conditioned(weights, found)), stacklevel=1)

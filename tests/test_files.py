@@ -1,12 +1,14 @@
 """Files that are whole or absent, and paths of users."""
 
+import json
+import math
 import os
 from pathlib import Path
 
 import pytest
 
 from qkvflow.errors import UserError
-from qkvflow.files import is_fresh, local_path, replacing, write_text
+from qkvflow.files import is_fresh, json_text, local_path, replacing, write_text
 
 
 def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
@@ -48,3 +50,8 @@ def test_paths_that_no_file_can_have_are_refused(name, words):
     with pytest.raises(UserError, match=words) as error:
         local_path(name)
     assert len(str(error.value)) < 300
+
+
+def test_json_has_null_for_what_is_not_finite():
+    text = json_text({"a": [1.5, math.nan], "b": ({"c": -math.inf},), "d": 2, "e": "NaN"})
+    assert json.loads(text, parse_constant=pytest.fail) == {"a": [1.5, None], "b": [{"c": None}], "d": 2, "e": "NaN"}
