@@ -130,15 +130,21 @@ def kept(path: Path, cls: type[T], asked: object, make: Callable[[], T]) -> T:
 
 def asked_of(path: Path) -> dict[str, Any]:
     """What the stored value of `kept` was made for; empty if there is none."""
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        return dict(json.loads(path.read_text())["asked"])
-    return {}
+    return _content(path).get("asked", {})
 
 
 def stored(path: Path, cls: type[T], asked: object) -> T | None:
     """The stored value of `kept`; None if there is none, or it is for another `asked`."""
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # nothing, or something else
-        content = json.loads(path.read_text())
-        if content["asked"] == json.loads(json.dumps(asked)):
+    content = _content(path)
+    if "asked" in content and content["asked"] == json.loads(json.dumps(asked)):
+        with contextlib.suppress(ValueError, KeyError, TypeError):  # something else
             return read(cls, content["found"])
     return None
+
+
+def _content(path: Path) -> dict[str, Any]:
+    """Of a file that `kept` wrote; empty if there is none, or it is something else."""
+    with contextlib.suppress(OSError, ValueError):
+        content = json.loads(path.read_text())
+        return content if isinstance(content, dict) else {}
+    return {}

@@ -196,7 +196,7 @@ class Builtin(TextConfig):
     def contents(self) -> tuple[str, ...]:
         train, validation = (list(documents_of(self.text, split)) for split in ("train", "validation"))
         whole = "\n".join(validation)
-        if self.text == "topics":  # short documents
+        if self.text == "topics":  # cut within a document, as for all results that there are
             return "\n".join(train), *_cut(whole, len(whole) // 2)
         ends = list(itertools.accumulate(len(document) + 1 for document in validation))
         first = 1 + min(range(len(ends)), key=lambda k: abs(ends[k] - len(whole) // 2))

@@ -63,7 +63,8 @@ Table = Mapping[type, Mapping[str, Range]]
 
 
 def out_of_range(value: Any, table: Table | None = None, path: str = "") -> str | None:
-    """What is wrong with the first number in a dataclass, or in those that it holds, that is out of its range; or None.
+    """What is wrong with the first number in a dataclass, or in those that it holds, that is out of its range, or not
+    whole where it must be; or None.
 
     Args:
         table: ranges of fields of classes that are not ours; a class has those of its bases too.

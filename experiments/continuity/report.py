@@ -160,16 +160,20 @@ def files(record: Continuity) -> dict[str, Table]:
 
 
 def draw(record: Continuity) -> Iterator[style.Named]:
-    """Loss against FLOPs and against depth, in the panels of the plan of which at least two arms are there, and these
-    are not all in another panel."""
-    shown = {title: [arm for arm in own if arm in record.costs] for title, own in record.protocol.panels.items()}
-    shown = {title: own for title, own in shown.items() if len(own) > 1}
-    shown = {title: own for title, own in shown.items() if not any(set(own) < set(more) for more in shown.values())}
-    shown = {tuple(sorted(own)): (title, own) for title, own in shown.items()}  # the last of those that are equal
-    shown = dict(shown.values()) or {"all arms": list(record.costs)}
+    """Loss against FLOPs and against depth."""
+    shown = _panels(record)
     yield "flops", _flops(record, shown)
     if flows := {title: own for title, own in shown.items() if set(own) & set(record.flows)}:
         yield "depths", _depths(record, flows)
+
+
+def _panels(record: Continuity) -> dict[str, list[str]]:
+    """title -> arms, of the planned panels of which at least two arms are there that are not all in another panel; one
+    panel with all arms if there is none."""
+    there = {title: [arm for arm in own if arm in record.costs] for title, own in record.protocol.panels.items()}
+    of = {frozenset(own): title for title, own in there.items() if len(own) > 1}  # the last of panels with equal arms
+    largest = [title for own, title in of.items() if not any(own < other for other in of)]
+    return {title: there[title] for title in largest} or {"all arms": list(record.costs)}
 
 
 def _looks(shown: Mapping[str, list[str]], names: list[str]) -> style.Looks:

@@ -32,8 +32,8 @@ from qkvflow.runs.checkpoints import (
     set_aside,
 )
 from qkvflow.runs.config import FREE_KEYS, TrainConfig
-from qkvflow.runs.depth import check_depth_goes_on
 from qkvflow.runs.directory import RunDirectory, location_of, log_name, run_id
+from qkvflow.runs.growth import check_depth_goes_on
 from qkvflow.runs.mirror import LOCK
 from qkvflow.runs.processes import damage_found_with_followers, follow, let_others_wait, tell_others
 
