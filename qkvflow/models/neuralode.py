@@ -24,7 +24,7 @@ from qkvflow.models.embeddings import Embeddings, init_head
 from qkvflow.models.flow import Flow
 from qkvflow.models.loss import next_token_loss
 from qkvflow.time import grid
-from qkvflow.weights import PerLayer, PerLayerConfig, TimeShift
+from qkvflow.weights import PerLayer, PerLayerConfig, TimeShift, refine_with_error
 
 
 class NeuralOdeTransformer(eqx.Module):
@@ -208,6 +208,12 @@ class NeuralOdeLMHeadModel(LmHeadModel[NeuralOdeConfig]):
         """The same model around another block W(t), with the configuration `config`."""
         flow = dataclasses.replace(self.transformer.flow, weights=weights, **config.travel)
         return dataclasses.replace(self, transformer=dataclasses.replace(self.transformer, flow=flow), _config=config)
+
+    def refined(self, dim: int) -> tuple["NeuralOdeLMHeadModel", float]:
+        """The same model with basis weights of `dim` functions, and their error; see `qkvflow.weights.refine`."""
+        weights, error = refine_with_error(self.transformer.flow.weights, dim)
+        config = dataclasses.replace(self.config, weights=dataclasses.replace(self.config.weights, dim=dim))
+        return self.with_weights(weights, config), error
 
     def get_lm_head(self) -> NamedArray:
         return self.embeddings.token_embeddings.weight if self.lm_head is None else self.lm_head.weight

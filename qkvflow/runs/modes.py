@@ -16,7 +16,6 @@ from qkvflow.errors import Notice, UserError
 from qkvflow.models import NeuralOdeConfig, lora
 from qkvflow.ranges import Count, Positive, ProperShare
 from qkvflow.weights import BasisConfig, PerLayerConfig
-from qkvflow.weights.galerkin import refine_with_error
 
 
 @dataclass(frozen=True)
@@ -76,8 +75,7 @@ class FlowMode(FinetuneMode):
     def adapt(self, base: LmHeadModel, config: Any, *, key: jax.Array) -> LmHeadModel:
         del key
         if self.refine is not None:
-            weights, error = refine_with_error(base.transformer.flow.weights, self.refine)
-            base = base.with_weights(weights, dataclasses.replace(base.config, weights=config.weights))
+            base, error = base.refined(self.refine)
             if error:
                 text = (
                     f"{config.weights.basis} with {self.refine} functions cannot represent W(t) exactly: it is"

@@ -85,7 +85,8 @@ def expand(module, basis: FunctionBasis, share: float = TIME_SHARE, *, key):
 def refine(module, dim: int):
     """The same W(t) with `dim` basis functions instead of K, for all basis weights inside `module`.
 
-    Exact if the spaces are nested (`FunctionBasis.refinement`), otherwise the least-squares approximation over t.
+    A language model also gets the configuration that goes with them. Exact if the spaces are nested
+    (`FunctionBasis.refinement`), otherwise the least-squares approximation over t.
 
     Raises:
         UserError: for fewer functions than before, and for a module without basis weights.
@@ -97,14 +98,17 @@ def refine_with_error(module, dim: int):
     """The refined module, and the relative error of the worst basis function in the mean square over t."""
     errors = []
 
+    def refines_itself(m) -> bool:  # `Galerkin`, and language models
+        return hasattr(m, "refined")
+
     def one(m):
-        if not isinstance(m, Galerkin):
+        if not refines_itself(m):
             return m
         fine, error = m.refined(dim)
         errors.append(error)
         return fine
 
-    fine = jax.tree.map(one, module, is_leaf=lambda m: isinstance(m, Galerkin))
+    fine = jax.tree.map(one, module, is_leaf=refines_itself)
     if not errors:
         raise UserError("refine is for basis weights (weights: {type: basis}), and this module has none.")
     return fine, max(errors)

@@ -9,7 +9,7 @@ from qkvflow.blocks import Inputs
 from qkvflow.depth import DepthConfig
 from qkvflow.errors import UserError
 from qkvflow.runs.modes import FlowMode, StackMode
-from qkvflow.weights import BasisConfig, at
+from qkvflow.weights import BasisConfig, at, refine
 
 
 def refined(base, dim: int, steps: int | None = None):
@@ -26,6 +26,16 @@ def test_a_finer_basis_holds_the_same_weights(basis, dim, finer):
     assert tuned.transformer.flow.weights.mlp.c_fc.basis.dim == finer
     expected = base.with_depth(base.config.depth.on_grid(4))(random_tokens()).array
     np.testing.assert_allclose(tuned(random_tokens()).array, expected, atol=1e-5)
+
+
+def test_a_refined_model_has_the_configuration_of_its_weights():
+    """So that what is made from it, by discretising or exporting, can be loaded again."""
+    base = build(small_config(BasisConfig("linear", 3)))
+    model = refine(base, 5)
+    assert model.config == refined(base, 5).config
+    assert jax.tree.structure(model) == jax.tree.structure(build(model.config))
+    with pytest.raises(UserError, match=r"basis weights"):
+        refine(base.discretise(), 5)
 
 
 def test_what_cannot_be_held_is_told():
