@@ -25,7 +25,7 @@ from experiments.records import Training, asked_of, kept, stored
 from experiments.search import best, beyond, tried
 from experiments.texts import PARTS, Text
 from qkvflow.errors import UserError
-from qkvflow.eval_lm import Reading, read
+from qkvflow.evaluation.depths import Reading, read
 from qkvflow.runs import load_run
 from qkvflow.runs.evaluate import RunEvaluator, on_other_text
 from qkvflow.runs.load import Run

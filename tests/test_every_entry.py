@@ -28,7 +28,7 @@ from qkvflow.data.control.sequences import ControlledExample
 from qkvflow.depth import DepthConfig, StepGrowth, StepRange
 from qkvflow.describe import describe
 from qkvflow.errors import UserError
-from qkvflow.eval_lm import displacement
+from qkvflow.evaluation.depths import displacement
 from qkvflow.models import ControlConfig
 from qkvflow.runs import TrainConfig
 from qkvflow.runs.modes import FlowMode, FullMode, LoraMode

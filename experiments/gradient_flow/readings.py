@@ -32,7 +32,7 @@ from levanter.models.lm_model import LmExample
 from scipy.special import logsumexp
 
 from qkvflow.axes import CONTROL
-from qkvflow.eval_lm import displacement
+from qkvflow.evaluation.depths import displacement
 from qkvflow.models import NeuralOdeLMHeadModel
 from qkvflow.weights import PerLayer
 

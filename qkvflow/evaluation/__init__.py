@@ -1,0 +1,1 @@
+"""What `qkvflow eval` measures: losses at any depth, what is cheaper than the full model, benchmark tasks."""
