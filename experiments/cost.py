@@ -16,12 +16,12 @@ from levanter.utils.jax_utils import parameter_count
 from experiments.recipes import Recipe
 from experiments.records import kept, stored
 from qkvflow.depth import StepGrowth
-from qkvflow.describe import vocabulary_size
 from qkvflow.errors import UserError
 from qkvflow.meshes.ahead import compile_ahead
 from qkvflow.models import NeuralOdeConfig, NeuralOdeLMHeadModel, cost
 from qkvflow.models.levanter_twin import enter, enter_config
 from qkvflow.training.checks import model_shape
+from qkvflow.training.description import vocabulary_size
 
 _NEAR, _UNITS = 0.05, 2**14
 

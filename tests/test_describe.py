@@ -22,6 +22,7 @@ from qkvflow.models import lora
 from qkvflow.runs import load_run
 from qkvflow.runs.config import FinetuneConfig, TrainConfig
 from qkvflow.train_lm import main as train
+from qkvflow.training import description
 from qkvflow.weights import at, variation
 
 CONFIGS = Path(__file__).parent.parent / "configs"
@@ -89,7 +90,7 @@ def test_evaluations_in_training(overrides, trained, flops):
     assert random["evaluations of the block"].pop("per token, in training", None) == trained
     told = random["FLOPs per token"].pop("forward, in training", None)
     block, head = 2 * 128**2 * 12 + 4 * 128 * 128, 2 * 128 * 257
-    expected = flops and " then ".join(program._cell(float(n * block + head)) for n in flops)
+    expected = flops and " then ".join(description._cell(float(n * block + head)) for n in flops)
     assert told == expected
     for section in ("evaluations of the block", "FLOPs per token", "FLOPs per batch for W(t)"):
         assert random[section] == fixed[section]

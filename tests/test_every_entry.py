@@ -26,12 +26,12 @@ from qkvflow.analysis.trajectory import motion
 from qkvflow.blocks import Gpt2BlockConfig, Inputs, SsmBlockConfig
 from qkvflow.data.control.sequences import ControlledExample
 from qkvflow.depth import DepthConfig, StepGrowth, StepRange
-from qkvflow.describe import describe
 from qkvflow.errors import UserError
 from qkvflow.evaluation.depths import displacement
 from qkvflow.models import ControlConfig
 from qkvflow.runs import TrainConfig
 from qkvflow.runs.modes import FlowMode, FullMode, LoraMode
+from qkvflow.training.description import describe
 from qkvflow.training.step import make_trainer
 
 BLOCKS = {

@@ -18,11 +18,11 @@ from experiments.tables import Table
 from qkvflow.cli import parse, run_program
 from qkvflow.config import decode
 from qkvflow.config.yaml_file import read_yaml
-from qkvflow.describe import vocabulary_size
 from qkvflow.errors import UserError
 from qkvflow.meshes import MeshShape, Target, describe_mesh
 from qkvflow.meshes.report import summary
 from qkvflow.runs.config import TrainConfig
+from qkvflow.training.description import vocabulary_size
 from qkvflow.units import in_bytes
 
 CONFIGS = Path(__file__).parents[2] / "configs"
