@@ -47,6 +47,19 @@ def panels(rows: int, columns: int, size: tuple[float, float], **options: Any) -
     return figure, axes
 
 
+def tiles(n: int, width: float, height: float, **options: Any) -> tuple[Figure, list[Any]]:
+    """A figure with n panels of this size: up to three beside each other, four in two rows, more in rows of three."""
+    columns = n if n <= 3 else 2 if n == 4 else 3
+    rows = -(-n // columns)
+    figure, axes = panels(rows, columns, (width * columns, height * rows), **options)
+    every = [axis for row in axes for axis in row]
+    for axis in every[:n]:
+        axis.tick_params(labelbottom=True)  # of shared axes too
+    for axis in every[n:]:
+        axis.remove()
+    return figure, every[:n]
+
+
 def curve(panel: Axes, x: Sequence[float], own: Sequence[Interval], **look: Any) -> None:
     """Means as a line, their intervals as a band."""
     means, halves = np.array([i.mean for i in own]), np.array([i.half for i in own])

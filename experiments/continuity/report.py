@@ -176,10 +176,16 @@ def _panels(record: Continuity) -> dict[str, list[str]]:
     return {title: there[title] for title in largest} or {"all arms": list(record.costs)}
 
 
-def _looks(shown: Mapping[str, list[str]], names: list[str]) -> style.Looks:
-    """The styles of a panel: the same in all panels, unless there are too many arms."""
-    every = list(dict.fromkeys(arm for own in shown.values() for arm in own))
-    return style.series_of(every if len(every) <= len(style.COLOURS) else names)
+def _looks(shown: Mapping[str, list[str]]) -> style.Looks:
+    """A style for each arm, the same in all panels, and another than those of the arms beside it in any of them."""
+    taken: dict[str, int] = {}
+    for arm in (arm for own in shown.values() for arm in own):
+        if arm not in taken:
+            used = list(taken.values())
+            beside = {taken[other] for own in shown.values() if arm in own for other in own if other in taken}
+            free = [k for k in range(len(style.COLOURS)) if k not in beside]
+            taken[arm] = min(free or range(len(style.COLOURS)), key=used.count)
+    return {arm: style.series(k) for arm, k in taken.items()}
 
 
 def _flops(record: Continuity, shown: Mapping[str, list[str]]) -> Figure:
@@ -189,11 +195,12 @@ def _flops(record: Continuity, shown: Mapping[str, list[str]]) -> Figure:
         steps, own = style.mean_curve([r.curve for r in record.of(arm=arm)])
         found[arm] = [record.costs[arm].spent(step, p.steps) for step in steps], own
     limits = style.span([at for _, own in found.values() for at in own], counts=[p.counts["select"]])
-    figure, (panels,) = style.panels(1, len(shown), (6.5 * len(shown), 4.8), sharex=True)
+    figure, panels = style.tiles(len(shown), 6.5, 4.8, sharex=True)
+    looks = _looks(shown)
     for panel, (title, names) in zip(panels, shown.items(), strict=True):
         panel.set(title=title, xlabel="FLOPs of training")
         style.losses(panel, p, "select", limits)
-        style.curves(panel, {arm: found[arm] for arm in names}, _looks(shown, names))
+        style.curves(panel, {arm: found[arm] for arm in names}, looks)
     return figure
 
 
@@ -205,9 +212,9 @@ def _depths(record: Continuity, shown: Mapping[str, list[str]]) -> Figure:
     each = [(n, at) for _, own in found.values() for n, at in zip(steps, own, strict=True)]
     near = [at for n, at in each if n >= p.layers / 2]  # at fewer steps, intervals can be larger than all means
     limits = style.span(near + list(other.values()), [at.mean for _, at in each], [p.counts["report"]])
-    figure, (panels,) = style.panels(1, len(shown), (6.5 * len(shown), 4.8), sharex=True)
+    figure, panels = style.tiles(len(shown), 6.5, 4.8, sharex=True)
+    looks = _looks(shown)
     for panel, (title, names) in zip(panels, shown.items(), strict=True):
-        looks = _looks(shown, names)
         panel.set_xscale("log", base=2)
         panel.set_xticks(p.round_depths)
         panel.xaxis.set_major_formatter("{x:.0f}")

@@ -83,3 +83,12 @@ def test_a_map_has_each_mean_with_its_interval(panel):
     style.heat(panel, ["arm"], ["here", "there"], cells)
     assert [text.get_text() for text in panel.texts] == ["1.00\n±0.25", "4.00\n±0.50"]
     assert [text.get_color() for text in panel.texts] == ["black", "white"]  # darker for larger
+
+
+@pytest.mark.parametrize(("n", "rows"), [(1, 1), (3, 1), (4, 2), (5, 2), (7, 3)])
+def test_many_panels_stand_in_rows(n, rows):
+    figure, panels = style.tiles(n, 2.0, 1.0, sharex=True)
+    assert len(panels) == len(figure.axes) == n
+    assert figure.get_size_inches()[1] == rows
+    assert all(panel.xaxis.get_tick_params()["labelbottom"] for panel in panels)
+    style.plt.close(figure)
