@@ -173,7 +173,6 @@ def test_tables_and_figures_come_from_the_record_alone():
     assert [name for name, _ in STUDY.figures(record)] == ["flops", "depths"]
 
 
-@pytest.mark.slow
 def test_an_arm_looks_the_same_in_all_panels_and_unlike_those_beside_it():
     shown = {"a": list("abcdef"), "b": list("aghijk"), "c": list("bglmno")}
     looks = _looks(shown)
@@ -184,6 +183,7 @@ def test_an_arm_looks_the_same_in_all_panels_and_unlike_those_beside_it():
     assert len({look["color"] for look in few.values()}) == 7  # as long as there are enough
 
 
+@pytest.mark.slow
 def test_smoke_goes_on_from_what_was_read(tmp_path, monkeypatch):
     """With the readings alone another machine makes the same page, and trains nothing."""
     kept = tmp_path / "kept"
