@@ -52,12 +52,12 @@ def tiles(n: int, width: float, height: float, **options: Any) -> tuple[Figure, 
     columns = n if n <= 3 else 2 if n == 4 else 3
     rows = -(-n // columns)
     figure, axes = panels(rows, columns, (width * columns, height * rows), **options)
-    every = [axis for row in axes for axis in row]
-    for axis in every[:n]:
-        axis.tick_params(labelbottom=True)  # of shared axes too
-    for axis in every[n:]:
-        axis.remove()
-    return figure, every[:n]
+    filled, empty = axes.flat[:n], axes.flat[n:]
+    for panel in filled:
+        panel.tick_params(labelbottom=True)  # with a shared x axis, only the lowest row would have numbers
+    for panel in empty:
+        panel.remove()
+    return figure, list(filled)
 
 
 def curve(panel: Axes, x: Sequence[float], own: Sequence[Interval], **look: Any) -> None:

@@ -104,28 +104,24 @@ def main(
         text = _other_text(config.data or {})
         suffix = "" if text is None else f"-{text}"
         if config.exit is not None:
-            exits = read_exits(
-                *_flow_and_text(config, wanted, run, "has exits"), config.exit, progress, config.calibrate
-            )
-            print(exits_table(exits))
-            _write(run, f"exits{suffix}.json", {"exits": [asdict(r) for r in exits]})
+            model = wanted.flow(run, "only a flow has exits")
+            exits = read_exits(model, _examples(run, config), config.exit, progress, config.calibrate)
+            _tell(run, exits_table(exits), f"exits{suffix}.json", {"exits": [asdict(r) for r in exits]})
             return exits
         if caches:
-            shared = read_caches(*_flow_and_text(config, wanted, run, "can share its cache"), caches, progress)
-            print(caches_table(shared))
-            _write(run, f"cache{suffix}.json", {"caches": [asdict(r) for r in shared]})
+            model = wanted.flow(run, "only a flow can share its cache")
+            shared = read_caches(model, _examples(run, config), caches, progress)
+            _tell(run, caches_table(shared), f"cache{suffix}.json", {"caches": [asdict(r) for r in shared]})
             return shared
         if config.continuity:
             found = _continuity(run, config, progress)
-            print(continuity_table(found))
-            _write(run, f"continuity{suffix}.json", found.as_json())
+            _tell(run, continuity_table(found), f"continuity{suffix}.json", found.as_json())
             return found
         models = wanted.models(run)  # before any is evaluated, so that an impossible one costs nothing
         readings = read_all(run, models, _evaluator(run, config), progress)
         if text is None:
             warn_of_lost(run, {f"{r.solver} with {r.steps} steps": r.loss for r in readings})
-    print(table(readings))
-    _write(run, f"depth{suffix}.json", {"readings": [asdict(r) for r in readings]}, readings)
+    _tell(run, table(readings), f"depth{suffix}.json", {"readings": [asdict(r) for r in readings]}, readings)
     return readings
 
 
@@ -163,14 +159,13 @@ def _evaluator(run: Run, config: EvalConfig) -> RunEvaluator:
     return RunEvaluator(run, config.batch_size, config.max_eval_batches)
 
 
-def _flow_and_text(
-    config: EvalConfig, wanted: Depths, run: Run, what: str
-) -> tuple[NeuralOdeLMHeadModel, list[LmExample]]:
-    return wanted.flow(run, f"only a flow {what}"), list(_evaluator(run, config).examples())
+def _examples(run: Run, config: EvalConfig) -> list[LmExample]:
+    return list(_evaluator(run, config).examples())
 
 
-def _write(run: Run, name: str, content: dict[str, Any], readings: Sequence[Reading] = ()) -> None:
-    """Into the folder `evaluation` of the run; more than one reading is drawn too."""
+def _tell(run: Run, shown: str, name: str, content: dict[str, Any], readings: Sequence[Reading] = ()) -> None:
+    """Prints a table, and writes its content to the run's folder `evaluation`; more than one reading is drawn too."""
+    print(shown)
     target = run.path / "evaluation" / name
     try:
         target.parent.mkdir(exist_ok=True)
@@ -198,8 +193,7 @@ def _tasks(config: EvalConfig, wanted: Depths) -> list[TaskReading]:
         for model in wanted.models(run):
             with progress.phase(f"Tasks with {name_of(model)}"):
                 found.append(tasks.read(run, model))
-    print(task_table(found))
-    _write(run, "tasks.json", {"readings": [asdict(reading) for reading in found]})
+    _tell(run, task_table(found), "tasks.json", {"readings": [asdict(reading) for reading in found]})
     return found
 
 

@@ -162,9 +162,10 @@ def files(record: Continuity) -> dict[str, Table]:
 def draw(record: Continuity) -> Iterator[style.Named]:
     """Loss against FLOPs and against depth."""
     shown = _panels(record)
-    yield "flops", _flops(record, shown)
+    looks = looks_of(shown)
+    yield "flops", _flops(record, shown, looks)
     if flows := {title: own for title, own in shown.items() if set(own) & set(record.flows)}:
-        yield "depths", _depths(record, flows)
+        yield "depths", _depths(record, flows, looks)
 
 
 def _panels(record: Continuity) -> dict[str, list[str]]:
@@ -176,8 +177,9 @@ def _panels(record: Continuity) -> dict[str, list[str]]:
     return {title: there[title] for title in largest} or {"all arms": list(record.costs)}
 
 
-def _looks(shown: Mapping[str, list[str]]) -> style.Looks:
-    """A style for each arm, the same in all panels, and another than those of the arms beside it in any of them."""
+def looks_of(shown: Mapping[str, list[str]]) -> style.Looks:
+    """A style for each arm, the same in all panels, and unlike those of the arms beside it in any of them: the least
+    used of these styles."""
     taken: dict[str, int] = {}
     for arm in (arm for own in shown.values() for arm in own):
         if arm not in taken:
@@ -188,7 +190,7 @@ def _looks(shown: Mapping[str, list[str]]) -> style.Looks:
     return {arm: style.series(k) for arm, k in taken.items()}
 
 
-def _flops(record: Continuity, shown: Mapping[str, list[str]]) -> Figure:
+def _flops(record: Continuity, shown: Mapping[str, list[str]], looks: style.Looks) -> Figure:
     """Loss on the part `select` against training FLOPs."""
     p, found = record.protocol, {}
     for arm in (arm for own in shown.values() for arm in own):
@@ -196,7 +198,6 @@ def _flops(record: Continuity, shown: Mapping[str, list[str]]) -> Figure:
         found[arm] = [record.costs[arm].spent(step, p.steps) for step in steps], own
     limits = style.span([at for _, own in found.values() for at in own], counts=[p.counts["select"]])
     figure, panels = style.tiles(len(shown), 6.5, 4.8, sharex=True)
-    looks = _looks(shown)
     for panel, (title, names) in zip(panels, shown.items(), strict=True):
         panel.set(title=title, xlabel="FLOPs of training")
         style.losses(panel, p, "select", limits)
@@ -204,7 +205,7 @@ def _flops(record: Continuity, shown: Mapping[str, list[str]]) -> Figure:
     return figure
 
 
-def _depths(record: Continuity, shown: Mapping[str, list[str]]) -> Figure:
+def _depths(record: Continuity, shown: Mapping[str, list[str]], looks: style.Looks) -> Figure:
     """Loss against the number of steps of each arm's solver, without retraining; hollow marks: RK4 with L steps."""
     p, steps = record.protocol, record.protocol.read_at
     found = {arm: (steps, [record.loss(arm, place) for place in record.places(arm)]) for arm in record.flows}
@@ -213,7 +214,6 @@ def _depths(record: Continuity, shown: Mapping[str, list[str]]) -> Figure:
     near = [at for n, at in each if n >= p.layers / 2]  # at fewer steps, intervals can be larger than all means
     limits = style.span(near + list(other.values()), [at.mean for _, at in each], [p.counts["report"]])
     figure, panels = style.tiles(len(shown), 6.5, 4.8, sharex=True)
-    looks = _looks(shown)
     for panel, (title, names) in zip(panels, shown.items(), strict=True):
         panel.set_xscale("log", base=2)
         panel.set_xticks(p.round_depths)

@@ -98,7 +98,7 @@ def refine_with_error(module, dim: int):
     """The refined module, and the relative error of the worst basis function in the mean square over t."""
     errors = []
 
-    def refines_itself(m) -> bool:  # `Galerkin`, and language models
+    def refines_itself(m) -> bool:  # `Galerkin` weights, and language models, whose configuration changes too
         return hasattr(m, "refined")
 
     def one(m):

@@ -8,7 +8,7 @@ from support.studies import ABOUT, COUNTS, ORIGIN, refuse_work, smoke
 
 from experiments.continuity.__main__ import STUDY
 from experiments.continuity.plan import ContinuityConfig, arms
-from experiments.continuity.report import Continuity, _looks, share_of_flops, worst
+from experiments.continuity.report import Continuity, looks_of, share_of_flops, worst
 from experiments.jobs import Job
 from experiments.records import read
 from experiments.statistics import holm, paired
@@ -175,11 +175,11 @@ def test_tables_and_figures_come_from_the_record_alone():
 
 def test_an_arm_looks_the_same_in_all_panels_and_unlike_those_beside_it():
     shown = {"a": list("abcdef"), "b": list("aghijk"), "c": list("bglmno")}
-    looks = _looks(shown)
+    looks = looks_of(shown)
     assert set(looks) == set("abcdefghijklmno")
     for own in shown.values():
         assert len({looks[arm]["color"] for arm in own}) == len(own)
-    few = _looks({"a": list("abcd"), "b": list("aefg")})
+    few = looks_of({"a": list("abcd"), "b": list("aefg")})
     assert len({look["color"] for look in few.values()}) == 7  # as long as there are enough
 
 
