@@ -144,8 +144,10 @@ class Measure(Generic[T]):
         try:
             _train([other for other in group if stored(*self._place(other)) is None], lanes=len(group))
         except Diverged:
-            if job.is_reported or len(group) > 1:
+            if job.is_reported:
                 raise
+            if len(group) > 1:  # which of them it was is not known
+                return self._read(job, [job])
             return self.kind(**vars(job.arm.what), seed=job.seed, learning_rate=job.rate)  # without a loss
         arm, found = job.arm, vars(job.arm.what) | vars(read_training(job))
         if job.is_reported:

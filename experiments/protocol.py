@@ -68,11 +68,16 @@ class Protocol:
         return f"{self.n} seeds ({', '.join(map(str, self.seeds))})"
 
     @property
+    def text_tokens(self) -> int:
+        """Number of tokens of the training text."""
+        return self.bytes["train"] if self.known is None else self.known
+
+    @property
     def about_counts(self) -> str:
-        known = self.bytes["train"] if self.known is None else self.known
         words = f"counted in the first {self.counted:,} tokens of the training text, as many as a model is trained on"
-        if self.counted > known:
-            words = f"counted in all {known:,} tokens of the training text (a model is trained on {self.counted:,})"
+        if self.counted > self.text_tokens:
+            of_all = f"all {self.text_tokens:,} tokens of the training text"
+            words = f"counted in {of_all} (a model is trained on {self.counted:,})"
         return f"n-grams, {words}, reach {about(self.counts['report'])} on the part `report`"
 
     def about_rates(self, each: str) -> str:

@@ -21,17 +21,18 @@ Span = tuple[float, float]
 Curves = Mapping[str, tuple[Sequence[float], Sequence[Interval]]]  # name -> x, y
 Looks = Mapping[str, Mapping[str, Any]]  # name -> its style
 
-# Okabe and Ito (2008), without yellow, which is faint on white; then two dark colours of Tol (2021).
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#332288", "#882255")
-MARKS = ("o", "s", "^", "D", "v", "P", "X", "p")
-LINES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (1, 3)), (0, (8, 2)), (0, (3, 1, 1, 1)))
+# Okabe and Ito (2008): black last, no yellow, which is faint on white. Before black, two dark colours of Tol (2021).
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#332288", "#882255", "#000000")
+MARKS = ("o", "s", "^", "D", "v", "P", "X", "p", "*")
+LINES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (1, 3)), (0, (8, 2)), (0, (3, 1, 1, 1)), (0, (12, 3)))
 REFERENCE, MUTED = "black", "grey"
 _WORDS = {"select": "selection text", "report": "held-out text"}
 
 
 def series(k: int) -> dict[str, Any]:
     """Colour, line and marker of the k-th series."""
-    return {"color": COLOURS[k % 8], "linestyle": LINES[k % 8], "marker": MARKS[k % 8]}
+    n = len(COLOURS)
+    return {"color": COLOURS[k % n], "linestyle": LINES[k % n], "marker": MARKS[k % n]}
 
 
 def series_of(names: Iterable[str]) -> dict[str, dict[str, Any]]:
@@ -192,8 +193,8 @@ def arms(panel: Axes, names: Sequence[str], rotation: float = 20) -> None:
 
 
 def save(figures: Iterable[Named], folder: Path) -> None:
-    """PNG for pages, PDF for papers."""
+    """PNG for pages, PDF for papers; equal figures give equal files."""
     for name, figure in figures:
-        for ending in ("png", "pdf"):
-            figure.savefig(folder / f"{name}.{ending}")
+        figure.savefig(folder / f"{name}.png")
+        figure.savefig(folder / f"{name}.pdf", metadata={"CreationDate": None})
         plt.close(figure)

@@ -106,6 +106,7 @@ class CompareConfig(SearchConfig):
         first = [key for key in ("contrasts", "widths", "check_rates", "ngrams") if getattr(self, key)]
         of_seeds = set(self.more_seeds) & {*self.seeds, *self.selection_seeds}
         problems = {
+            f"`widths` has a width twice: {self.widths}": len(set(self.widths)) < len(self.widths),
             f"`arms` and `systems` share the name {', '.join(twice[:1])}: rename one": twice,
             f"`contrasts` has {same[:1]}, which is no pair of two systems, or there twice: remove it": same,
             "`more_seeds` is for systems of `contrasts`, which are missing: name them, or leave it out": (

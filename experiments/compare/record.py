@@ -85,14 +85,20 @@ def each(rows: Rows) -> list[tuple[str, Line]]:
 
 
 def extent(numbers: Iterable[int]) -> str:
-    """A number that all have, or the smallest and the largest."""
+    """A number that all have, or the smallest and the largest; empty without any."""
     own = sorted(numbers)
-    return " to ".join(map(str, dict.fromkeys([own[0], own[-1]])))
+    return " to ".join(map(str, dict.fromkeys([*own[:1], *own[-1:]])))
 
 
 def seeds_of(rows: Rows) -> str:
     """The number of seeds of all lines, or the smallest and the largest."""
     return extent(line.loss.mean.n for _, line in each(rows))
+
+
+def machines(results: Iterable[Trained]) -> str:
+    """The machines that the trainings were reported from, in words; empty if there is one, or they are unknown."""
+    own = sorted({r.machine for r in results if r.machine})
+    return "; ".join(own) if len(own) > 1 else ""
 
 
 def missing(progress: Mapping[str, Mapping[str, tuple[int, int]]]) -> str:

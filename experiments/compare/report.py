@@ -7,7 +7,7 @@ from dataclasses import asdict
 from experiments import tables
 from experiments.compare import clock, contrasts, rates, widths
 from experiments.compare.plan import ROWS, SAME_FLOPS
-from experiments.compare.record import Comparison, by_row, each, missing, seeds_of
+from experiments.compare.record import Comparison, by_row, each, machines, missing, seeds_of
 from experiments.lines import Line, against, known, table
 from experiments.statistics import ALPHA, interval
 from experiments.tables import Cell, Table
@@ -35,7 +35,7 @@ def page(record: Comparison) -> Mapping[str, object]:
     costs = {f"{line.what.system} ({row})": line for row, line in each(rows)}
     titled = [f"## {title} (n = {seeds_of({row: rows[row]})})\n\n{own}" for row, title, own in losses(record)]
     tests = "p is Holm-corrected over the models of a row"
-    times = p.tokens_per_step / p.bytes["train"] if p.ngrams else None
+    times = p.tokens_per_step / p.text_tokens if p.ngrams else None
     return {
         "missing": missing(record.progress) or None,
         "tokens": p.steps * p.tokens_per_step,
@@ -57,6 +57,8 @@ def page(record: Comparison) -> Mapping[str, object]:
         "time": clock.table(record),
         "widths": widths.table(record),
         "n_widths": len(p.widths),
+        "three": len(p.widths) == 3 or None,
+        "machines": machines(record.results) or None,
         "searched": rates.table(record),
         "checked": rates.check_table(record),
         "factors": ", ".join(f"{factor:g}" for factor in p.check_rates.factors) if p.check_rates else None,
@@ -69,8 +71,8 @@ def losses(record: Comparison) -> list[tuple[str, str, Table]]:
     loss = against(p.reference)
     if p.contrasts:
         del loss["p (Holm)"]
+    n = {} if seeds_of(rows) == str(p.n) else {"n": lambda line: line.loss.mean.n}
     for row, own in rows.items():
-        n = {} if seeds_of({row: own}) == str(p.n) else {"n": lambda line: line.loss.mean.n}
         columns = known("width", "trained", "materialised", "steps", "FLOPs", "rate")
         found.append((row, f"At {ROWS[row]}", table("model", own, columns, n, loss)))
     return found
@@ -103,7 +105,7 @@ def files(record: Comparison) -> dict[str, str | Table]:
     contrast, width, time and rate where the page shows them."""
     p, rows = record.protocol, by_row(record)
     titled = {
-        f"{tables.in_latex(title)} ($n = {seeds_of({row: rows[row]})}$)": own for row, title, own in losses(record)
+        f"{tables.in_latex(title)} ($n$ = {seeds_of({row: rows[row]})})": own for row, title, own in losses(record)
     }
     found: dict[str, str | Table] = {"table.tex": tables.latex(titled)} if titled else {}
     runs = [vars(r) | {"rows": " ".join(r.rows), "machine": r.machine or None} for r in record.results]

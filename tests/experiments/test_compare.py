@@ -12,6 +12,7 @@ import pytest
 import yaml
 from support.studies import ABOUT, ORIGIN, ROOT, smoke
 
+from experiments import style
 from experiments.compare.__main__ import STUDY
 from experiments.compare.plan import CompareConfig, arms, recipes
 from experiments.compare.record import Comparison, by_row
@@ -122,6 +123,8 @@ def test_every_comparison_can_be(path, tmp_path):
     config = parse(CompareConfig, ["--config_path", str(path)])[0]
     config.check()
     assert len(set(config.text.parts.values())) == 3
+    looks = style.series_of(config.names).values()
+    assert len({look["color"] for look in looks}) == len(config.names), "systems of the same colour"
     text = Builtin().prepare(tmp_path / "texts")
     assert {recipe.config.model.hidden_dim > 0 for recipe in recipes(config, text, tmp_path).values()} == {True}
 

@@ -177,6 +177,36 @@ def test_tables_and_figures_come_from_the_record_alone():
     assert missing({"one": {"a": (2, 2)}}) == ""
 
 
+def test_rows_with_different_numbers_of_seeds_have_the_same_columns():
+    results = [training(name, seed) | {"rows": ["iso_step"]} for seed in SEEDS for name in SHIFTS]
+    results += [training(name, seed) | {"rows": ["iso_parameter"]} for seed in SEEDS[:3] for name in SHIFTS]
+    own = record(results, rows=["iso_step", "iso_parameter"])
+    assert {tuple(table.head) for _, _, table in losses(own)} == {tuple(losses(own)[0][2].head)}
+    text = files(own)["table.tex"]
+    assert "At the same number of steps ($n$ = 5)" in text
+    assert len({line.count("&") for line in text.splitlines() if "&" in line}) == 1
+
+
+def test_machines_are_named_where_there_are_several():
+    results = [training(name, seed) for seed in SEEDS for name in SHIFTS]
+    assert "more than one machine" not in STUDY.filled_page(record(results))
+    results[0]["machine"] = "another"
+    assert "from more than one machine (another; m)" in STUDY.filled_page(record(results))
+
+
+def test_what_is_true_of_three_widths_is_said_of_three():
+    words = "which fit three points exactly"
+    assert words in STUDY.filled_page(record())
+    results = [training(name, seed, width) for width in (32, 16) for seed in SEEDS for name in SHIFTS]
+    assert words not in STUDY.filled_page(record(results, widths=[16, 32]))
+
+
+def test_a_text_is_read_by_tokens():
+    own = record(known=4096, tokenizer="gpt2")  # 10 steps; tokens_per_step is that of the other tests
+    share = own.protocol.steps * own.protocol.tokens_per_step / 4096
+    assert f"They read the text {share:.2f} times" in STUDY.filled_page(own)
+
+
 SMOKE = str(FOLDER / "compare" / "smoke_all.yaml")
 
 
@@ -198,6 +228,7 @@ def everything(**changes) -> CompareConfig:
         ("rows", "[iso_money]", "Choices: iso_step"),
         ("rows", "[iso_flop, iso_time]", "trainings with equal steps, so|`rows` must have iso_step"),
         ("more_seeds", "[7, 7]", "`more_seeds` has a seed twice"),
+        ("widths", "[16, 32, 16]", "`widths` has a width twice"),
         ("learning_rates", "[0.001, 0.001, 0.002]", "has a rate twice"),
         ("learning_rates", "[-0.001, 0.002]", "learning_rates"),
         ("report_batches", "0", "report_batches"),

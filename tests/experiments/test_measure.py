@@ -134,6 +134,22 @@ def test_a_rate_that_diverges_is_no_choice_and_stops_no_search(tmp_path, trained
         Measure(Trained, config, tmp_path).all([Job.of(job("a", 1).arm, 3, 0.5)])
 
 
+def test_seeds_of_which_one_diverges_are_trained_one_by_one(tmp_path, trained, monkeypatch):
+    made = []
+
+    def train(*recipes, lanes):
+        made.append(([recipe.raw["trainer"]["seed"] for recipe in recipes], lanes))
+        if any(recipe.raw["trainer"]["seed"] == 6 for recipe in recipes):
+            raise Diverged("the training loss is infinite")
+
+    monkeypatch.setattr(measure, "train", train)
+    config = RatesConfig(learning_rates=[0.1], selection_seeds=[5, 6], seeds_at_once=2)
+    jobs = [Job.of(job("a", 1).arm, seed, 0.1, is_reported=False) for seed in (5, 6)]
+    found = Measure(Trained, config, tmp_path).all(jobs)
+    assert [(r.seed, r.select_loss is None) for r in found] == [(5, False), (6, True)]
+    assert made == [([5, 6], 2), ([5], 1), ([6], 2), ([6], 1)]
+
+
 def test_seeds_at_once_are_those_of_an_arm_without_readings(tmp_path, trained, monkeypatch):
     groups = []
 

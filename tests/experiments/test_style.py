@@ -18,9 +18,18 @@ def panel():
 
 
 def test_series_differ_in_more_than_their_colour():
-    looks = [style.series(k) for k in range(8)]
+    looks = [style.series(k) for k in range(9)]
     for key in ("color", "linestyle", "marker"):
-        assert len({str(look[key]) for look in looks}) == 8
+        assert len({str(look[key]) for look in looks}) == 9
+
+
+def test_equal_figures_are_equal_files(panel, tmp_path, monkeypatch):
+    for folder, moment in (("one", "1000000000"), ("two", "1000000001")):
+        monkeypatch.setenv("SOURCE_DATE_EPOCH", moment)  # the time that a PDF would tell
+        (tmp_path / folder).mkdir()
+        style.save([("figure", panel.figure)], tmp_path / folder)
+    for name in ("figure.png", "figure.pdf"):
+        assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
 
 
 def test_names_stand_in_the_order_of_their_ends_and_apart(panel):
