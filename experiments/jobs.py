@@ -110,8 +110,8 @@ class Job:
     def of(arm: Arm, seed: int, rate: float | None = None, is_reported: bool = True) -> "Job":
         """rate: by default that of the recipe."""
         rate = arm.recipe.rate if rate is None else rate
-        shown = f"{rate:g}".replace("+", "")  # which names of runs cannot have
-        trainer = {"id": f"{arm.label}-lr{shown}-seed{seed}", "seed": seed}
+        words = f"{rate:g}".replace("+", "")  # 1e+06: names of runs cannot have a plus
+        trainer = {"id": f"{arm.label}-lr{words}-seed{seed}", "seed": seed}
         recipe = arm.recipe.but({"trainer": trainer, "optimizer": {"learning_rate": rate}})
         job = Job(arm, seed, rate, is_reported, recipe)
         if job.base is None:

@@ -146,7 +146,7 @@ class Measure(Generic[T]):
         except Diverged:
             if job.is_reported:
                 raise
-            if len(group) > 1:  # which of them it was is not known
+            if len(group) > 1:  # one of them diverged: each is trained alone, when it is its turn
                 return self._read(job, [job])
             return self.kind(**vars(job.arm.what), seed=job.seed, learning_rate=job.rate)  # without a loss
         arm, found = job.arm, vars(job.arm.what) | vars(read_training(job))

@@ -76,8 +76,8 @@ class Protocol:
     def about_counts(self) -> str:
         words = f"counted in the first {self.counted:,} tokens of the training text, as many as a model is trained on"
         if self.counted > self.text_tokens:
-            of_all = f"all {self.text_tokens:,} tokens of the training text"
-            words = f"counted in {of_all} (a model is trained on {self.counted:,})"
+            words = f"counted in all {self.text_tokens:,} tokens of the training text"
+            words += f" (a model is trained on {self.counted:,})"
         return f"n-grams, {words}, reach {about(self.counts['report'])} on the part `report`"
 
     def about_rates(self, each: str) -> str:

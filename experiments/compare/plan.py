@@ -106,14 +106,15 @@ class CompareConfig(SearchConfig):
         first = [key for key in ("contrasts", "widths", "check_rates", "ngrams") if getattr(self, key)]
         of_seeds = set(self.more_seeds) & {*self.seeds, *self.selection_seeds}
         problems = {
-            f"`widths` has a width twice: {self.widths}": len(set(self.widths)) < len(self.widths),
+            f"`widths` has a width twice: {self.widths}. Give each once": len(set(self.widths)) < len(self.widths),
             f"`arms` and `systems` share the name {', '.join(twice[:1])}: rename one": twice,
             f"`contrasts` has {same[:1]}, which is no pair of two systems, or there twice: remove it": same,
             "`more_seeds` is for systems of `contrasts`, which are missing: name them, or leave it out": (
                 self.more_seeds and not self.contrasts
             ),
             f"`more_seeds` must be others than `seeds` and `selection_seeds`, but has {sorted(of_seeds)}": of_seeds,
-            f"`more_seeds` has a seed twice: {self.more_seeds}": len(set(self.more_seeds)) < len(self.more_seeds),
+            f"`more_seeds` has a seed twice: {self.more_seeds}. Give each once": len(set(self.more_seeds))
+            < len(self.more_seeds),
             f"`rows` is {self.rows}: {TIME} is read from trainings with equal steps, so add iso_step": (
                 TIME in self.rows and "iso_step" not in self.rows
             ),

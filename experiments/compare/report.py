@@ -57,7 +57,7 @@ def page(record: Comparison) -> Mapping[str, object]:
         "time": clock.table(record),
         "widths": widths.table(record),
         "n_widths": len(p.widths),
-        "three": len(p.widths) == 3 or None,
+        "as_many_as_parameters": len(p.widths) == 3 or None,
         "machines": machines(record.results) or None,
         "searched": rates.table(record),
         "checked": rates.check_table(record),
@@ -71,9 +71,10 @@ def losses(record: Comparison) -> list[tuple[str, str, Table]]:
     loss = against(p.reference)
     if p.contrasts:
         del loss["p (Holm)"]
+    # In all rows or in none: in LaTeX they are one table.
     n = {} if seeds_of(rows) == str(p.n) else {"n": lambda line: line.loss.mean.n}
+    columns = known("width", "trained", "materialised", "steps", "FLOPs", "rate")
     for row, own in rows.items():
-        columns = known("width", "trained", "materialised", "steps", "FLOPs", "rate")
         found.append((row, f"At {ROWS[row]}", table("model", own, columns, n, loss)))
     return found
 

@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 from matplotlib.figure import Figure
 
 from experiments import style
@@ -205,26 +206,20 @@ def _flops(record: Continuity, shown: Mapping[str, list[str]], looks: style.Look
     return figure
 
 
-def _near_means(means: Sequence[float], own: Sequence[Interval]) -> list[float]:
-    """The means, and the ends of intervals, which can be longer than all differences, up to a quarter of these away."""
-    every = [*means, *(at.mean for at in own)]
-    low, high = min(every), max(every)
-    room = (high - low) / 4
-    ends = [end for at in own for end in at.bounds if not math.isnan(end)]
-    return every + [min(max(end, low - room), high + room) for end in ends]
-
-
 def _depths(record: Continuity, shown: Mapping[str, list[str]], looks: style.Looks) -> Figure:
     """Loss against the number of steps of each arm's solver, without retraining; hollow marks: RK4 with L steps.
 
-    Long intervals are cut off by the axis.
+    The axis cuts off intervals that go beyond the means of all by more than a quarter of their range.
     """
     p, steps = record.protocol, record.protocol.read_at
     found = {arm: (steps, [record.loss(arm, place) for place in record.places(arm)]) for arm in record.flows}
     other = {arm: record.loss(arm, p.rk4) for arm in record.flows}
     each = [(n, at) for _, own in found.values() for n, at in zip(steps, own, strict=True)]
-    near = [at for n, at in each if n >= p.layers / 2] + list(other.values())
-    limits = style.span([], _near_means([at.mean for _, at in each], near), [p.counts["report"]])
+    each += [(p.layers, at) for at in other.values()]
+    means = [at.mean for _, at in each]
+    room = (max(means) - min(means)) / 4
+    ends = np.clip([at.bounds for n, at in each if n >= p.layers / 2], min(means) - room, max(means) + room)
+    limits = style.span([], [*means, *ends[~np.isnan(ends)]], [p.counts["report"]])
     figure, panels = style.tiles(len(shown), 6.5, 4.8, sharex=True)
     for panel, (title, names) in zip(panels, shown.items(), strict=True):
         panel.set_xscale("log", base=2)
