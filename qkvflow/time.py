@@ -20,6 +20,7 @@ from haliax import Axis, NamedArray
 from jaxtyping import Array, Int
 
 from qkvflow.axes import LAYERS, SINUSOID
+from qkvflow.errors import UserError
 
 TIME_SCALE = 1000.0
 MAX_PERIOD = 10_000.0
@@ -49,14 +50,22 @@ def grid(values, axis: str = LAYERS) -> Grid:
 
 
 def as_time(t) -> Time:
-    """Python and NumPy numbers and sequences become exact grids; JAX arrays and NamedArrays stay traced times."""
-    if isinstance(t, (Grid, GridPoint, NamedArray)):
+    """Python and NumPy numbers and sequences become exact grids; JAX arrays and NamedArrays stay traced times, a vector
+    with the axis `layers`.
+
+    Raises:
+        UserError: for more than one axis.
+    """
+    if isinstance(t, (Grid, GridPoint)):
         return t
-    if isinstance(t, (float, int, np.number)):
-        return Grid((float(t),), None)
-    if isinstance(t, (list, tuple, np.ndarray)):
-        return Grid((float(t),), None) if np.ndim(t) == 0 else grid(t)
-    return t
+    if np.ndim(t.array if isinstance(t, NamedArray) else t) > 1:
+        shape = t.axes if isinstance(t, NamedArray) else np.shape(t)
+        raise UserError(f"times must be one number or a vector, got the shape {shape}: flatten them.")
+    if isinstance(t, NamedArray):
+        return t
+    if isinstance(t, jax.Array):
+        return hax.named(t, LAYERS) if t.ndim else t
+    return grid(t) if np.ndim(t) else Grid((float(t),), None)
 
 
 def time_axis(t: Time) -> Axis | None:
@@ -64,8 +73,6 @@ def time_axis(t: Time) -> Axis | None:
     if isinstance(t, Grid):
         return t.axis
     if isinstance(t, NamedArray) and t.axes:
-        if len(t.axes) > 1:
-            raise ValueError(f"Times must have at most one axis, got {t.axes}.")
         return t.axes[0]
     return None
 

@@ -67,10 +67,11 @@ class FixedPlan(AbstractPlan):
         trajectory: bool = False,
         kinetic: bool = False,
         watch: Watch | None = None,
+        grid_key=None,
     ) -> Solution:
         """See `AbstractPlan.solve`. One mask of dropout per step, shared by its stages: the field is a function within
-        a step. The trajectory has one state for each step."""
-        return _solve(self, field, at, params, x, args, key, trajectory, kinetic, watch)
+        a step. The trajectory has one state for each step. grid_key: jitter is drawn as from a `key` equal to it."""
+        return _solve(self, field, at, params, x, args, key, trajectory, kinetic, watch, grid_key)
 
     @property
     def steps(self) -> int:
@@ -112,12 +113,13 @@ def _solve(
     trajectory: bool,
     kinetic: bool,
     watch: Watch | None,
+    grid_key,
 ) -> Solution:
     Steps = Axis(STEPS, plan.steps)
     times, lengths = None, None
     if plan.jitter:
-        key_grid, key = jax.random.split(key)
-        times, lengths = jittered(plan.grid, key_grid)
+        (k_grid, _), (_, key) = jax.random.split(key if grid_key is None else grid_key), jax.random.split(key)
+        times, lengths = jittered(plan.grid, k_grid)
     rows = _Rows(
         weights=None,
         indices=jnp.asarray(plan.grid.time_rows),

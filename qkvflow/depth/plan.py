@@ -38,7 +38,7 @@ class Solution(eqx.Module):
         statistics: None if the plan knows the cost of a solve in advance.
         kinetic: the integral of the mean of (dx/dt)^2 over all axes of x, fp32, with the mean velocity of each step
             instead of dx/dt: sum_k mean((x_{k+1} - x_k)^2) / (t_{k+1} - t_k). None unless requested.
-        steps: the number of steps, if it was drawn at random.
+        steps: the number of steps, if it was drawn at random; without the additional one of jitter.
     """
 
     end: NamedArray

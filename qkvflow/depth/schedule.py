@@ -76,6 +76,10 @@ class StepGrowth:
                 f"grow: a stage that begins at {fractions[-1]:g} of training is never trained: fractions must be below"
                 " 1."
             )
+        if any(not b > a for (_, a), (_, b) in itertools.pairwise(stages.pairs)):
+            raise UserError(
+                f"grow: the numbers of steps must increase, got {', '.join(str(steps) for _, steps in stages.pairs)}."
+            )
         object.__setattr__(self, "grow", stages)
 
     @property
@@ -94,8 +98,7 @@ class StepGrowth:
         Raises:
             UserError: if training is too short, so that a stage has no step.
         """
-        # 0.6 * 10 is 6.000000000000001 or 5.999999999999999 for some numbers: rounded first
-        first = tuple(math.ceil(round(fraction * num_train_steps, 6)) for fraction, _ in self.grow.pairs)
+        first = tuple(_first_step(fraction, num_train_steps) for fraction, _ in self.grow.pairs)
         for i, (a, b) in enumerate(zip(first, (*first[1:], num_train_steps), strict=True)):
             if a >= b:
                 raise UserError(
@@ -107,11 +110,22 @@ class StepGrowth:
     def kept_in(self, num_train_steps: int, longer: int) -> "StepGrowth":
         """The same stages at the same steps of a training that is made longer."""
         first = self.first_steps(num_train_steps)
-        return StepGrowth({round(step / longer, 6): n for step, n in zip(first, self.values, strict=True)})
+        return StepGrowth({_fraction(step, longer): n for step, n in zip(first, self.values, strict=True)})
 
     def at(self, step: int, num_train_steps: int) -> int:
         """The number of steps of the solver in a training step, counted from 0."""
         return self.values[bisect.bisect_right(self.first_steps(num_train_steps), step) - 1]
+
+
+def _first_step(fraction: float, num_train_steps: int) -> int:
+    """0.6 * 10 is 6.000000000000001 or 5.999999999999999 for some numbers: rounded first."""
+    return math.ceil(round(fraction * num_train_steps, 6))
+
+
+def _fraction(step: int, num_train_steps: int) -> str:
+    """The shortest fraction of training with which a stage begins at this step."""
+    rounded = (round(step / num_train_steps, digits) for digits in range(1, 18))
+    return repr(next(fraction for fraction in rounded if _first_step(fraction, num_train_steps) == step))
 
 
 class _Stages(Mapping[str, int]):

@@ -88,7 +88,11 @@ class StepTrainer(Trainer):
     """Levanter's trainer, whose subclass sees the result of a step inside the compiled program; with stages, each of
     which has its own compiled step.
 
-    Reason: Levanter has no hook for work on the whole new state (its hooks only see gradients), and compiles one step.
+    The loss also gets the keyword `step_key`: of parts of a batch whose gradients are accumulated each has its own
+    `key`, and all have this one.
+
+    Reason: Levanter has no hook for work on the whole new state (its hooks only see gradients), compiles one step, and
+    gives nothing to the parts of a batch that they have in common.
 
     Attributes:
         stage: of a model with growing depth; the loss uses it while a step is traced.
@@ -121,6 +125,12 @@ class StepTrainer(Trainer):
 
     def _train_step(self, state: TrainerState, batch: Any, batch_kwargs: Any, _no_hooks: bool = False) -> Any:
         return self.see(state, super()._train_step(state, batch, batch_kwargs, _no_hooks=_no_hooks))
+
+    def _compute_gradients_microbatched(self, loss_fn: Any, model: Any, *batch: Any, key: Any = None, **kwargs: Any):
+        def loss(model: Any, *batch: Any, **kwargs: Any) -> Any:
+            return loss_fn(model, *batch, step_key=key, **kwargs)
+
+        return super()._compute_gradients_microbatched(loss, model, *batch, key=key, **kwargs)
 
 
 def bare_step(trainer: Trainer, state: TrainerState, batch: Any, *, hooks: bool = False) -> Any:

@@ -19,10 +19,12 @@ import numpy as np
 from haliax import NamedArray
 from levanter.models.lm_model import LmExample
 
+from qkvflow.axes import BATCH
 from qkvflow.blocks import Inputs
 from qkvflow.depth import DepthConfig, solver_by_name
 from qkvflow.errors import UserError
 from qkvflow.models.neuralode import NeuralOdeLMHeadModel
+from qkvflow.named import is_named
 from qkvflow.ranges import Steps, is_finite
 from qkvflow.weights import PerLayer
 
@@ -30,6 +32,7 @@ MARGIN = 0.02  # nats per token
 SHARE_OF_ORDER = 0.5
 ROUNDING = 1e-5  # of states in fp32 after tens of steps, relative
 SOLVERS = ("heun", "rk4")
+_PROBABILITIES = 2**27  # 0.5 GB in fp32
 _LIMITS = get_args(Steps)[1]
 
 
@@ -39,8 +42,9 @@ class Reading:
 
     Attributes:
         loss: on the validation text, nats per token.
-        state: ||x(1) - x*(1)|| / ||x*(1)||, x* that of the finest reading, over all tokens of a batch.
-        kl: KL(p* || p) of the next token, nats, mean over the tokens of the batch.
+        state: ||y - y*|| / ||y*||, y = norm(x(1)) the state that the head reads (after the coda, if there is one), y*
+            that of the finest reading; over the tokens that are compared.
+        kl: KL(p* || p) of the next token, nats, mean over these tokens.
     """
 
     solver: str
@@ -57,7 +61,7 @@ class Continuity:
     Attributes:
         trained: the reading as the flow was trained, or outside training is read.
         readings: all, the finest last: that by the method of the highest order, and of those with the most steps.
-        order: log2 of the ratio of the last two differences of x(1) when the steps of the flow's own method are
+        order: log2 of the ratio of the last two differences of y when the steps of the flow's own method are
             halved; NaN if one is not finite, None if it is unknown: for two grids, or differences that may be rounding
             (relative ones below ROUNDING).
         expected_order: that of the method.
@@ -167,8 +171,11 @@ def continuity(
 ) -> Continuity:
     """Evaluates a flow with several methods on several grids.
 
+    The finest comes first. Of the distributions {batch, position, vocab} there are two at a time.
+
     Args:
-        example: the tokens on which states and distributions are compared.
+        example: the tokens on which states and distributions are compared; of a large batch its first sequences, with
+            at most 2^27 probabilities, but at least one.
         loss: of a model on a text; by default that on `example`.
         step: called with the name of the next evaluation.
 
@@ -176,25 +183,38 @@ def continuity(
         UserError: what `ways` refuses, before anything is evaluated.
     """
     measured = loss or eqx.filter_jit(lambda m: hax.mean(m.compute_next_token_loss(example)).array)
-    depth, found = model.config.depth, []
-    for solver, steps in ways(model, doublings, solvers):
+    depth, few, best = model.config.depth, _first_sequences(model, example), None
+    readings, own = list[Reading](), dict[int, jax.Array]()
+    *others, finest = ways(model, doublings, solvers)
+    for solver, steps in (finest, *others):
         step(f"{solver}, {steps} steps")
         read = model.with_depth(depth.on_grid(steps, solver=solver))
-        state, log_p = _ends(read, example)
-        found.append((solver, steps, read.config.plan.evaluations, float(measured(read)), state, log_p))
-    _, _, _, _, finest, log_best = found[-1]
-    readings = tuple(
-        Reading(solver, steps, evaluations, value, _relative(state, finest), _kl(log_best, log_p))
-        for solver, steps, evaluations, value, state, log_p in found
-    )
-    own = [state for solver, _, _, _, state, _ in found if solver == depth.solver]
+        state, log_p = _ends(read, few)
+        best = best or (state, log_p)
+        distances = _relative(state, best[0]), _kl(best[1], log_p)
+        readings.append(Reading(solver, steps, read.config.plan.evaluations, float(measured(read)), *distances))
+        if solver == depth.solver:
+            own[steps] = state
+    readings = (*readings[1:], readings[0])
     trained = next(r for r in readings if (r.solver, r.steps) == (depth.solver, depth.reading_steps))
-    return Continuity(trained, readings, _observed_order(own), _order(depth.solver))
+    return Continuity(trained, readings, _observed_order([own[n] for n in sorted(own)]), _order(depth.solver))
+
+
+def _first_sequences(model: NeuralOdeLMHeadModel, example: LmExample) -> LmExample:
+    if not example.tokens.has_axis(BATCH):
+        return example
+    batch = example.tokens.resolve_axis(BATCH).size
+    few = max(1, _PROBABILITIES // (example.tokens.size // batch * model.Vocab.size))
+
+    def cut(leaf):
+        return leaf[BATCH, : min(few, batch)] if is_named(leaf) and leaf.has_axis(BATCH) else leaf
+
+    return jax.tree.map(cut, example, is_leaf=is_named)
 
 
 @eqx.filter_jit
 def _ends(model: NeuralOdeLMHeadModel, example: LmExample) -> tuple[jax.Array, jax.Array]:
-    """x(1) of the flow, after coda and norm, and the log-probabilities of the next tokens; fp32."""
+    """norm(x(1)), after the coda, and the log-probabilities of the next tokens; fp32."""
     end: NamedArray = model.solve(example.tokens, Inputs.of_example(example)).end
     logits = hax.dot(end, model.get_lm_head(), axis=model.Embed)
     log_p = jax.nn.log_softmax(logits.rearrange((..., model.Vocab)).array.astype(jnp.float32), axis=-1)
@@ -205,9 +225,14 @@ def _relative(state: jax.Array, best: jax.Array) -> float:
     return float(jnp.linalg.norm(state - best) / jnp.linalg.norm(best))
 
 
+@jax.jit
+def _mean_kl(log_best: jax.Array, log_p: jax.Array) -> jax.Array:
+    return jnp.mean(jnp.sum(jnp.exp(log_best) * (log_best - log_p), axis=-1))
+
+
 def _kl(log_best: jax.Array, log_p: jax.Array) -> float:
     """Rounding can make it negative, which becomes 0; NaN stays NaN."""
-    return float(np.maximum(np.mean(jnp.sum(jnp.exp(log_best) * (log_best - log_p), axis=-1)), 0.0))
+    return float(np.maximum(_mean_kl(log_best, log_p), 0.0))
 
 
 def _observed_order(states: Sequence[jax.Array]) -> float | None:

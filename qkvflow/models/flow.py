@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from haliax import NamedArray
 from haliax.nn.scan import Stacked
+from jaxtyping import PRNGKeyArray
 
 from qkvflow.blocks import Inputs
 from qkvflow.depth import AbstractPlan, FixedPlan, Solution, increment
@@ -23,6 +24,7 @@ class Flow(eqx.Module):
         plan: how it is read outside training, and in training too if there are no `training_plans`, of which one is
             drawn for each call that has a key.
         kinetic: in training mode a solve also gives its kinetic energy.
+        grid_key: the plan, and its jitter, are drawn from this instead of the key of the call.
     """
 
     weights: eqx.Module
@@ -30,6 +32,7 @@ class Flow(eqx.Module):
     training_plans: tuple[FixedPlan, ...] = eqx.field(static=True, default=())
     kinetic: bool = eqx.field(static=True, default=False)
     inference: bool = False
+    grid_key: PRNGKeyArray | None = None
 
     def __call__(self, x: NamedArray, inputs: Inputs, *, key=None) -> NamedArray:
         """x(1), with the axes of x."""
@@ -71,18 +74,22 @@ class Flow(eqx.Module):
 
     def _training(self, x: NamedArray, inputs: Inputs, key, kinetic: bool) -> Solution:
         """By a plan drawn from `training_plans`."""
-        k_plan, key = jax.random.split(key)
+        grid_key = key if self.grid_key is None else self.grid_key
+        (k_plan, k_grid), (_, key) = jax.random.split(grid_key), jax.random.split(key)
 
         def branch(plan: FixedPlan):
             args = inputs.in_step(plan.field_step)
-            return lambda x, key: plan.solve(_field, evaluate, self.weights, x, args=args, key=key, kinetic=kinetic)
+            options = {"kinetic": kinetic, "grid_key": k_grid}
+            return lambda x, key: plan.solve(_field, evaluate, self.weights, x, args=args, key=key, **options)
 
         branches = [branch(plan) for plan in self.training_plans]
         if len(branches) == 1:
             return branches[0](x, key)
         drawn = jax.random.randint(k_plan, (), 0, len(branches))
         solution = jax.lax.switch(drawn, branches, x, key)
-        return dataclasses.replace(solution, steps=jnp.asarray([plan.steps for plan in self.training_plans])[drawn])
+        return dataclasses.replace(
+            solution, steps=jnp.asarray([plan.steps - plan.jitter for plan in self.training_plans])[drawn]
+        )
 
 
 def _field(block, x: NamedArray, inputs: Inputs, key) -> NamedArray:

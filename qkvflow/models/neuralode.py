@@ -209,10 +209,18 @@ class NeuralOdeLMHeadModel(LmHeadModel[NeuralOdeConfig]):
         flow = dataclasses.replace(self.transformer.flow, weights=weights, **config.travel)
         return dataclasses.replace(self, transformer=dataclasses.replace(self.transformer, flow=flow), _config=config)
 
+    def with_grid_of(self, key: PRNGKeyArray) -> "NeuralOdeLMHeadModel":
+        """The same model, which in training mode draws its grid in depth (a number of steps, jitter) as a call with
+        `key` would; all else (dropout) it draws from the key that it is called with."""
+        _, k_transformer = jax.random.split(key)
+        _, k_flow, _ = jax.random.split(k_transformer, 3)
+        flow = dataclasses.replace(self.transformer.flow, grid_key=k_flow)
+        return dataclasses.replace(self, transformer=dataclasses.replace(self.transformer, flow=flow))
+
     def refined(self, dim: int) -> tuple["NeuralOdeLMHeadModel", float]:
         """The same model with basis weights of `dim` functions, and their error; see `qkvflow.weights.refine`."""
         weights, error = refine_with_error(self.transformer.flow.weights, dim)
-        config = dataclasses.replace(self.config, weights=dataclasses.replace(self.config.weights, dim=dim))
+        config = dataclasses.replace(self.config, weights=self.config.weights.refined(dim))
         return self.with_weights(weights, config), error
 
     def get_lm_head(self) -> NamedArray:

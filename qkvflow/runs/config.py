@@ -20,8 +20,9 @@ from qkvflow.runs.adam import ScaledAdamConfig
 from qkvflow.runs.base import OfficialConfig
 from qkvflow.runs.modes import FinetuneMode
 
-# Keys (with everything below them) that cannot change a run's numbers, apart from rounding: where it computes, how
-# often it is evaluated, and where it writes. They may differ when a run is resumed.
+# Keys (with everything below them) that cannot change a run's numbers, apart from rounding, and from the masks of
+# dropout, of which each part of an accumulated batch has its own: where it computes, how often it is evaluated, and
+# where it writes. They may differ when a run is resumed.
 FREE_KEYS = (
     "accept_changes",
     "config_path",

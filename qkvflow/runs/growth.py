@@ -17,7 +17,7 @@ def check_depth_goes_on(stored: TrainConfig, config: TrainConfig, last_step: int
         return
     reached, continued = before.at(last_step, old), after.at(last_step + 1, new)
     if continued < reached:
-        grow = ", ".join(f"{fraction:g}: {steps}" for fraction, steps in before.kept_in(old, new).grow.pairs)
+        grow = ", ".join(f"{fraction!r}: {steps}" for fraction, steps in before.kept_in(old, new).grow.pairs)
         raise UserError(
             f"the run has grown to {reached} steps of its solver, but of {new} training steps the fractions of"
             f" `model.depth.steps` put step {last_step + 1} into the stage with {continued}. Nothing was changed. To go"

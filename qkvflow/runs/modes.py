@@ -2,7 +2,6 @@
 
 import abc
 import dataclasses
-import warnings
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -12,10 +11,10 @@ import jax
 from levanter.models.lm_model import LmConfig, LmHeadModel
 from levanter.utils.types import FilterTree
 
-from qkvflow.errors import Notice, UserError
+from qkvflow.errors import UserError
 from qkvflow.models import NeuralOdeConfig, lora
 from qkvflow.ranges import Count, Positive, ProperShare
-from qkvflow.weights import BasisConfig, PerLayerConfig
+from qkvflow.weights import BasisConfig, PerLayerConfig, refine
 
 
 @dataclass(frozen=True)
@@ -75,13 +74,7 @@ class FlowMode(FinetuneMode):
     def adapt(self, base: LmHeadModel, config: Any, *, key: jax.Array) -> LmHeadModel:
         del key
         if self.refine is not None:
-            base, error = base.refined(self.refine)
-            if error:
-                text = (
-                    f"{config.weights.basis} with {self.refine} functions cannot represent W(t) exactly: it is"
-                    f" approximated by least squares, with an error of up to {error:.1e} for functions of the old basis"
-                )
-                warnings.warn(Notice(text), stacklevel=2)
+            base = refine(base, self.refine)
         return base.with_depth(config.depth)
 
     def _refined(self, base: NeuralOdeConfig) -> NeuralOdeConfig:
@@ -96,7 +89,7 @@ class FlowMode(FinetuneMode):
                 f"mode.refine: {self.refine} functions of time are fewer than the {weights.dim} of the base and cannot"
                 f" represent its weights. Give at least {weights.dim}."
             )
-        return dataclasses.replace(base, weights=dataclasses.replace(weights, dim=self.refine))
+        return dataclasses.replace(base, weights=weights.refined(self.refine))
 
 
 @FinetuneMode.register_subclass("full")

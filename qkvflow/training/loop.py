@@ -19,7 +19,7 @@ from qkvflow.errors import UserError
 from qkvflow.progress import Progress
 from qkvflow.runs.checkpoints import checkpoint_steps
 from qkvflow.runs.prepare import PreparedRun
-from qkvflow.tracking import RunTracker
+from qkvflow.tracking import RunTracker, read_metrics
 from qkvflow.training.checkpointer import create_checkpointer
 from qkvflow.training.finite import BadSteps, FiniteTrainer, TooManyBadSteps, data_position, stopped_at
 from qkvflow.training.hooks import StepHooks
@@ -181,7 +181,7 @@ def train(
     with progress.phase("Compiling the training step"):
         info = yield from next_step()
     progress.start(done, total)
-    is_first, loss_before = True, None
+    is_first, loss_before = True, _logged_loss(run, done - 1) if done in stages.first_steps[1:] else None
     try:
         while True:
             done = info.next_step
@@ -222,6 +222,15 @@ def train(
         stop.exit_status if is_stopped else 0,
         bad_steps.total,
     )
+
+
+def _logged_loss(run: PreparedRun, step: int) -> float | None:
+    """The training loss that an earlier process logged in this step; None if there is none."""
+    try:
+        records = read_metrics(run.directory.metrics)
+    except OSError:
+        return None
+    return next((record.get("train/loss") for record in reversed(records) if record["step"] == step), None)
 
 
 def _log_jump(before: float, after: float, step: int) -> None:

@@ -40,12 +40,14 @@ def make_trainer(
         in_step: the model as the loss sees it, from the model and the key of the step (`Start.in_step`).
     """
 
-    def loss(model: LmHeadModel, example: LmExample, *, key=None):
+    def loss(model: LmHeadModel, example: LmExample, *, key=None, step_key=None):
         if in_step is not None:
             model = in_step(model, key)
         if not isinstance(model, NeuralOdeLMHeadModel):
             return model.compute_next_token_loss(example, key=key, logsumexp_weight=config.z_loss_weight)
         model = at_stage(model, finite.stage)
+        if step_key is not None:
+            model = model.with_grid_of(step_key)
         value, solution = model.next_token_loss(example, key=key, logsumexp_weight=config.z_loss_weight)
         return penalised(model, value, solution, grows=len(config.model.stages) > 1)
 

@@ -6,6 +6,7 @@ Training, discretisation, generation and analysis all use this function.
 """
 
 import abc
+import contextlib
 
 import equinox as eqx
 import haliax as hax
@@ -14,7 +15,8 @@ import jax.numpy as jnp
 from haliax import NamedArray
 
 from qkvflow.named import map_named
-from qkvflow.time import Time, as_time, time_axis
+from qkvflow.time import Grid, GridPoint, Time, as_time, time_axis
+from qkvflow.weights.product import both_modes
 
 
 class TimeDependent(eqx.Module):
@@ -47,9 +49,12 @@ def at(module, t: Time):
     `t`: a number in [0, 1]; a sequence, a NumPy vector or a `Grid` (an axis `layers`); or a traced JAX array or
     NamedArray with at most one axis. With an axis in t the result is the stacked module, with exactly the leaf
     axes of `haliax.nn.Stacked`: leaves that do not depend on time are repeated along it.
+
+    Differentiable in both modes with respect to a traced t, and to the parameters.
     """
     t = as_time(t)
-    return _along(time_axis(t), evaluate(module, t))
+    with _modes(t):
+        return _along(time_axis(t), evaluate(module, t))
 
 
 def rate(module, t: Time):
@@ -67,7 +72,13 @@ def rate(module, t: Time):
             return m.rate(t)
         return jax.tree.map(lambda x: jnp.zeros_like(x) if eqx.is_inexact_array(x) else x, m)
 
-    return _along(time_axis(t), jax.tree.map(derivative, module, is_leaf=_is_time_dependent))
+    with _modes(t):
+        return _along(time_axis(t), jax.tree.map(derivative, module, is_leaf=_is_time_dependent))
+
+
+def _modes(t: Time) -> contextlib.AbstractContextManager[None]:
+    """Forward mode only where someone may differentiate by t: the backward pass of a grid stays the fast one."""
+    return contextlib.nullcontext() if isinstance(t, (Grid, GridPoint)) else both_modes()
 
 
 def _along(axis, module):

@@ -14,6 +14,7 @@ Sources: Massaroli et al., Dissecting Neural ODEs (2020), Galerkin form; Queirug
 """
 
 import dataclasses
+import functools
 from dataclasses import dataclass
 
 import numpy as np
@@ -97,6 +98,13 @@ class FunctionBasis:
         return np.sqrt(2 * squares / (variance.max() + variance.min()))
 
     @property
+    def _points(self) -> int:
+        """Of Gauss-Legendre in each interval, for products of two functions: n are exact up to the degree 2n - 1."""
+        if self.name == "piecewise":
+            return 1
+        return self._degree + 1 if self.name in _DEGREE else 4 * self.dim + 8
+
+    @property
     def breakpoints(self) -> np.ndarray:
         """Where the functions are not smooth, ends included."""
         if self.name in _DEGREE:
@@ -105,9 +113,7 @@ class FunctionBasis:
 
     def gram(self, *, derivative: bool = False) -> np.ndarray:
         """The integral of phi_j phi_k over [0, 1], [K, K]; with `derivative` of phi'_j phi'_k. Exact to rounding."""
-        t, weight = _quadrature(self.breakpoints, 4 * self.dim + 8)
-        values = (self.derivatives if derivative else self.values)(t)
-        return np.einsum("q,qj,qk->jk", weight, values, values)
+        return _gram(self, derivative)
 
     def refinement(self, dim: int) -> tuple[np.ndarray, float]:
         """R [dim, K], so that the coefficients R c of the basis with `dim` functions make the same function, and the
@@ -124,13 +130,22 @@ class FunctionBasis:
         if self.name == "linear" and (self.dim == 1 or (dim - 1) % (self.dim - 1) == 0):
             return self.values(np.linspace(0.0, 1.0, dim)) if dim > 1 else np.ones((1, 1)), 0.0
         breaks = np.unique(np.concatenate([self.breakpoints, fine.breakpoints]).round(14))
-        t, weight = _quadrature(breaks, 4 * dim + 8)
+        t, weight = _quadrature(breaks, fine._points)
         new, old = fine.values(t), self.values(t)
         root = np.sqrt(weight)[:, None]
         matrix = np.linalg.lstsq(root * new, root * old, rcond=None)[0]
         wrong = np.einsum("q,qk->k", weight, (new @ matrix - old) ** 2)
         error = float(np.sqrt((wrong / np.einsum("q,qk->k", weight, old**2)).max()))
         return matrix, error if error > 1e-12 else 0.0
+
+
+@functools.cache
+def _gram(basis: FunctionBasis, derivative: bool) -> np.ndarray:
+    t, weight = _quadrature(basis.breakpoints, basis._points)
+    values = (basis.derivatives if derivative else basis.values)(t)
+    found = np.einsum("q,qj,qk->jk", weight, values, values, optimize=True)
+    found.flags.writeable = False
+    return found
 
 
 def _chebyshev(dim: int, t, xp):

@@ -1,6 +1,7 @@
 """YAML `weights:` the choices for W(t). Each builds a time-dependent block from an ordinary one."""
 
 import abc
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated
@@ -144,7 +145,7 @@ class BasisConfig(WeightsConfig):
         FunctionBasis(self.basis, self.dim)  # refuses unknown ones
         if self.init not in TIME_SHARES:
             raise UserError(f"init: {self.init!r} is not known. Choices: {', '.join(TIME_SHARES)}.")
-        if self.init == "independent" and self.dim == 2 and self.basis in ("chebyshev", "cosine"):
+        if self.init == "independent" and self._has_one_that_varies:
             raise UserError(
                 f"init: independent with two {self.basis} functions, of which one is constant, gives weights that are"
                 " zero at t = 1/2. Use init: matched, more functions, or basis: linear."
@@ -154,6 +155,16 @@ class BasisConfig(WeightsConfig):
                 "smoothness_weight needs weights with a derivative in time, but piecewise weights jump: use another"
                 " basis, or leave it out."
             )
+
+    def refined(self, dim: int) -> "BasisConfig":
+        """The configuration of the same weights in a basis of `dim` functions (`qkvflow.weights.refine`)."""
+        fine = dataclasses.replace(self, dim=dim, init="matched")  # an `init` that all bases have; nothing is drawn
+        return fine if fine._has_one_that_varies else dataclasses.replace(fine, init=self.init)
+
+    @property
+    def _has_one_that_varies(self) -> bool:
+        """Two functions, one of them constant and the other zero at t = 1/2."""
+        return self.dim == 2 and self.basis in ("chebyshev", "cosine")
 
     def build(self, init_block: Callable, times: tuple[float, ...], *, key):
         k_block, k_expand = jax.random.split(key)

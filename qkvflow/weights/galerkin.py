@@ -7,6 +7,7 @@ ODE-Nets using Basis Function Expansions (2021).
 """
 
 import dataclasses
+import warnings
 
 import equinox as eqx
 import haliax as hax
@@ -16,7 +17,7 @@ import jax.numpy as jnp
 from haliax import Axis, NamedArray
 
 from qkvflow.axes import BASIS, TIME_EMBED
-from qkvflow.errors import UserError
+from qkvflow.errors import Notice, UserError
 from qkvflow.named import is_named, map_named
 from qkvflow.time import Time, on_time
 from qkvflow.weights.base import TimeDependent, array_fields, replace_units
@@ -86,12 +87,20 @@ def refine(module, dim: int):
     """The same W(t) with `dim` basis functions instead of K, for all basis weights inside `module`.
 
     A language model also gets the configuration that goes with them. Exact if the spaces are nested
-    (`FunctionBasis.refinement`), otherwise the least-squares approximation over t.
+    (`FunctionBasis.refinement`), otherwise the least-squares approximation over t, with a `Notice` of its error.
 
     Raises:
         UserError: for fewer functions than before, and for a module without basis weights.
     """
-    return refine_with_error(module, dim)[0]
+    fine, error = refine_with_error(module, dim)
+    if error:
+        name = next(m for m in jax.tree.leaves(fine, is_leaf=_is_galerkin) if _is_galerkin(m)).basis.name
+        text = (
+            f"{name} with {dim} functions cannot represent W(t) exactly: it is approximated by least squares, with an"
+            f" error of up to {error:.1e} for functions of the old basis"
+        )
+        warnings.warn(Notice(text), stacklevel=2)
+    return fine
 
 
 def refine_with_error(module, dim: int):
@@ -122,7 +131,7 @@ def roughness(module):
     Raises:
         UserError: for weights without a derivative (piecewise) and for a module without basis weights.
     """
-    parts = [m for m in jax.tree.leaves(module, is_leaf=lambda m: isinstance(m, Galerkin)) if isinstance(m, Galerkin)]
+    parts = [m for m in jax.tree.leaves(module, is_leaf=_is_galerkin) if _is_galerkin(m)]
     if not parts:
         raise UserError("only basis weights (weights: {type: basis}) have a roughness in closed form.")
     if parts[0].basis.name == "piecewise":
@@ -134,6 +143,10 @@ def roughness(module):
             rows = c.astype(jnp.float32).reshape(c.shape[0], -1)
             total = total + jnp.sum(gram * (rows @ rows.T))
     return total
+
+
+def _is_galerkin(x) -> bool:
+    return isinstance(x, Galerkin)
 
 
 def _coefficients(ordinary: NamedArray, basis: FunctionBasis, share: float, *, key) -> NamedArray:

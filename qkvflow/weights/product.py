@@ -8,6 +8,10 @@ CPU: it computes dP with t as the last axis and transposes it, and it contracts 
 the alternatives, in docs/depth.md. Nothing is flattened, so the named axes keep their sharding.
 """
 
+import contextlib
+from collections.abc import Iterator
+from contextvars import ContextVar
+
 import haliax as hax
 import jax
 import jax.numpy as jnp
@@ -16,15 +20,32 @@ from jax import lax
 
 from qkvflow.axes import TIME_EMBED
 
+_BOTH_MODES = ContextVar("both_modes", default=False)
+
 
 def project(e: NamedArray, projection: NamedArray) -> NamedArray:
     """e.P: {[layers,] time_embed} and {time_embed, axes of W} -> {[layers,] axes of W}, in the dtype of P.
 
-    Differentiable in reverse mode, any number of times; not in forward mode with respect to the parameters.
+    Differentiable in reverse mode, any number of times; within `both_modes` in forward mode too.
     """
     e, projection = e.rearrange((..., TIME_EMBED)), projection.rearrange((TIME_EMBED, ...))
-    array = _product(e.array.astype(projection.dtype), projection.array)
+    product = _plain if _BOTH_MODES.get() else _product
+    array = product(e.array.astype(projection.dtype), projection.array)
     return hax.named(array, (*e.axes[:-1], *projection.axes[1:]))
+
+
+@contextlib.contextmanager
+def both_modes() -> Iterator[None]:
+    """Traces products without the hand-written backward pass, which has no forward mode (`jax.jvp`, `jax.jacfwd`)."""
+    token = _BOTH_MODES.set(True)
+    try:
+        yield
+    finally:
+        _BOTH_MODES.reset(token)
+
+
+def _plain(e, p):
+    return lax.dot_general(e, p, (((e.ndim - 1,), (0,)), ((), ())))
 
 
 @jax.custom_vjp

@@ -41,12 +41,22 @@ def test_stages_begin_at_their_fractions(total):
         ({"grow": {"0.0": 3, "1.0": 6}}, "below 1"),
         ({"grow": {"0.0": 3, "nan": 6}}, "increase"),
         ({"grow": {"0.0": 0}}, "at least 1"),
+        ({"grow": {"0.0": 3, "0.5": 1}}, "numbers of steps must increase, got 3, 1"),
+        ({"grow": {"0.0": 3, "0.5": 3}}, "numbers of steps must increase"),
         ({"grow": {"soon": 3}}, "fractions of training"),
     ],
 )
 def test_growth_refusals(wrong, match):
     with pytest.raises(UserError, match=match):
         StepGrowth(**wrong)
+
+
+@pytest.mark.parametrize(("total", "longer"), [(8, 16), (1500, 1501), (999_999, 3_000_001), (7, 90)])
+def test_a_longer_training_keeps_the_steps_of_its_stages(total, longer):
+    grow = StepGrowth({"0.0": 3, "0.3": 6, "0.6": 12})
+    kept = grow.kept_in(total, longer)
+    assert kept.first_steps(longer) == grow.first_steps(total)
+    assert decode(StepGrowth, encode(kept)).first_steps(longer) == grow.first_steps(total)
 
 
 def test_what_growth_and_kinetic_energy_cannot_go_with():

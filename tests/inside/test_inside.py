@@ -133,7 +133,10 @@ class Seen(inside.StepTrainer):
 def test_a_step_is_seen_and_can_be_traced():
     config = TrainerConfig(id="a", require_accelerator=False, train_batch_size=2, log_jaxprs=False, log_xla_hlo=False)
 
-    def loss(model, batch, *, key=None):
+    keys = []
+
+    def loss(model, batch, *, key=None, step_key=None):
+        keys.append((key, step_key))
         return jnp.sum(model.x * batch.array)
 
     with current_tracker(NoopTracker()), Seen(config, optax.sgd(1.0), loss, add_default_hooks=False) as trainer:
@@ -143,6 +146,9 @@ def test_a_step_is_seen_and_can_be_traced():
         traced = eqx.filter_eval_shape(lambda s: inside.bare_step(trainer, s, batch).new_state.model.x, state)
         assert traced.shape == (2,)
         info = trainer.train_step(state, batch)
+        assert all(key is not None and step_key is not None for key, step_key in keys), (
+            f"Levanter takes gradients elsewhere than in `_compute_gradients_microbatched`: {HERE}/levanter.py"
+        )
         text = f"Levanter's trainer compiles its step elsewhere than in `_jit_train_step_fn`: {HERE}/levanter.py"
         trainer.stage = 1
         trainer.see = lambda state, result: result

@@ -133,6 +133,21 @@ def test_the_loss_and_the_distances_are_those_of_the_model():
     assert found.trained.state == pytest.approx(np.linalg.norm(a - b) / np.linalg.norm(b), rel=1e-3)
 
 
+def test_of_a_large_batch_the_first_sequences_are_compared(monkeypatch):
+    """The loss is still that of all of them."""
+    tokens = random_tokens(batch=3, length=6)
+    example, model = LmExample(tokens, hax.ones(tokens.axes), Inputs.of().mask), build(small_config("basis"))
+    whole = continuity(model, example, doublings=1, solvers=())
+    monkeypatch.setattr("qkvflow.models.continuity._PROBABILITIES", 2 * 6 * model.Vocab.size)
+    part = continuity(model, example, doublings=1, solvers=())
+    first = LmExample(tokens["batch", :2], hax.ones(tokens.axes)["batch", :2], Inputs.of().mask)
+    expected = continuity(model, first, doublings=1, solvers=())
+    assert part.trained.loss == whole.trained.loss != expected.trained.loss
+    for found, want, other in zip(part.readings[:-1], expected.readings, whole.readings, strict=False):
+        assert (found.state, found.kl) == pytest.approx((want.state, want.kl), rel=1e-5)
+        assert found.state != pytest.approx(other.state, rel=1e-5)
+
+
 def test_ordinary_layers_are_refused():
     with pytest.raises(UserError, match="ordinary layers"):
         ways(build(small_config("per_layer")))

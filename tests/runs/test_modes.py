@@ -38,6 +38,15 @@ def test_a_refined_model_has_the_configuration_of_its_weights():
         refine(base.discretise(), 5)
 
 
+@pytest.mark.parametrize("finer", [2, 3])
+def test_weights_of_one_function_are_refined_whatever_their_initial_values(finer):
+    """Two functions with `init: independent` cannot be drawn, but these are not drawn."""
+    base = build(small_config(BasisConfig("chebyshev", 1, "independent")))
+    tuned = refined(base, finer)
+    assert tuned.config == refine(base, finer).config
+    np.testing.assert_allclose(tuned(random_tokens()).array, base(random_tokens()).array, atol=1e-5)
+
+
 def test_what_cannot_be_held_is_told():
     with pytest.warns(match="spline with 6 functions cannot represent W.t. exactly.*with an error of"):
         refined(build(small_config(BasisConfig("spline", 5))), 6)

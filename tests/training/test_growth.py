@@ -136,12 +136,32 @@ def test_without_a_validation_text_the_jump_is_that_of_the_training_loss(base):
     jumps = {r["step"]: r["depth/loss_jump"] for r in records if "depth/loss_jump" in r}
     losses = [r["train/loss"] for r in records]
     assert jumps == {step: pytest.approx(losses[step] - losses[step - 1]) for step in (3, 6)}
+    # Stopped at a change and continued, the first step of the stage knows the loss that another process logged.
+    data = {"train": str(text), "validation_fraction": 0.0}
+    with pytest.raises(SystemExit):
+        train(base, "stopped-there", data=data, trainer={"tracker": {"type": "test_stop_after", "step": 2}})
+    resumed = read_metrics(train(base, "stopped-there", data=data) / "metrics.jsonl")
+    assert [r.get("depth/loss_jump") for r in resumed] == [r.get("depth/loss_jump") for r in records]
+
+
+def test_what_is_drawn_does_not_depend_on_accumulation(base):
+    """A batch in parts draws the number of steps, and jitter, of the whole batch: the same losses but for rounding."""
+    drawn = {"steps": {"min": 1, "max": 4}, "time_sampling": "jitter"}
+    whole = read_metrics(train(base, "whole", **drawn) / "metrics.jsonl")
+    parts = read_metrics(train(base, "parts", **drawn, trainer={"per_device_parallelism": 1}) / "metrics.jsonl")
+    steps = [r["train/depth_steps"] for r in whole]
+    assert set(steps) == {1, 2, 4}, "jitter's additional step is not counted, as it is not for depth that grows"
+    assert [r["train/depth_steps"] for r in parts] == steps
+    for a, b in zip(whole, parts, strict=True):
+        assert b["train/loss"] == pytest.approx(a["train/loss"], rel=1e-5)
 
 
 def test_a_longer_training_does_not_fall_back(base):
     train(base, "longer")
     more = {"num_train_steps": 2 * STEPS}
-    with pytest.raises(UserError, match=r"grown to 4 steps .* step 8 into the stage with 2\. .*grow: \{0: 1, ") as told:
+    with pytest.raises(
+        UserError, match=r"grown to 4 steps .* step 8 into the stage with 2\. .*grow: \{0\.0: 1, "
+    ) as told:
         main(decode(TrainConfig, raw(base, "longer", trainer=more) | {"accept_changes": True}))
     fractions = str(told.value).rpartition("--model.depth.steps '")[2].rstrip("'")
     main(

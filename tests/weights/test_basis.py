@@ -13,7 +13,7 @@ from support.models import VOCAB, WEIGHTS, build, llama, random_tokens, small_co
 
 from qkvflow.blocks import Gpt2BlockConfig, SsmBlockConfig
 from qkvflow.depth import DepthConfig
-from qkvflow.errors import UserError
+from qkvflow.errors import Notice, UserError
 from qkvflow.models import ControlConfig
 from qkvflow.named import is_named
 from qkvflow.time import grid
@@ -90,6 +90,15 @@ def test_gram_matrices_are_exact(name):
         np.testing.assert_allclose(
             basis.gram(derivative=derivative), expected, atol=1e-5 * max(1, np.abs(expected).max())
         )
+
+
+@pytest.mark.parametrize("name", ["linear", "spline"])
+def test_gram_matrices_of_many_functions_are_exact_too(name):
+    """The sums of those of the functions are those of the constant: 1 for the values, 0 for the derivatives."""
+    basis = FunctionBasis(name, 400)
+    assert basis.gram().sum() == pytest.approx(1, abs=1e-12)
+    np.testing.assert_allclose(basis.gram(derivative=True).sum(axis=1), 0, atol=1e-9)
+    assert basis.gram() is FunctionBasis(name, 400).gram()
 
 
 def _coefficients(unit):
@@ -225,6 +234,8 @@ def test_refined_weights_are_the_nearest_otherwise():
     best = np.linalg.lstsq(FunctionBasis("linear", 6).values(times), old.reshape(len(times), -1), rcond=None)[0]
     by_hand = (FunctionBasis("linear", 6).values(times) @ best).reshape(old.shape)
     assert np.sqrt(np.mean((new - old) ** 2)) == pytest.approx(np.sqrt(np.mean((by_hand - old) ** 2)), rel=1e-3)
+    with pytest.warns(Notice, match=f"linear with 6 functions cannot represent.* up to {error:.1e} "):
+        refine(weights, 6)
     with pytest.raises(UserError, match="fewer"):
         refine(weights, 3)
     with pytest.raises(UserError, match="basis weights"):

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 from haliax import Axis
 from haliax.nn.scan import Stacked
-from support.models import WEIGHTS, small_config
+from support.models import WEIGHTS, build, small_config
 
 from qkvflow.blocks import Gpt2Block, Gpt2BlockConfig
 from qkvflow.errors import UserError
 from qkvflow.time import GridPoint, grid, sinusoidal_features
-from qkvflow.weights import GeneratedConfig, PerLayer, at
+from qkvflow.weights import GeneratedConfig, PerLayer, at, rate
 
 Embed = Axis("embed", 16)
 BLOCK = Gpt2BlockConfig(num_heads=2)
@@ -140,6 +140,36 @@ def test_traced_times_agree_with_exact_ones_to_the_precision_of_fp32_time():
     traced = jax.jit(lambda t: at(block, t).mlp.c_fc.weight.array)(jnp.float32(0.7))
     # 3e-5 is what one ulp of t moves sin(1000 t) by; the projections here are about 0.3.
     np.testing.assert_allclose(traced, at(block, 0.7).mlp.c_fc.weight.array, atol=3e-4)
+
+
+@pytest.mark.parametrize("weights", ["generated", "modulated", "basis"])
+def test_forward_mode_gives_the_rate(weights):
+    """`jax.jvp` with respect to t and to the parameters, beside the closed form and a difference: W is linear in C."""
+    module = build(small_config(weights)).transformer.flow.weights
+    arrays, rest = eqx.partition(module, eqx.is_inexact_array)
+    t, zero = jnp.float32(0.3), jax.tree.map(jnp.zeros_like, arrays)
+
+    def read(arrays, t):
+        return jax.tree.leaves(at(eqx.combine(arrays, rest), t).mlp.c_fc)
+
+    found = jax.jvp(read, (arrays, t), (zero, jnp.ones_like(t)))[1]
+    for a, b in zip(found, jax.tree.leaves(rate(module, t).mlp.c_fc), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5 * float(jnp.abs(b).max() + 1e-6))
+    if weights == "basis":
+        for a, b in zip(jax.jvp(read, (arrays, t), (arrays, 0 * t))[1], read(arrays, t), strict=True):
+            np.testing.assert_allclose(a, b, atol=1e-6)
+
+
+def test_a_vector_of_jax_is_a_grid_of_traced_times():
+    times = np.linspace(0, 1, 5, dtype=np.float32)
+    module = build(small_config("basis")).transformer.flow.weights
+    for read in (at, rate):
+        expected, found = (read(module, t).mlp.c_fc.weight for t in (times, jnp.asarray(times)))
+        assert found.axes == expected.axes
+        np.testing.assert_allclose(found.array, expected.array, atol=1e-5)
+    for wrong in (np.ones((2, 2)), jnp.ones((2, 2)), [[0.0, 1.0]], hax.ones((hax.Axis("a", 2), hax.Axis("b", 2)))):
+        with pytest.raises(UserError, match="one number or a vector"):
+            at(module, wrong)
 
 
 def test_per_layer_weights_exist_at_their_times_only():
