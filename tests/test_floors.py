@@ -25,7 +25,7 @@ MAY_IMPORT = {
     "places": {"files"},
     "checksums": {"places"},
     "axes": set(),
-    "time": {"axes"},
+    "time": {"axes", "errors"},
     "weights": {"axes", "time", *GROUND},
     "blocks": {"axes", *GROUND},
     "depth": {"axes", "time", *GROUND},
