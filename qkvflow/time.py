@@ -58,14 +58,14 @@ def as_time(t) -> Time:
     """
     if isinstance(t, (Grid, GridPoint)):
         return t
-    if np.ndim(t.array if isinstance(t, NamedArray) else t) > 1:
-        shape = t.axes if isinstance(t, NamedArray) else np.shape(t)
+    shape = np.shape(t.array if isinstance(t, NamedArray) else t)
+    if len(shape) > 1:
         raise UserError(f"times must be one number or a vector, got the shape {shape}: flatten them.")
     if isinstance(t, NamedArray):
         return t
     if isinstance(t, jax.Array):
-        return hax.named(t, LAYERS) if t.ndim else t
-    return grid(t) if np.ndim(t) else Grid((float(t),), None)
+        return hax.named(t, LAYERS) if shape else t
+    return grid(t) if shape else Grid((float(t),), None)
 
 
 def time_axis(t: Time) -> Axis | None:

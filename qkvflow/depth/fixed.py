@@ -70,7 +70,8 @@ class FixedPlan(AbstractPlan):
         grid_key=None,
     ) -> Solution:
         """See `AbstractPlan.solve`. One mask of dropout per step, shared by its stages: the field is a function within
-        a step. The trajectory has one state for each step. grid_key: jitter is drawn as from a `key` equal to it."""
+        a step. The trajectory has one state for each step. grid_key: jitter is drawn as if `key` were
+        this."""
         return _solve(self, field, at, params, x, args, key, trajectory, kinetic, watch, grid_key)
 
     @property
@@ -118,7 +119,9 @@ def _solve(
     Steps = Axis(STEPS, plan.steps)
     times, lengths = None, None
     if plan.jitter:
-        (k_grid, _), (_, key) = jax.random.split(key if grid_key is None else grid_key), jax.random.split(key)
+        k_grid, key = jax.random.split(key)
+        if grid_key is not None:
+            k_grid, _ = jax.random.split(grid_key)
         times, lengths = jittered(plan.grid, k_grid)
     rows = _Rows(
         weights=None,

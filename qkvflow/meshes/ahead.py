@@ -145,7 +145,7 @@ def _deepest(model: LmConfig) -> tuple[int, LmConfig]:
     """The stage of training with the most steps, and its model; stage 0 of a model whose depth does not grow."""
     if not isinstance(model, NeuralOdeConfig):
         return 0, model
-    return len(model.stages) - 1, model.stages[-1]  # depth grows
+    return len(model.stages) - 1, model.stages[-1]  # numbers of steps increase
 
 
 def _model_flops(config: TrainConfig, model: LmConfig, vocab_size: int) -> float:

@@ -201,6 +201,7 @@ def continuity(
 
 
 def _first_sequences(model: NeuralOdeLMHeadModel, example: LmExample) -> LmExample:
+    """As many as have _PROBABILITIES together."""
     if not example.tokens.has_axis(BATCH):
         return example
     batch = example.tokens.resolve_axis(BATCH).size

@@ -24,7 +24,8 @@ class Flow(eqx.Module):
         plan: how it is read outside training, and in training too if there are no `training_plans`, of which one is
             drawn for each call that has a key.
         kinetic: in training mode a solve also gives its kinetic energy.
-        grid_key: the plan, and its jitter, are drawn from this instead of the key of the call.
+        grid_key: the plan, and its jitter, are drawn as from a call with this key; None draws them from that of the
+            call. Calls with the same one share a grid: the parts of a batch whose gradients are accumulated.
     """
 
     weights: eqx.Module
@@ -74,13 +75,14 @@ class Flow(eqx.Module):
 
     def _training(self, x: NamedArray, inputs: Inputs, key, kinetic: bool) -> Solution:
         """By a plan drawn from `training_plans`."""
-        grid_key = key if self.grid_key is None else self.grid_key
-        (k_plan, k_grid), (_, key) = jax.random.split(grid_key), jax.random.split(key)
+        (k_plan, key), k_grid = jax.random.split(key), None
+        if self.grid_key is not None:
+            k_plan, k_grid = jax.random.split(self.grid_key)
 
         def branch(plan: FixedPlan):
             args = inputs.in_step(plan.field_step)
-            options = {"kinetic": kinetic, "grid_key": k_grid}
-            return lambda x, key: plan.solve(_field, evaluate, self.weights, x, args=args, key=key, **options)
+            options = {"args": args, "kinetic": kinetic, "grid_key": k_grid}
+            return lambda x, key: plan.solve(_field, evaluate, self.weights, x, key=key, **options)
 
         branches = [branch(plan) for plan in self.training_plans]
         if len(branches) == 1:

@@ -145,7 +145,7 @@ class BasisConfig(WeightsConfig):
         FunctionBasis(self.basis, self.dim)  # refuses unknown ones
         if self.init not in TIME_SHARES:
             raise UserError(f"init: {self.init!r} is not known. Choices: {', '.join(TIME_SHARES)}.")
-        if self.init == "independent" and self._has_one_that_varies:
+        if self.init == "independent" and self._needs_common_part:
             raise UserError(
                 f"init: independent with two {self.basis} functions, of which one is constant, gives weights that are"
                 " zero at t = 1/2. Use init: matched, more functions, or basis: linear."
@@ -158,12 +158,12 @@ class BasisConfig(WeightsConfig):
 
     def refined(self, dim: int) -> "BasisConfig":
         """The configuration of the same weights in a basis of `dim` functions (`qkvflow.weights.refine`)."""
-        fine = dataclasses.replace(self, dim=dim, init="matched")  # an `init` that all bases have; nothing is drawn
-        return fine if fine._has_one_that_varies else dataclasses.replace(fine, init=self.init)
+        fine = dataclasses.replace(self, dim=dim, init="matched")  # which every basis can have; nothing is drawn
+        return fine if fine._needs_common_part else dataclasses.replace(fine, init=self.init)
 
     @property
-    def _has_one_that_varies(self) -> bool:
-        """Two functions, one of them constant and the other zero at t = 1/2."""
+    def _needs_common_part(self) -> bool:
+        """Two functions, one of them constant and the other zero at t = 1/2: what is not constant is zero there."""
         return self.dim == 2 and self.basis in ("chebyshev", "cosine")
 
     def build(self, init_block: Callable, times: tuple[float, ...], *, key):

@@ -94,7 +94,7 @@ def refine(module, dim: int):
     """
     fine, error = refine_with_error(module, dim)
     if error:
-        name = next(m for m in jax.tree.leaves(fine, is_leaf=_is_galerkin) if _is_galerkin(m)).basis.name
+        name = _parts(fine)[0].basis.name
         text = (
             f"{name} with {dim} functions cannot represent W(t) exactly: it is approximated by least squares, with an"
             f" error of up to {error:.1e} for functions of the old basis"
@@ -131,7 +131,7 @@ def roughness(module):
     Raises:
         UserError: for weights without a derivative (piecewise) and for a module without basis weights.
     """
-    parts = [m for m in jax.tree.leaves(module, is_leaf=_is_galerkin) if _is_galerkin(m)]
+    parts = _parts(module)
     if not parts:
         raise UserError("only basis weights (weights: {type: basis}) have a roughness in closed form.")
     if parts[0].basis.name == "piecewise":
@@ -145,8 +145,10 @@ def roughness(module):
     return total
 
 
-def _is_galerkin(x) -> bool:
-    return isinstance(x, Galerkin)
+def _parts(module) -> list[Galerkin]:
+    """The basis weights inside a module."""
+    leaves = jax.tree.leaves(module, is_leaf=lambda m: isinstance(m, Galerkin))
+    return [m for m in leaves if isinstance(m, Galerkin)]
 
 
 def _coefficients(ordinary: NamedArray, basis: FunctionBasis, share: float, *, key) -> NamedArray:

@@ -144,7 +144,7 @@ def test_traced_times_agree_with_exact_ones_to_the_precision_of_fp32_time():
 
 @pytest.mark.parametrize("weights", ["generated", "modulated", "basis"])
 def test_forward_mode_gives_the_rate(weights):
-    """`jax.jvp` with respect to t and to the parameters, beside the closed form and a difference: W is linear in C."""
+    """`jax.jvp` with respect to t and to the parameters, is the closed form, and W itself, which is linear in C."""
     module = build(small_config(weights)).transformer.flow.weights
     arrays, rest = eqx.partition(module, eqx.is_inexact_array)
     t, zero = jnp.float32(0.3), jax.tree.map(jnp.zeros_like, arrays)
