@@ -2,6 +2,7 @@
 
 import socket
 import time
+from collections.abc import Mapping
 
 import jax
 import numpy as np
@@ -71,8 +72,8 @@ def damage_found_together(checkpoint: Place) -> str | None:
     index, count = jax.process_index(), jax.process_count()
 
     def changed_in_share(place: Place, expected: dict[str, Checksum]) -> str | None:
-        by_size = sorted(expected, key=lambda name: (-expected[name].bytes, name))
-        return first_changed(place, {name: expected[name] for name in by_size[index::count]})
+        sizes = {name: checksum.bytes for name, checksum in expected.items()}
+        return first_changed(place, {name: expected[name] for name in shares(sizes, count)[index]})
 
     found = damage_of(checkpoint, changed_in_share)
     if count == 1 or not multihost_utils.process_allgather(np.asarray(found is not None)).any():
@@ -80,6 +81,16 @@ def damage_found_together(checkpoint: Place) -> str | None:
     if index == 0:  # speaks for all
         found = found or damage_of(checkpoint)
     return found or "another process has found it damaged"
+
+
+def shares(sizes: Mapping[str, int], count: int) -> list[list[str]]:
+    """The names in `count` parts of nearly equal size: each, the largest first, goes to the smallest part so far."""
+    parts, totals = [list[str]() for _ in range(count)], [0] * count
+    for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
+        smallest = totals.index(min(totals))
+        parts[smallest].append(name)
+        totals[smallest] += sizes[name]
+    return parts
 
 
 def _require_seen(place: Place) -> None:

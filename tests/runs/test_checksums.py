@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from qkvflow.checksums import CHECKSUMS, damage_of
+from qkvflow.runs.processes import shares
 
 pytestmark = pytest.mark.program
 
@@ -90,6 +91,15 @@ def test_all_files_are_in_the_record(found):
     there = {str(path.relative_to(checkpoint)) for path in checkpoint.rglob("*") if path.is_file()}
     assert named == there - {CHECKSUMS, "metadata.json"}
     assert damage_of(checkpoint) is None
+
+
+@pytest.mark.parametrize("sizes", [(16, 8, 8), (8, 8, 8, 8), (12, 16, 4), (16, 16)])
+def test_shares_have_equal_sizes(sizes):
+    """However a checkpoint's bytes fall into files, which depends on the time that writing takes."""
+    named = {str(i): size for i, size in enumerate(sizes)}
+    parts = shares(named, 2)
+    assert sorted(name for part in parts for name in part) == sorted(named)
+    assert [sum(named[name] for name in part) for part in parts] == [16, 16]
 
 
 def test_a_checkpoint_is_checked_in_shares(found):
