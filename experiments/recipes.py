@@ -22,6 +22,8 @@ from qkvflow.runs.config import FinetuneConfig, TrainConfig
 from qkvflow.weights import PerLayerConfig
 
 Changes = Mapping[str, Any]
+# Keys of `trainer` that depend on the devices, and change a training only by rounding
+_OF_MACHINES = ("distributed", "mesh", "per_device_parallelism", "require_accelerator")
 
 
 @dataclass(frozen=True)
@@ -125,8 +127,11 @@ class Recipe:
             return load_tokenizer(resolve_tokenizer(self.config.data.tokenizer, Path(folder)))
 
     def digest(self, **more: str) -> str:
-        """A hash of everything that determines a training, and `more`; independent of the paths of data and runs."""
+        """A hash of everything that determines a training, and `more`; independent of the paths of data and runs, and of
+        the machine."""
         matter = {key: value for key, value in self.raw.items() if key not in ("data", "run_dir", "run")}
+        if "trainer" in matter:
+            matter["trainer"] = {key: value for key, value in matter["trainer"].items() if key not in _OF_MACHINES}
         matter |= {"tokenizer": self.raw["data"]["tokenizer"], **more}
         return hashlib.sha256(json.dumps(matter, sort_keys=True).encode()).hexdigest()[:8]
 

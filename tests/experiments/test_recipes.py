@@ -24,7 +24,9 @@ def test_a_recipe_is_blind_to_what_is_reported_and_named_by_what_settles_it(tmp_
     assert recipe.raw["trainer"]["steps_per_eval"] == recipe.steps // 5
     elsewhere = Recipe.of(STANDARD).on(Builtin().prepare(tmp_path / "moved"), tmp_path / "other", 4, 5)
     assert recipe.digest() == elsewhere.digest() != recipe.digest(text="another")
-    for changes in ({"optimizer": {"learning_rate": 0.5}}, {"trainer": {"max_eval_batches": 3}}):
+    assert recipe.but({"trainer": {"per_device_parallelism": 4}}).digest() == recipe.digest()
+    evaluated = {"trainer": {"per_device_eval_parallelism": 4}}  # with `max_eval_batches`, on another part of the text
+    for changes in ({"optimizer": {"learning_rate": 0.5}}, {"trainer": {"max_eval_batches": 3}}, evaluated):
         assert recipe.but(changes).digest() != recipe.digest()
 
 
