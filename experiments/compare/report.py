@@ -53,7 +53,7 @@ def page(record: Comparison) -> Mapping[str, object]:
         "beats": _against_counts(record),
         "losses": "\n\n".join(titled) or "None yet.",
         "distances": " or ".join(map(str, sorted({r.curve[0][0] for r in record.results}))),
-        "costs": table("model", costs, known("width", "steps", "ms per step", "peak MiB"), ways),
+        "costs": table("model", costs, known("width", "steps", "ms per step", "peak MiB"), ways) if costs else None,
         "time": clock.table(record),
         "widths": widths.table(record),
         "n_widths": len(p.widths),

@@ -117,6 +117,7 @@ def test_a_page_in_part_has_its_own_n_and_the_whole_family():
 def test_searched_rates_alone_make_a_page():
     own = record([], {"search of rates": {"a": (3, 3)}, "width 32": {"a": (0, 5)}})
     text = STUDY.filled_page(own)
+    assert "## Speed" not in text
     assert "None yet." in text
     assert "| far | 2.500 | 2.400 | 2.300 | 0.004 | no |" in text
     assert list(STUDY.figures(own)) == []
