@@ -127,8 +127,7 @@ class Recipe:
             return load_tokenizer(resolve_tokenizer(self.config.data.tokenizer, Path(folder)))
 
     def digest(self, **more: str) -> str:
-        """A hash of everything that determines a training, and `more`; independent of the paths of data and runs, and of
-        the machine."""
+        """A hash of everything that determines a training, and `more`; independent of paths and of the machine."""
         matter = {key: value for key, value in self.raw.items() if key not in ("data", "run_dir", "run")}
         if "trainer" in matter:
             matter["trainer"] = {key: value for key, value in matter["trainer"].items() if key not in _OF_MACHINES}
