@@ -22,7 +22,8 @@ from qkvflow.runs.config import FinetuneConfig, TrainConfig
 from qkvflow.weights import PerLayerConfig
 
 Changes = Mapping[str, Any]
-# Keys of `trainer` that depend on the devices, and change a training only by rounding
+# Keys of `trainer` for the devices, which change a training only by rounding (and masks of dropout). Not all of
+# FREE_KEYS, because the hashes of the committed readings contain the others.
 _OF_MACHINES = ("distributed", "mesh", "per_device_parallelism", "require_accelerator")
 
 
