@@ -18,6 +18,7 @@ from matplotlib.figure import Figure
 
 from experiments import style
 from experiments.ablations.report import Ablations, readings
+from experiments.counts import BEGINNING
 from experiments.records import read
 from experiments.statistics import Interval
 from experiments.style import COLOURS, LINES, MARKS
@@ -72,9 +73,9 @@ def draw() -> Figure:
     right.set_xticks([], minor=True)
     right.set_title("One trained model, evaluated at other depths", fontsize=10)
     limits = style.span(
-        [own for _, losses in found.values() for own in losses], counts=[record.protocol.counts["report"]]
+        [own for _, losses in found.values() for own in losses], counts=[record.protocol.counts[BEGINNING]]
     )
-    style.losses(right, record.protocol, "report", limits)
+    style.losses(right, record.protocol, BEGINNING, limits)
     right.axvline(TRAINED_AT, color="grey", linewidth=0.8, linestyle=":")
     right.annotate("training depth", (TRAINED_AT, 5.0), (6.3, 5.0), color="grey", fontsize=8)
     for panel in (left, right):

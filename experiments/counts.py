@@ -8,6 +8,7 @@ from experiments.recipes import Recipe
 from experiments.texts import Text
 
 MOST = 5  # tokens of the longest n-grams
+BEGINNING = "beginning"  # the batches of the part `report` on which flows are evaluated at other depths
 Counts = dict[str, float]  # n -> loss
 
 
@@ -17,7 +18,7 @@ def reached(
     """Losses of n-grams on the evaluated parts of a text, counted in as many tokens as `recipe` trains on.
 
     Args:
-        batches: part -> number of batches evaluated; None: all.
+        batches: part, or BEGINNING -> number of batches evaluated; None: all.
         trained: the texts in whose first tokens they are counted, in equal shares; by default `text` itself.
 
     Returns:
@@ -28,7 +29,7 @@ def reached(
     known = [token for one in trained for token in words.encode(one.read("train"))[:share]]
     found = {}
     for part, most in batches.items():
-        asked = words.encode(text.read(part))[: (most or 0) * recipe.tokens or None]
+        asked = words.encode(text.read("report" if part == BEGINNING else part))[: (most or 0) * recipe.tokens or None]
         found[part] = ngram_losses(known, asked, len(words))
     return found
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from experiments.config import StudyConfig
-from experiments.counts import Counts, about, reached
+from experiments.counts import BEGINNING, Counts, about, reached
 from experiments.recipes import Recipe
 from experiments.texts import Text
 
@@ -16,8 +16,8 @@ class Protocol:
     """The fields that a protocol adds to a configuration: a mixin for its class.
 
     Attributes:
-        parts: description of each part of the text; bytes: of each. counts: `select` or `report` -> losses of n-grams
-            counted in the first `counted` tokens of the part `train`, as many as a model trains on.
+        parts: description of each part of the text; bytes: of each. counts: `select`, `report`, or BEGINNING -> losses
+            of n-grams counted in the first `counted` tokens of the part `train`, as many as a model trains on.
         known: number of tokens of the part `train`; None in older records, whose tokens are bytes.
     """
 
@@ -78,7 +78,10 @@ class Protocol:
         if self.counted > self.text_tokens:
             words = f"counted in all {self.text_tokens:,} tokens of the training text"
             words += f" (a model is trained on {self.counted:,})"
-        return f"n-grams, {words}, reach {about(self.counts['report'])} on the part `report`"
+        words = f"n-grams, {words}, reach {about(self.counts['report'])} on the part `report`"
+        first = self.counts.get(BEGINNING, self.counts["report"])
+        more = f", and {about(first)} on the beginning that is read at other depths"
+        return words if first == self.counts["report"] else words + more
 
     def about_rates(self, each: str) -> str:
         """How the learning rates were selected, for `each` what."""

@@ -13,6 +13,7 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from experiments.counts import BEGINNING
 from experiments.protocol import Protocol
 from experiments.statistics import Interval, interval
 
@@ -26,7 +27,7 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#3
 MARKS = ("o", "s", "^", "D", "v", "P", "X", "p", "*")
 LINES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (1, 3)), (0, (8, 2)), (0, (3, 1, 1, 1)), (0, (12, 3)))
 REFERENCE, MUTED = "black", "grey"
-_WORDS = {"select": "selection text", "report": "held-out text"}
+_WORDS = {"select": "selection text", "report": "held-out text", BEGINNING: "the beginning of held-out text"}
 
 
 def series(k: int) -> dict[str, Any]:
@@ -135,8 +136,11 @@ def loss_axis(panel: Axes, what: str, unit: str, n: int | str, counts: Mapping[s
 
 
 def losses(panel: Axes, p: Protocol, part: str, limits: Span, n: int | str | None = None) -> None:
-    """An axis of losses on a part of the text of a study. n: of seeds, if not as planned."""
-    loss_axis(panel, _WORDS[part], p.unit, p.n if n is None else n, p.counts[part], limits)
+    """An axis of losses on a part of the text of a study. n: of seeds, if not as planned.
+
+    Records older than the counts of a part have no lines.
+    """
+    loss_axis(panel, _WORDS[part], p.unit, p.n if n is None else n, p.counts.get(part, {}), limits)
 
 
 def direct(panel: Axes, ends: Mapping[str, tuple[float, float]], looks: Looks) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from experiments.config import RatesConfig, check_among, check_reference
 from experiments.cost import cost_of
+from experiments.counts import BEGINNING
 from experiments.jobs import Arm, Place, Places
 from experiments.recipes import Changes
 from experiments.texts import Text
@@ -76,6 +77,10 @@ class AblationsConfig(RatesConfig):
     groups: dict[str, Group] = field(default_factory=dict)
     only: list[str] | None = None
     read_batches: Count | None = None
+
+    @property
+    def batches(self) -> dict[str, int | None]:
+        return super().batches | {BEGINNING: self.read_batches or self.report_batches}
 
     @property
     def chosen(self) -> list[str]:

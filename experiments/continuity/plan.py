@@ -7,6 +7,7 @@ from typing import Annotated, Any
 from experiments.config import check_among, check_reference
 from experiments.continuity.stack import stacked
 from experiments.cost import cost_of
+from experiments.counts import BEGINNING
 from experiments.jobs import Arm, Place, Places, Rates
 from experiments.recipes import Recipe
 from experiments.search import SearchConfig
@@ -42,6 +43,10 @@ class ContinuityConfig(SearchConfig):
     layers: Count = 12
     depths: list[Count] | None = None
     read_batches: Count | None = None
+
+    @property
+    def batches(self) -> dict[str, int | None]:
+        return super().batches | {BEGINNING: self.read_batches or self.report_batches}
 
     @property
     def chosen(self) -> list[str]:

@@ -10,6 +10,7 @@ from matplotlib.figure import Figure
 from experiments import style
 from experiments.continuity.plan import ContinuityConfig, Named
 from experiments.cost import Cost
+from experiments.counts import BEGINNING
 from experiments.jobs import Place
 from experiments.lines import Line, against, known, lines, table
 from experiments.measure import ReadTraining
@@ -219,14 +220,14 @@ def _depths(record: Continuity, shown: Mapping[str, list[str]], looks: style.Loo
     means = [at.mean for _, at in each]
     room = (max(means) - min(means)) / 4
     ends = np.clip([at.bounds for n, at in each if n >= p.layers / 2], min(means) - room, max(means) + room)
-    limits = style.span([], [*means, *ends[~np.isnan(ends)]], [p.counts["report"]])
+    limits = style.span([], [*means, *ends[~np.isnan(ends)]], [p.counts.get(BEGINNING, {})])
     figure, panels = style.tiles(len(shown), 6.5, 4.8, sharex=True)
     for panel, (title, names) in zip(panels, shown.items(), strict=True):
         panel.set_xscale("log", base=2)
         panel.set_xticks(p.round_depths)
         panel.xaxis.set_major_formatter("{x:.0f}")
         panel.set(title=title, xlabel=f"steps, without training (trained with {p.layers})")
-        style.losses(panel, p, "report", limits)
+        style.losses(panel, p, BEGINNING, limits)
         own = {arm: found[arm] for arm in names if arm in found}
         for arm, (_, losses) in own.items():
             style.curve(panel, steps, losses, **looks[arm])

@@ -6,7 +6,9 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from experiments.counts import ngram_losses
+from experiments.counts import BEGINNING, ngram_losses, reached
+from experiments.recipes import Recipe
+from experiments.texts import Builtin
 
 VOCAB = 5
 
@@ -36,3 +38,15 @@ def test_more_context_tells_more_where_there_is_more_to_tell():
     cycle = [0, 0, 1] * 50  # after a 0 either may come; after two tokens there is no doubt
     losses = ngram_losses(cycle, cycle, VOCAB)
     assert losses["1"] > losses["2"] > 5 * losses["3"] > 0.0
+
+
+def test_losses_at_other_depths_are_compared_with_counts_on_the_text_that_they_read(tmp_path):
+    recipe = Recipe.of("configs/wikitext2/standard.yaml", {"trainer": {"num_train_steps": 5}})
+    text = Builtin().prepare(tmp_path)
+    found = reached({"report": 4, BEGINNING: 2}, recipe, text)
+    words = recipe.tokenizer()
+    known, asked = (words.encode(text.read(part)) for part in ("train", "report"))
+    for part, batches in (("report", 4), (BEGINNING, 2)):
+        own = ngram_losses(known[: 5 * recipe.tokens], asked[: batches * recipe.tokens], len(words))
+        assert found[part] == own
+    assert found["report"] != found[BEGINNING]
