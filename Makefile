@@ -7,6 +7,8 @@ ARGS  ?=
 
 comma := ,
 EXTRAS := $(subst $(comma), ,$(EXTRA))
+# One for each choice of extras: another choice installs what is missing.
+INSTALLED := $(VENV)/.installed-$(subst $(comma),-,$(EXTRA))
 # Compilers for TPUs and GPUs are installed outside the environment's packages: JAX would load them if it could import them.
 COMPILERS := $(VENV)/targets/.installed
 # So is torch: transformers would load it into every program, which takes 3 s each time.
@@ -30,10 +32,10 @@ help:
 	@echo "make docs    the documentation, into site/ (installs the extra docs on first use)"
 	@echo "make dist    sdist and wheel, into dist/"
 
-setup: $(VENV)/.installed $(if $(filter targets,$(EXTRAS)),$(COMPILERS))
+setup: $(INSTALLED) $(if $(filter targets,$(EXTRAS)),$(COMPILERS))
 
 # Only constraints.txt has exact versions.
-$(VENV)/.installed: pyproject.toml constraints.txt
+$(INSTALLED): pyproject.toml constraints.txt
 	@python=""; for p in python3.12 python3.11 python3; do \
 	  if command -v $$p >/dev/null && $$p -c 'import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' 2>/dev/null; \
 	  then python=$$p; break; fi; done; \
@@ -41,15 +43,15 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	echo "Setting up $(VENV) with $$($$python --version) (a few minutes, once)"; \
 	test -x $(PY) || $$python -m venv $(VENV)
 	@$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[$(subst $() ,$(comma),$(filter-out targets,$(EXTRAS)))]"
-	@touch $@
+	@touch $@ $(if $(filter dev,$(EXTRAS)),$(VENV)/.installed-dev)
 
-$(COMPILERS): $(VENV)/.installed constraints.txt
+$(COMPILERS): constraints.txt | $(INSTALLED)
 	@echo "Setting up the compilers for TPUs and GPUs in $(@D) (1.2 GB)"
 	@$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --upgrade -c constraints.txt \
 	  --target $(@D) libtpu jax-cuda12-plugin jax-cuda12-pjrt
 	@touch $@
 
-$(TORCH)/.installed: $(VENV)/.installed constraints.txt
+$(TORCH)/.installed: constraints.txt | $(INSTALLED)
 	@echo "Setting up torch in $(@D) (PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu chooses the small build for CPUs)"
 	@$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --upgrade -c constraints.txt \
 	  --target $(@D) torch mpmath networkx sympy

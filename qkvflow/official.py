@@ -31,6 +31,7 @@ from qkvflow.depth import DepthConfig
 from qkvflow.errors import UserError
 from qkvflow.models import NeuralOdeConfig, NeuralOdeLMHeadModel
 from qkvflow.named import is_named
+from qkvflow.time import TIME_SCALE
 from qkvflow.weights import Generated, GeneratedConfig
 
 _BLOCK = "transformer.block."
@@ -78,21 +79,21 @@ def load_llama(
 
 def to_arrays(model: NeuralOdeLMHeadModel) -> dict[str, np.ndarray]:
     """The inverse of `load_gpt2` and `load_llama`; also takes a gradient with the model's structure, so that gradients
-    compare by name."""
+    compare by name.
+
+    Raises:
+        UserError: a model that these functions do not give back.
+    """
     if not _units(model.transformer.flow.weights):
         raise UserError(
             "Official names only exist for generated weights, and this model has none (it is discretised, or has other"
             " weights). Give a model with `weights: generated`, before discretise."
         )
-    if getattr(model.config.weights, "frozen_time", None) is not None:
+    lost = _not_official(model.config)
+    if lost:
         raise UserError(
-            "The official code has no frozen time, so this model's `weights.frozen_time` would be lost. Give a model"
-            " without it."
-        )
-    if getattr(model.config.block, "convolution", None) is not None:
-        raise UserError(
-            "The official code has no convolution, so this model's `block.convolution` has no name there. Give a model"
-            " without it."
+            f"The official code has no {', '.join(lost)}: its model with these arrays would be another function. Give a"
+            " model without that."
         )
     return {name: np.asarray(_to_official_order(name, get(model)).array) for name, get in _accessors(model).items()}
 
@@ -119,6 +120,27 @@ def read_checkpoint(path: str | os.PathLike) -> dict[str, np.ndarray]:
             " checkpoint of qkvflow itself, use qkvflow.runs.load_run."
         )
     return arrays
+
+
+def _not_official(config: NeuralOdeConfig) -> list[str]:
+    """The keys of a model with generated weights whose values `_load` does not give back."""
+    official = {
+        "weights.frozen_time": (config.weights, None),
+        "weights.time_scale": (config.weights, TIME_SCALE),
+        "block.form": (config.block, "official" if isinstance(config.block, LlamaBlockConfig) else "parallel"),
+        "block.convolution": (config.block, None),
+        "depth.solver": (config.depth, "euler"),
+        "depth.endpoint": (config.depth, "right"),
+        "depth.step_size": (config.depth, "uniform"),
+        "depth.coupling": (config.depth, None),
+        "prelude_layers": (config, 0),
+        "coda_layers": (config, 0),
+        "control": (config, None),
+        "embedding_multiplier": (config, 1.0),
+    }
+    values = {key: getattr(own, key.rpartition(".")[2], value) for key, (own, value) in official.items()}
+    found = [f"`{key}: {value}`" for key, value in values.items() if value != official[key][1]]
+    return found + ["`depth.adjoint: reversible`"] * (config.depth.adjoint == "reversible")
 
 
 def _load(arrays, block: BlockConfig, max_seq_len: int, steps: int) -> NeuralOdeLMHeadModel:

@@ -24,6 +24,7 @@ from qkvflow.errors import UserError
 
 TIME_SCALE = 1000.0
 MAX_PERIOD = 10_000.0
+_ROUNDING = 1e-9  # by which sums of steps may be outside [0, 1]
 
 
 class Grid(eqx.Module):
@@ -54,7 +55,7 @@ def as_time(t) -> Time:
     with the axis `layers`.
 
     Raises:
-        UserError: for more than one axis.
+        UserError: for more than one axis, and for numbers outside [0, 1].
     """
     if isinstance(t, (Grid, GridPoint)):
         return t
@@ -65,7 +66,13 @@ def as_time(t) -> Time:
         return t
     if isinstance(t, jax.Array):
         return hax.named(t, LAYERS) if shape else t
-    return grid(t) if shape else Grid((float(t),), None)
+    found = grid(t) if shape else Grid((float(t),), None)
+    outside = [value for value in found.values if not -_ROUNDING <= value <= 1 + _ROUNDING]
+    if outside:
+        raise UserError(
+            f"layer-time t is between 0 and 1, got {outside[0]:g}: the weights of layer k of L are those at t = k / L."
+        )
+    return found
 
 
 def time_axis(t: Time) -> Axis | None:

@@ -1,5 +1,6 @@
 """The evaluation program: on the run's text and on others, and what it says of a flow that is lost."""
 
+import dataclasses
 import json
 
 import haliax as hax
@@ -10,9 +11,12 @@ from support.earlier import restore
 
 from qkvflow import eval_lm
 from qkvflow.cli import parse
+from qkvflow.depth import DepthConfig
 from qkvflow.errors import UserError
+from qkvflow.evaluation.depths import Depths, read
 from qkvflow.generation.writer import open_writer
 from qkvflow.runs import load_run
+from qkvflow.runs.evaluate import RunEvaluator, on_other_text
 
 OTHER = "another text, that no run has ever seen, of some words\n" * 5
 
@@ -69,6 +73,35 @@ def test_a_batch_is_no_larger_than_the_text(place):
     """Else a large number would be filled up with nothing, until memory ends."""
     (alone,), (large,) = evaluate("--batch_size", "1"), evaluate("--batch_size", "1000000000")
     assert large.loss == pytest.approx(alone.loss, rel=1e-5)
+
+
+def test_what_fills_up_a_batch_is_not_compared(place):
+    """The batch is as large as the largest set, but states are those of the first."""
+    (place / "short.txt").write_text("a first, short text of two sequences\n")
+    parts = {
+        name: {"source": {"type": "files", "train": ["text.txt"], "validation": [path]}}
+        for name, path in (("first", "short.txt"), ("second", "other.txt"))
+    }
+    run = on_other_text(load_run("runs/flow", 3), {"components": parts, "train": None})
+    evaluator = RunEvaluator(run)
+    tokens = evaluator.example().tokens.rearrange(("batch", "position")).array
+    assert evaluator.Batch.size == 4
+    np.testing.assert_array_equal(tokens.ravel(), list(b"a first, short text of two sequences\n")[:32])
+
+
+def test_adaptive_steps_are_evaluated_as_they_are(place):
+    """Not on a grid of as many steps as the first trial step is long."""
+    run = load_run("runs/flow", 3)
+    depth = DepthConfig(solver="tsit5", steps=2, rtol=1e-3)
+    run = dataclasses.replace(run, model=run.model.with_depth(depth))
+    (model,) = Depths().models(run)
+    assert model.config.depth.is_adaptive
+    (fixed,) = Depths(steps=(2,)).models(run)
+    assert not fixed.config.depth.is_adaptive
+    evaluator = RunEvaluator(run)
+    reading = read(model, evaluator, evaluator.example())
+    assert reading.evaluations > 6 * reading.steps > 0
+    assert reading.loss == pytest.approx(evaluator.loss(model))
 
 
 def test_a_flow_that_is_lost_is_told_by_the_loss_that_the_run_knows(place, capfd):

@@ -19,6 +19,7 @@ from levanter.models.lm_model import LmExample
 
 from qkvflow import official
 from qkvflow.errors import UserError
+from qkvflow.models import ControlConfig
 
 TOLERANCE = {"gpt2": 2e-5, "gpt2_strong": 3e-4, "llama": 2e-5, "llama_strong": 3e-4}
 
@@ -124,10 +125,32 @@ def test_wrong_arrays_are_refused(case):
 def test_only_generated_weights_have_official_names(case):
     with pytest.raises(UserError, match="before discretise"):
         official.to_arrays(case.model.discretise())
-    config = dataclasses.replace(
-        case.model.config, weights=dataclasses.replace(case.model.config.weights, frozen_time=0.5)
-    )
-    with pytest.raises(UserError, match="frozen"):
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("weights.frozen_time", 0.5),
+        ("weights.time_scale", 3.0),
+        ("block.form", "split"),
+        ("depth.solver", "heun"),
+        ("depth.endpoint", "left"),
+        ("depth.step_size", "residual"),
+        ("depth.adjoint", "reversible"),
+        ("depth.coupling", 0.9),
+        ("prelude_layers", 1),
+        ("coda_layers", 1),
+        ("control", ControlConfig(dim=2)),
+        ("embedding_multiplier", 12.0),
+    ],
+)
+def test_a_model_that_cannot_be_loaded_again_has_no_official_arrays(case, key, value):
+    """Otherwise they would be those of another function."""
+    config = case.model.config
+    section, _, name = key.rpartition(".")
+    own = dataclasses.replace(getattr(config, section), **{name: value}) if section else value
+    config = dataclasses.replace(config, **{section or name: own})
+    with pytest.raises(UserError, match=f"The official code has no .*{key}: {re.escape(str(value))}"):
         official.to_arrays(dataclasses.replace(case.model, _config=config))
 
 

@@ -75,14 +75,20 @@ def texts_of(
 
 
 def validation_texts(run: Run, count: int, length: int) -> np.ndarray:
-    """The first `length` tokens of the first `count` sequences of the run's validation text, int [count, length].
+    """The first `length` tokens of the first `count` sequences of the run's validation text, or of all if there are
+    fewer, int [sequences, length].
 
     Raises:
-        UserError: the run has no validation text, or not enough.
+        UserError: the run has no validation text, or a single sequence where several are wanted.
     """
     evaluator = RunEvaluator(run, batch_size=count)
-    tokens = evaluator.example().tokens.rearrange(("batch", "position")).array
-    return np.asarray(tokens)[:count, :length]
+    tokens = np.asarray(evaluator.example().tokens.rearrange(("batch", "position")).array)[:count, :length]
+    if len(tokens) < min(count, 2):
+        raise UserError(
+            f"the validation text of {run.directory} has a single sequence, but intervals need two: leave them out with"
+            " --texts 0"
+        )
+    return tokens
 
 
 def output_folder(run: Run, out: str | None) -> Path:

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from qkvflow.config import Typed, decode
 from qkvflow.config.scalars import show, text_fields
-from qkvflow.config.yaml_file import read_written
+from qkvflow.config.yaml_file import full_name, read_written
 from qkvflow.config.yaml_text import plain
 from qkvflow.errors import UserError, shortened
 
@@ -39,7 +39,7 @@ def parse(config_class: type[T], argv: Sequence[str]) -> tuple[T, dict[str, Any]
         if not texts.get(key):
             _set(raw, key, value)
     if path is not None and any(field.name == "config_path" for field in dataclasses.fields(config_class)):  # pyright: ignore
-        raw["config_path"] = path
+        raw["config_path"] = full_name(path)
     return decode(config_class, raw), _as_read(raw)
 
 

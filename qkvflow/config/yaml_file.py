@@ -53,11 +53,23 @@ def shipped() -> dict[str, Path]:
     return {p.relative_to(folder).with_suffix("").as_posix(): p for p in sorted(folder.rglob("*.yaml"))}
 
 
+def full_name(path: str) -> str:
+    """The path; of an included configuration that has no file there `configs/NAME.yaml`, however it was spelt."""
+    name = _short(Path(path))
+    return path if _on_disk(Path(path)) or name not in shipped() else f"configs/{name}.yaml"
+
+
 def _found(path: Path) -> Path:
     """The file on disk; if there is none, the included configuration of this name."""
-    if path.exists() or path.is_absolute():
-        return path
-    return shipped().get(path.as_posix().removeprefix("configs/").removesuffix(".yaml"), path)
+    return path if _on_disk(path) else shipped().get(_short(path), path)
+
+
+def _on_disk(path: Path) -> bool:
+    return path.exists() or path.is_absolute()
+
+
+def _short(path: Path) -> str:
+    return path.as_posix().removeprefix("configs/").removesuffix(".yaml")
 
 
 def _near_names(path: Path) -> str:

@@ -5,10 +5,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import equinox as eqx
+from haliax import NamedArray
 from levanter.models.lm_model import LmExample, LmHeadModel
 from levanter.utils.tree_utils import inference_mode
 
 from qkvflow.blocks import Inputs
+from qkvflow.depth import Solution
 from qkvflow.errors import UserError
 from qkvflow.models import NeuralOdeLMHeadModel
 from qkvflow.progress import Progress, perplexity
@@ -48,6 +50,8 @@ class Depths:
                 )
             return [run.model]
         trained = run.model.config.depth
+        if trained.is_adaptive and not self.steps and not self.solvers:
+            return [run.model]
         return [
             run.model.with_depth(trained.on_grid(n, solver=solver))
             for solver in self.solvers or [trained.solver]
@@ -77,16 +81,22 @@ def read_all(run: Run, models: Sequence[LmHeadModel], evaluator: RunEvaluator, p
     readings = []
     for model in models:
         depth = model.config.depth
-        with progress.phase(f"{depth.solver}, {depth.steps} steps"):
+        with progress.phase(f"{depth.solver}, {'adaptive' if depth.is_adaptive else depth.steps} steps"):
             readings.append(read(model, evaluator, example))
     return readings
 
 
 def read(model: NeuralOdeLMHeadModel, evaluator: RunEvaluator, example: LmExample) -> Reading:
-    """A flow on a fixed grid as it stands: its loss on the evaluator's text, its displacement on `example`."""
+    """A flow as it stands: its loss on the evaluator's text, its displacement on `example`; if its steps are adaptive,
+    also their number and that of evaluations there."""
     depth, loss = model.config.depth, evaluator.loss(model)
-    evaluations, moved = model.config.plan.evaluations, displacement(model, example)
-    return Reading(depth.solver, depth.reading_steps, evaluations, loss, perplexity(loss), moved)
+    x0, solution = _solved(model, example)
+    steps, evaluations = depth.reading_steps, model.config.plan.evaluations
+    if solution.statistics is not None:
+        steps = int(solution.statistics.steps - solution.statistics.rejected)
+        evaluations = int(solution.statistics.evaluations)
+    moved = relative_displacement(x0, solution.end)
+    return Reading(depth.solver, steps, evaluations, loss, perplexity(loss), moved)
 
 
 def _read_ordinary(run: Run, evaluator: RunEvaluator, progress: Progress) -> Reading:
@@ -98,16 +108,17 @@ def _read_ordinary(run: Run, evaluator: RunEvaluator, progress: Progress) -> Rea
 
 def displacement(model: NeuralOdeLMHeadModel, example: LmExample) -> float:
     """||x(1) - x(0)|| / ||x(0)|| of the flow on an example, x(0) after the prelude."""
+    x0, solution = _solved(model, example)
+    return relative_displacement(x0, solution.end)
 
-    @eqx.filter_jit
-    def ends(model: NeuralOdeLMHeadModel, example: LmExample):
-        inputs = Inputs.of_example(example)
-        x0 = model.embeddings(example.tokens, pos_ids=inputs.pos_ids)
-        if model.transformer.prelude is not None:
-            x0 = model.transformer.prelude(x0, inputs)
-        return x0, model.transformer.flow(x0, inputs)
 
-    return relative_displacement(*ends(model, example))
+@eqx.filter_jit
+def _solved(model: NeuralOdeLMHeadModel, example: LmExample) -> tuple[NamedArray, Solution]:
+    inputs = Inputs.of_example(example)
+    x0 = model.embeddings(example.tokens, pos_ids=inputs.pos_ids)
+    if model.transformer.prelude is not None:
+        x0 = model.transformer.prelude(x0, inputs)
+    return x0, model.transformer.flow.solve(x0, inputs)
 
 
 def table(readings: Sequence[Reading]) -> str:

@@ -53,11 +53,11 @@ class BucketLock:
         Raises:
             Taken: it is held by another.
         """
-        before = self._read()
+        before, pause, is_left = self._read(), min(1.0, PATIENCE_SECONDS / 10), False
         if before is not None:
             deadline = time.monotonic() + PATIENCE_SECONDS
             while time.monotonic() < deadline:
-                time.sleep(min(1.0, PATIENCE_SECONDS / 10))
+                time.sleep(pause)
                 while_waiting()
                 now = self._read()
                 if now is None:
@@ -65,12 +65,18 @@ class BucketLock:
                 if now != before:
                     raise Taken(_owner(now))
             else:
+                is_left = True
                 with contextlib.suppress(FileNotFoundError):
                     self._place.remove(self._name)
         try:
             self._place.create(self._name, self._content())
         except FileExistsError:
             raise Taken(_owner(self._read() or {})) from None
+        if is_left:  # another may have waited as long, and removed this one instead of what was left
+            time.sleep(pause)
+            now = self._read() or {}
+            if now.get("token") != self._token:
+                raise Taken(_owner(now))
         self._thread.start()
 
     def release(self) -> None:

@@ -20,6 +20,7 @@ from qkvflow.axes import BATCH
 from qkvflow.config import decode, encode
 from qkvflow.data import check_enough_tokens
 from qkvflow.errors import UserError
+from qkvflow.named import map_named
 from qkvflow.runs.load import Run
 
 
@@ -99,8 +100,13 @@ class RunEvaluator:
             return float(evaluator.evaluate(model).micro_avg_loss)
 
     def example(self) -> LmExample:
-        """The first batch of the first validation set."""
-        return next(self.examples())
+        """The first batch of the first validation set, without what the batch is filled up with."""
+        first, count = next(self.examples()), len(self._sets[0][0].as_sync_dataset())
+
+        def cut(a: NamedArray) -> NamedArray:
+            return a[BATCH, :count] if a.has_axis(BATCH) else a
+
+        return first if count >= self.Batch.size else map_named(cut, first)
 
     def examples(self) -> Iterator[LmExample]:
         """All batches that `loss` reads."""

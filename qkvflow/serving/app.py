@@ -95,8 +95,9 @@ def build_app(scheduler: Scheduler, name: str, limits: Limits, access: Access | 
             texts.cancel()
 
     @app.get("/health")
-    async def health():
-        return {"status": "ok", "model": name, **scheduler.load()}
+    async def health(response: Response):
+        response.status_code = 503 if scheduler.is_broken else 200
+        return {"status": "broken" if scheduler.is_broken else "ok", "model": name, **scheduler.load()}
 
     @app.get("/v1/models")
     async def models():

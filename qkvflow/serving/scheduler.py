@@ -30,6 +30,10 @@ class TooMany(Exception):
     """More texts than the server could ever hold."""
 
 
+class Broken(Exception):
+    """A step failed, and no new engine could be made."""
+
+
 class Scheduler:
     """Serves up to `slots` jobs at a time.
 
@@ -37,6 +41,7 @@ class Scheduler:
 
     Attributes:
         max_waiting: jobs that may wait for a slot.
+        is_broken: after a failed step no new engine could be made, so nothing is generated any more.
     """
 
     def __init__(self, writer: Writer, slots: int, length: int, max_waiting: int = 256):
@@ -45,7 +50,7 @@ class Scheduler:
         self._engine = self._new_engine(slots)
         self._shares = Shares(slots)
         self._changed = threading.Condition()
-        self._closing = False
+        self._closing = self.is_broken = False
         self._started = 0
         self._drafted = Drafted()
         self._thread = threading.Thread(target=self._run, name="scheduler", daemon=True)
@@ -87,10 +92,13 @@ class Scheduler:
         Raises:
             Overloaded: there is no room now.
             TooMany: there could never be room.
+            Broken: nothing is generated any more.
         """
         if len(jobs) > self.capacity:
             raise TooMany
         with self._changed:
+            if self.is_broken:
+                raise Broken
             if self._closing or self._shares.running + self._shares.waiting + len(jobs) > self.capacity:
                 raise Overloaded
             self._shares.requests.append(Request(jobs))
@@ -125,15 +133,39 @@ class Scheduler:
                     freed += self._shares.cancelled()
                 if self._closing:
                     break
-            try:
-                for slot in freed:
-                    self._engine.cancel(slot)
-                self._turn()
-            except Exception:  # whatever it is, other requests must not be blocked by it
-                log.exception("a step failed; the texts in the slots are dropped")
-                self._fail()
-                self._engine = self._new_engine(self._engine.slots)
-        self._fail()
+            if not self._goes_on(freed) and not self._restarts():
+                break
+        self._fail(list(self._shares.jobs()))
+
+    def _goes_on(self, freed: Sequence[int]) -> bool:
+        """A turn of the loop; False if it failed."""
+        try:
+            for slot in freed:
+                self._engine.cancel(slot)
+            self._turn()
+        except Exception:  # whatever it is, other requests must not be blocked by it
+            log.exception("a step failed; the texts in the slots end with an error")
+            return False
+        return True
+
+    def _restarts(self) -> bool:
+        """A new engine without the texts in the slots, which end with an error; False if none can be made."""
+        with self._changed:
+            ended = [(slot, running.job) for slot, _, running in self._shares]
+            for slot, _ in ended:
+                self._shares.free(slot)
+        # If no text had a slot yet, one of those that wait is at fault.
+        self._fail([job for _, job in ended] or list(self._shares.jobs()))
+        slots = self._engine.slots
+        del self._engine  # there may be no memory for two
+        try:
+            self._engine = self._new_engine(slots)
+        except Exception:
+            log.exception("no new engine can be made: the server generates no more texts, restart it")
+            with self._changed:
+                self.is_broken = True
+            return False
+        return True
 
     def _turn(self) -> None:
         self._change_hands()
@@ -207,16 +239,17 @@ class Scheduler:
             with self._changed:
                 self._shares.free(slot)
                 self._drafted += event.drafted or Drafted()
-            self._engine.cancel(slot)
         _emit(running.job, event)
+        if ended:
+            self._engine.cancel(slot)
         return ended
 
-    def _fail(self) -> None:
-        with self._changed:
-            jobs = list(self._shares.jobs())
-            self._shares.requests = []
+    def _fail(self, jobs: Sequence[Job]) -> None:
         for job in jobs:
             _emit(job, Event("", "error"))
+            job.cancelled = True
+        with self._changed:
+            self._shares.cancelled()
 
     def _new_engine(self, slots: int) -> Engine:
         return self.writer.engine(slots, self._length, elastic=True)

@@ -11,7 +11,7 @@ from qkvflow.generation.text import TextStream
 from qkvflow.serving.errors import RequestError
 from qkvflow.serving.job import Event, Job, Told
 from qkvflow.serving.order import Order, Prompt
-from qkvflow.serving.scheduler import Overloaded, Scheduler, TooMany
+from qkvflow.serving.scheduler import Broken, Overloaded, Scheduler, TooMany
 
 
 class Texts:
@@ -46,6 +46,9 @@ class Texts:
         except Overloaded:
             message = "Too many requests are waiting. Try again in a moment."
             raise RequestError(503, message, code="overloaded") from None
+        except Broken:
+            message = "This server generates no more texts after a failure, which its log tells. Restart it."
+            raise RequestError(503, message, code="broken") from None
         for i, job in enumerate(self._jobs):
             if job not in jobs:
                 self._news.put_nowait((i, Event("", "length")))

@@ -100,7 +100,7 @@ class Modulated(TimeDependent):
 
     def at(self, t: Time):
         axes, gates_of = gate_layout(self.base)
-        gates = self.net(t if self.frozen_time is None else self.frozen_time)
+        gates = self.net(t if self.frozen_time is None else frozen(t, self.frozen_time))
         gates = {name: named_as(gate, axes[name]) for name, gate in gates.items()}
         return _replace_arrays(self.base, lambda name, array: _scale(array, [gates[g] for g in gates_of[name]]))
 

@@ -13,11 +13,13 @@ from pathlib import Path
 import pytest
 
 import qkvflow_command
+from qkvflow.cli import parse
 from qkvflow.cli.keys import field_docs, key_table, sections
 from qkvflow.config import read_config
 from qkvflow.config.yaml_file import read_yaml, shipped
 from qkvflow.errors import UserError
 from qkvflow.runs.config import FinetuneConfig, TrainConfig
+from qkvflow.runs.directory import run_id
 from qkvflow_command import COMMANDS, VERSION, main, train_words
 
 FLAGS = 32  # characters of the column of flags
@@ -127,6 +129,12 @@ def test_a_shipped_configuration_is_read_and_named_as_a_file_is(tmp_path, monkey
         read_config(Path("quickstart"), TrainConfig).model
         == read_config(ROOT / "configs" / "quickstart.yaml", TrainConfig).model
     )
+    for name in ("wikitext103/small", "wikitext103/small.yaml", "configs/wikitext103/small.yaml"):
+        config = parse(TrainConfig, ["--config_path", name])[0]
+        assert run_id(None, config.config_path) == "wikitext103-small"
+    Path("wikitext103").mkdir()
+    Path("wikitext103/small").write_bytes((ROOT / "configs" / "quickstart.yaml").read_bytes())
+    assert run_id(None, parse(TrainConfig, ["--config_path", "wikitext103/small"])[0].config_path) == "small"
 
 
 @pytest.mark.parametrize("name", COMMANDS)

@@ -10,9 +10,12 @@ from support.configs import ROOT
 from support.models import VOCAB, build, llama, random_tokens, small_config
 
 from qkvflow.blocks import Gpt2BlockConfig, SsmBlockConfig
+from qkvflow.blocks.gpt2 import Gpt2LikeConfig
 from qkvflow.cli import parse
 from qkvflow.data import resolve_tokenizer
 from qkvflow.depth import DepthConfig, StepRange
+from qkvflow.errors import UserError
+from qkvflow.hub.custom import custom
 from qkvflow.hub.native import native, obstacle
 from qkvflow.hub.write import write_folder
 from qkvflow.models import ControlConfig
@@ -50,6 +53,18 @@ def test_what_stands_in_the_way(config, steps, reason):
     else:
         with pytest.raises(AssertionError, match=reason):
             raise AssertionError(found)
+
+
+class OwnBlockConfig(Gpt2LikeConfig):
+    """A block that a user adds."""
+
+    init = flops_per_token = None
+
+
+@pytest.mark.parametrize("block", [Gpt2BlockConfig(num_heads=2, convolution=4), OwnBlockConfig(num_heads=2)])
+def test_a_block_that_the_exported_code_lacks_is_refused(block):
+    with pytest.raises(UserError, match=r"^a block .* cannot be exported: .* Keep the run"):
+        custom(small_config(block=block).at_depth(3), {}, 257)
 
 
 @pytest.mark.parametrize("form", ["split", "parallel"])

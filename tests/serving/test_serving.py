@@ -209,6 +209,40 @@ def test_a_failing_step_takes_nobody_down(server, client, monkeypatch):
     assert complete(client).choices[0].text == text
 
 
+def test_texts_that_wait_outlive_a_failing_step(writer, client, monkeypatch):
+    text = complete(client).choices[0].text
+    with serving(writer, slots=1) as (url, scheduler), concurrent.futures.ThreadPoolExecutor(2) as pool:
+        own = client_of(url)
+
+        def fail(steps):
+            wait_for(lambda: scheduler.load()["waiting"] == 1)
+            raise RuntimeError("the device is gone")
+
+        monkeypatch.setattr(scheduler._engine, "decode", fail)
+        first = pool.submit(complete, own)
+        wait_for(lambda: scheduler.load()["running"] == 1)
+        second = pool.submit(complete, own)
+        with pytest.raises(openai.InternalServerError, match="failed"):
+            first.result()
+        assert second.result().choices[0].text == text
+        assert httpx.get(f"{url}/health").status_code == 200
+
+
+def test_a_server_that_cannot_go_on_says_so(writer, monkeypatch):
+    """Instead of letting every request wait for its timeout."""
+    with serving(writer) as (url, scheduler):
+        monkeypatch.setattr(scheduler._engine, "decode", lambda steps: 1 / 0)
+        monkeypatch.setattr(scheduler, "_new_engine", lambda slots: [][slots])
+        with pytest.raises(openai.InternalServerError, match="failed"):
+            complete(client_of(url))
+        wait_for(lambda: httpx.get(f"{url}/health").status_code == 503)
+        assert httpx.get(f"{url}/health").json()["status"] == "broken"
+        with pytest.raises(openai.InternalServerError, match="Restart it") as error:
+            complete(client_of(url))
+        assert error.value.status_code == 503
+        assert error.value.code == "broken"
+
+
 @pytest.mark.slow
 def test_500_requests_leak_nothing(server, client):
     """Completions, streams, streams left half-way and errors; memory of the process before and after."""

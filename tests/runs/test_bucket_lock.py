@@ -1,0 +1,47 @@
+"""The lock of a run in a bucket, where its steps interleave badly; on a bucket: test_run_in_bucket.py."""
+
+import threading
+
+from qkvflow.locks import Taken
+from qkvflow.places import Place
+from qkvflow.runs import bucket_lock
+from qkvflow.runs.bucket_lock import BucketLock
+
+
+def test_of_two_that_take_over_what_was_left_one_gets_it(tmp_path, monkeypatch):
+    """The second removes the lock that the first has just made, instead of the one that was left."""
+    monkeypatch.setattr(bucket_lock, "PATIENCE_SECONDS", 1.0)
+    place = Place.of(str(tmp_path))
+    place.write("lock", b'{"token": "of a killed process"}')
+    created, remove, create = threading.Event(), place.remove, place.create
+    found: dict[str, BucketLock | Taken] = {}
+
+    def late(name):
+        if threading.current_thread().name == "second":
+            assert created.wait(10)
+        remove(name)
+
+    def told(name, content):
+        create(name, content)
+        created.set()
+
+    monkeypatch.setattr(Place, "remove", lambda self, name=None: late(name))
+    monkeypatch.setattr(Place, "create", lambda self, name, content: told(name, content))
+
+    def take():
+        lock = BucketLock(place, "lock")
+        try:
+            lock.take(lambda: None)
+            found[threading.current_thread().name] = lock
+        except Taken as taken:
+            found[threading.current_thread().name] = taken
+
+    threads = [threading.Thread(target=take, name=name) for name in ("first", "second")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert isinstance(found["first"], Taken)
+    assert isinstance(found["second"], BucketLock)
+    found["second"].release()
+    assert not place.has("lock")
