@@ -1,4 +1,4 @@
-# Verbs: setup, train, sample, test, test-hub, check, bench, targets, docs, dist. Each sets up .venv first if it is missing.
+# `make help` lists the targets. Each sets up .venv first if it is missing.
 SHELL := /bin/bash
 VENV  := .venv
 PY    := $(VENV)/bin/python

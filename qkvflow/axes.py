@@ -19,7 +19,7 @@
 | `control` | components of a control signal u |
 | `time_hidden`, `time_embed` | hidden and output units of a time network (generated weights: both of size T) |
 | `basis` | functions of time whose combinations are weights |
-| `features` | the longest axis of what time networks make for arrays without `embed`: divided as `embed` is |
+| `features` | the longest axis of a generated or gating array without `embed`, sharded as `embed` is |
 """
 
 BATCH = "batch"

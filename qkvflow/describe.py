@@ -141,11 +141,10 @@ def main(config: DescribeConfig) -> None:
 
 def _read(path: str, overrides: list[str]) -> tuple[TrainConfig, Start | None]:
     """A configuration to train from scratch, or to fine-tune: that has a `mode`."""
-    words = ["--config_path", path, *overrides]
+    words, is_finetune = ["--config_path", path, *overrides], False
     with contextlib.suppress(UserError):  # `parse` tells them
-        if "mode" in read_yaml(Path(path)):
-            return finetune_start(parse(FinetuneConfig, words)[0])
-    return parse(TrainConfig, words)[0], None
+        is_finetune = "mode" in read_yaml(Path(path))
+    return finetune_start(parse(FinetuneConfig, words)[0]) if is_finetune else (parse(TrainConfig, words)[0], None)
 
 
 def _changed(
@@ -181,15 +180,16 @@ def arguments(argv: Sequence[str]) -> list[str]:
     lists: dict[str, list[str]] = {"config_path": [], "run": [], "overrides": []}
     own, target = [], None
     for word in argv:
-        key = word.removeprefix("--").partition("=")[0]
+        key, equals, value = word.removeprefix("--").partition("=")
         if word in ("-h", "--help") or (
             word.startswith("--")
             and key in ("vocab_size", "checkpoint_step", "mesh", "target", "serve", "slots", "dtype", "suggest", "json")
         ):
             own.append(word)
             target = own
-        elif word in ("--config_path", "--run"):
+        elif word.startswith("--") and key in ("config_path", "run"):
             target = lists[key]
+            target += [value] if equals else []
         elif word.startswith("--"):
             lists["overrides"].append(word)
             target = lists["overrides"]

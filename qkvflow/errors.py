@@ -15,6 +15,11 @@ class Notice(UserWarning):
     """
 
 
+def first_line(error: BaseException, longest: int = 300) -> str:
+    """The first line of what an error says, or the name of its class if it says nothing; for a message."""
+    return shortened(next(iter(str(error).strip().splitlines()), "") or type(error).__name__, longest)
+
+
 def shortened(text: str, longest: int = _LONGEST) -> str:
     """A text as it is, or its beginning and its length if it is longer than a message should be."""
     return text if len(text) <= longest else f"{text[:longest]}... ({len(text):,} characters)"

@@ -199,6 +199,7 @@ def _write(writer: Writer, engine: Engine, jobs: list[Job], stops: list[str], ti
     """Makes the texts of one batch. The first unfinished one streams; those behind it wait for their turn."""
     began = time.perf_counter()
     _admit(engine, jobs)
+    earlier = engine.exited()  # of texts that have ended, in rows that this batch leaves empty
     engine.prefill_all(max(len(job.tokens) for job in jobs) - 1)
     engine.wait()
     clock.prefill += time.perf_counter() - began
@@ -227,8 +228,9 @@ def _write(writer: Writer, engine: Engine, jobs: list[Job], stops: list[str], ti
     if drafted:
         clock.drafted = sum(drafted.values(), clock.drafted or Drafted())
     exited = engine.exited()
-    if exited is not None:
-        clock.exited = exited if clock.exited is None else clock.exited + exited
+    if exited is not None and earlier is not None:
+        own = exited - earlier
+        clock.exited = own if clock.exited is None else clock.exited + own
     return texts
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from support.earlier import restore
 from qkvflow import eval_lm, sample_lm, serve_lm
 from qkvflow.cli import parse
 from qkvflow.errors import UserError
+from qkvflow.models.exits import ExitConfig
 
 pytestmark = pytest.mark.program
 PROGRAMS = {
@@ -22,6 +24,7 @@ PROGRAMS = {
     "eval": (eval_lm.main, eval_lm.EvalConfig, []),
 }
 STAYS, LEAVES = "{rule: velocity, threshold: 0}", "{rule: velocity, threshold: 1.0e+9}"
+SOME = ExitConfig("velocity", 1.0)
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +66,17 @@ def test_sample(words, same, told, capfd):
     (text,) = run("sample", *words)
     assert (text == plain) or not same
     assert told in capfd.readouterr().err
+
+
+def test_exits_are_those_of_the_texts_however_they_are_batched(capfd):
+    """The second of two batches is smaller: rows that it leaves empty have had texts before."""
+    found = set()
+    for size in (1, 2, 3):
+        config = sample_lm.SampleConfig("runs/flow", prompt="ab", num_samples=3, batch_size=size, exit=SOME, seed=1)
+        sample_lm.main(config)
+        found.add(re.search(r"exits: [\d.]+", capfd.readouterr().err)[0])
+    assert len(found) == 1
+    assert found.isdisjoint({"exits: 1.00", "exits: 3.00"})
 
 
 def test_eval(place):

@@ -104,6 +104,11 @@ def test_command_line():
     assert config == program.DescribeConfig(
         files=["a.yaml", "b.yaml"], run=["runs/c"], vocab_size=100, overrides=["--model.depth.steps", "9"]
     )
+    words = program.arguments(["--config_path=a.yaml", "b.yaml", "--model.depth.steps=9", "--run=runs/c"])
+    config = parse(program.DescribeConfig, words)[0]
+    assert config == program.DescribeConfig(
+        files=["a.yaml", "b.yaml"], run=["runs/c"], overrides=["--model.depth.steps=9"]
+    )
     with pytest.raises(UserError, match=r"unexpected word `a\.yaml`"):
         parse(program.DescribeConfig, program.arguments(["a.yaml"]))
     with pytest.raises(UserError, match="nothing to describe"):
@@ -134,6 +139,14 @@ def test_mistakes_are_told_before_anything_is_compiled(words, told):
     with pytest.raises(UserError, match=told) as error:
         program.main(parse(program.DescribeConfig, words)[0])
     assert len(str(error.value)) < 400
+
+
+def test_what_is_wrong_with_a_base_is_told(tmp_path, monkeypatch):
+    """Not that the keys of a fine-tune are none of a training."""
+    monkeypatch.chdir(tmp_path)
+    words = program.arguments(["--config_path", str(CONFIGS / "finetune" / "quickstart_full.yaml")])
+    with pytest.raises(UserError, match=r"runs/quickstart"):
+        program.main(parse(program.DescribeConfig, words)[0])
 
 
 def test_table_has_a_column_for_each():

@@ -191,7 +191,9 @@ def _reading(model: LmHeadModel | Reading) -> Reading:
     return model if isinstance(model, Reading) else read(model)
 
 
-def _at_official_times(model) -> Reading:
+def _at_official_times(model: LmHeadModel | Reading) -> Reading:
+    if isinstance(model, Reading):
+        raise UserError("official_times evaluates the weights at other times than a reading has: give the model.")
     depth = enter_config(model.config).depth
     if depth.solver != "euler" or depth.step_size != "uniform":
         raise UserError(

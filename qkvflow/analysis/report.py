@@ -10,7 +10,7 @@ continuity of `eval_lm` if available. Written to `<run>/analysis/report.html`.
 import dataclasses
 import shlex
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from importlib.metadata import version
@@ -159,7 +159,7 @@ def _run_data(source: _Source, sources: list[_Source], config: ReportConfig, ste
         "continuity": runs.continuity(run),
         "times": rounded(source.times, 4),
         "trained_times": rounded(spectra.spectral.training_times(run.model), 4),
-        "texts": [texts.describe_text(source.reading, text, _labels(run)) for text in source.texts],
+        "texts": [texts.describe_text(source.reading, text) for text in source.texts],
         "fresh": _fresh(source, config, points, step) if config.draws else None,
     }
     data["snapshots"] = []
@@ -222,10 +222,6 @@ def _attention_rooms(sources: list[_Source]) -> dict[bool, bool]:
         True: sum(map(size, sources)) <= _ATTENTION,
         False: sum(size(s) * len(s.steps) for s in sources) <= _ATTENTION,
     }
-
-
-def _labels(run: Run) -> Callable[[int], str]:
-    return lambda token: label(run.tokenizer, token)
 
 
 def _vocabulary(run: Run, data: Data) -> dict[str, str]:

@@ -103,7 +103,8 @@ def eigenvalues_of(product: ThinProduct, family: str) -> np.ndarray:
 def jacobian_eigenvalues(model: LmHeadModel | Reading, tokens, position: int = -1) -> np.ndarray:
     """Eigenvalues of d F_n(x)_j / d x_j at the states of a text, complex128 [steps, embed], by decreasing modulus.
 
-    F is the whole vector field, with norms and nonlinearities; j is `position`. Positive real parts push states of this
+    F is the whole vector field, with norms and nonlinearities; of a solver with several stages, what a step adds,
+    divided by its length h. j is `position`. Positive real parts push states of this
     token apart; negative real parts contract them. A step of length h is I + h J.
     """
     reading = model if isinstance(model, Reading) else read(model)

@@ -21,7 +21,7 @@ from draccus.utils import is_choice_type
 from qkvflow.config.levanter_ranges import LEVANTER
 from qkvflow.config.scalars import LISTS, SCALARS, TEXTS, Keys, Typed, describe, is_mapping, show
 from qkvflow.config.yaml_text import plain, written
-from qkvflow.errors import UserError, shortened
+from qkvflow.errors import UserError, first_line, shortened
 from qkvflow.inside.draccus import registered
 from qkvflow.ranges import field_out_of_range
 
@@ -62,7 +62,9 @@ def decode(cls: type[T], raw: Any, path: str = "") -> T:
                 raise ValueError("it is empty")
             return draccus.decode(origin, plain(raw))
         except Exception as error:
-            raise UserError(f"`{path}` must be {describe(cls)}, but is {show(raw)} ({_first_line(error)})") from None
+            raise UserError(
+                f"`{path}` must be {describe(cls)}, but is {show(raw)} ({first_line(error, 500)})"
+            ) from None
     if dataclasses.is_dataclass(origin):
         return _decode_dataclass(origin, raw, path)
     if isinstance(origin, type) and issubclass(origin, enum.Enum):
@@ -106,7 +108,7 @@ def _decode_dataclass(cls: type, raw: Any, path: str, note: str = "") -> Any:
         return cls(**values)
     except (TypeError, ValueError, AssertionError, ArithmeticError) as error:
         where = f"`{path}`{note}: " if path else ""
-        raise UserError(f"{where}{_first_line(error) if not isinstance(error, UserError) else error}") from error
+        raise UserError(f"{where}{first_line(error, 500) if not isinstance(error, UserError) else error}") from error
 
 
 def _decode_choice(cls: Any, raw: Any, path: str) -> Any:
@@ -300,8 +302,3 @@ def _refuse_choice(path: str, value: Any, choices: list[str]) -> typing.NoReturn
     near = difflib.get_close_matches(shortened(str(value)), choices, n=1)
     hint = f", did you mean `{near[0]}`?" if near else "."
     raise UserError(f"`{path}`: unknown choice {show(value)}{hint} Choices: {', '.join(choices)}")
-
-
-def _first_line(error: BaseException) -> str:
-    text = str(error).strip()
-    return shortened(text.splitlines()[0], 500) if text else type(error).__name__

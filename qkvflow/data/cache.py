@@ -17,7 +17,7 @@ from qkvflow.data import soundness
 from qkvflow.data.control.records import ControlledTokenizer
 from qkvflow.data.hub import check_dataset_reachable
 from qkvflow.data.sources import BuiltinSource, FilesSource
-from qkvflow.errors import UserError
+from qkvflow.errors import UserError, first_line
 from qkvflow.locks import locked
 
 logger = logging.getLogger(__name__)
@@ -86,7 +86,7 @@ def load_or_build(
     except UserError:
         raise
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise soundness.refusal(target, next(iter(str(error).splitlines()), type(error).__name__)) from error
+        raise soundness.refusal(target, first_line(error)) from error
     return cache
 
 
@@ -172,7 +172,7 @@ def open_source(source: LmDatasetSourceConfigBase, split: str) -> ShardedDataSou
         raise
     except (OSError, ValueError, RuntimeError) as error:
         name = getattr(source, "id", None) or type(source).__name__
-        reason = next(iter(str(error).splitlines()), "") or type(error).__name__
+        reason = first_line(error)
         raise UserError(
             f"the {split} data of {name!r} cannot be opened: {reason}. Check its name and the network, or "
             "give local files with `data.train` and `data.validation`."

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from qkvflow.errors import UserError
+from qkvflow.errors import UserError, first_line
 
 _CONNECT_SECONDS = 5.0
 
@@ -59,7 +59,7 @@ def download(name: str, files: Sequence[str], first: str, what: str, instead: st
         if found is None or not (found / first).is_file():
             found = Path(snapshot_download(name, **wanted))
     except (OSError, ValueError) as error:
-        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        reason = first_line(error)
         raise UserError(
             f"the {what} {name!r} is not a local folder (current folder: {Path.cwd()}) and could not be fetched from"
             f" the Hugging Face hub ({reason}). {instead}"

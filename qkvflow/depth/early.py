@@ -14,6 +14,7 @@ from haliax import NamedArray
 
 from qkvflow.depth.fixed import FixedPlan
 from qkvflow.depth.steps import advance, increment, read, start
+from qkvflow.named import is_named
 
 
 def integrate_until_exit(
@@ -69,7 +70,7 @@ def integrate_until_exit(
         moved = advance(psi, state, coupling)
         steps = steps + going.astype("int32")
         if k >= min_steps:
-            moved = jax.tree.map(lambda new, old, g=going: _where(g, new, old), moved, state, is_leaf=_is_named)
+            moved = jax.tree.map(lambda new, old, g=going: _where(g, new, old), moved, state, is_leaf=is_named)
         if min_steps <= k + 1 < plan.steps:
             going = going & ~leaves(k + 1, going, before, read(moved, dtype))
         state = moved
@@ -78,7 +79,3 @@ def integrate_until_exit(
 
 def _where(going: NamedArray, new: NamedArray, old: NamedArray) -> NamedArray:
     return hax.where(going, new, old).rearrange(new.axes)
-
-
-def _is_named(leaf) -> bool:
-    return isinstance(leaf, NamedArray)

@@ -46,7 +46,7 @@ class StepGrid:
 
     @cached_property
     def times(self) -> tuple[float, ...]:
-        """All distinct times at which the vector field is evaluated, ascending; float64, exact to rounding."""
+        """All distinct times at which the vector field is evaluated, ascending; float64, to 1e-12."""
         return tuple(float(t) for t in self._exact_times)
 
     @cached_property

@@ -18,10 +18,10 @@ class Statistics(eqx.Module):
     """The cost of an adaptive solve.
 
     Attributes:
-        steps: tried, those rejected included. evaluations: of the vector field; one more was made each time that the
-            very
-
-    first step was rejected. successful: False if max_steps was hit.
+        steps: attempted steps, rejected ones included.
+        rejected: rejected steps.
+        evaluations: of the vector field; too low by one for each rejection of the very first step.
+        successful: False if max_steps was reached.
     """
 
     steps: jax.Array
@@ -74,7 +74,8 @@ class AbstractPlan(abc.ABC):
         grid: the fixed grid of the solver's own steps; None for a plan that finds its own times.
         evaluations: of the vector field from t = 0 to 1; None if that depends on the state, as do the next two.
         recomputed: how many of these the backward pass makes again, at most.
-        keeps_products: without their products with weights.
+        keeps_products: whether the forward pass stores the products with weights, so that the backward pass
+            recomputes everything else.
         weight_evaluations: how many times W(t) is computed in a forward pass.
     """
 
@@ -89,7 +90,7 @@ class AbstractPlan(abc.ABC):
     @property
     def field_step(self) -> float:
         """The length h of a step that evaluates the field once, as the state sees it; 0 where a step has several
-        evaluations, or any length. A field that depends on the length of its step (a splitting) is read with it."""
+        stages, or any length. A field that depends on the length of its step (a splitting) is read with it."""
         return 0.0
 
     @abc.abstractmethod

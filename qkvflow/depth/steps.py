@@ -56,7 +56,7 @@ def start(x: NamedArray, coupling: float | None):
 
 def read(state, dtype) -> NamedArray:
     """x from the state of the scheme."""
-    return state if isinstance(state, NamedArray) else state[0].astype(dtype)
+    return (state if isinstance(state, NamedArray) else state[0]).astype(dtype)
 
 
 def forward(psi: Callable, pair: Pair, coupling: float) -> Pair:

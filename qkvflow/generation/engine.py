@@ -55,7 +55,7 @@ class Step:
     Attributes:
         tokens: [slot, width]; the step added the first `count` [slot] (the last step, if there were several).
         logprobs: of these tokens, if any text requested them.
-        drafted: counts for the whole text in each slot; None if the engine does not draft.
+        drafted: counts for the whole text in each slot; empty if the engine does not draft.
     """
 
     token: np.ndarray

@@ -24,7 +24,7 @@ from lm_eval.utils import (  # pyright: ignore[reportMissingImports]
 )
 
 from qkvflow.axes import BATCH, EMBED, POSITION
-from qkvflow.errors import UserError
+from qkvflow.errors import UserError, first_line
 from qkvflow.generation.sampling import SamplingOptions
 from qkvflow.generation.text import Continuation
 from qkvflow.generation.writer import Writer
@@ -169,10 +169,9 @@ def task_manager(names: Sequence[str], folder: str | None) -> TaskManager:
     try:
         manager.load(list(names))
     except Exception as error:  # the harness and datasets raise many kinds
-        reason = next(iter(str(error).splitlines()), "") or type(error).__name__
         raise UserError(
-            f"the tasks {', '.join(names)} cannot be loaded: {reason[:300]}. Tasks in --tasks_folder DIR with local"
-            " data need no network"
+            f"the tasks {', '.join(names)} cannot be loaded: {first_line(error)}. Tasks in --tasks_folder DIR with"
+            " local data need no network"
         ) from None
     return manager
 

@@ -92,8 +92,8 @@ def _block(block: BlockConfig, config: NeuralOdeConfig) -> dict[str, Any]:
         }
     if not isinstance(block, SsmBlockConfig):
         raise UserError(
-            f"a block of type {type(block).__name__} cannot be exported: the exported code has the blocks of qkvflow only."
-            " Keep the run, which every program of qkvflow reads"
+            f"a block of type {type(block).__name__} cannot be exported: the exported code has the blocks of qkvflow"
+            " only. Keep the run, which every program of qkvflow reads"
         )
     rank = delta_rank(config.hidden_dim) if block.selective else None
     return common | {"kind": "ssm", "state_size": block.state_size, "delta_rank": rank}

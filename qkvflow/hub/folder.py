@@ -10,7 +10,7 @@ from typing import Any
 import jax
 from safetensors import SafetensorError, safe_open
 
-from qkvflow.errors import UserError
+from qkvflow.errors import UserError, first_line
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 
@@ -57,7 +57,7 @@ class HubFolder:
         try:
             return CONFIG_MAPPING[kind].from_dict(raw)
         except Exception as error:  # transformers checks some values, in many ways
-            raise UserError(f"{self.path / CONFIG} cannot be read: {_first_line(error)}") from None
+            raise UserError(f"{self.path / CONFIG} cannot be read: {first_line(error)}") from None
 
     @cached_property
     def files(self) -> tuple[Path, ...]:
@@ -98,7 +98,7 @@ class HubFolder:
                         slice_ = arrays.get_slice(name)
                         found[name] = Stored(file, tuple(slice_.get_shape()), slice_.get_dtype())
             except (SafetensorError, OSError) as error:
-                raise UserError(f"{file} is damaged or incomplete: {_first_line(error)}") from None
+                raise UserError(f"{file} is damaged or incomplete: {first_line(error)}") from None
         return found
 
     def read(self, name: str) -> jax.Array:
@@ -116,11 +116,7 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{path} cannot be read: {_first_line(error)}") from None
+        raise UserError(f"{path} cannot be read: {first_line(error)}") from None
     if not isinstance(raw, dict):
         raise UserError(f"{path} cannot be read: it does not contain a JSON object")
     return raw
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).splitlines()), type(error).__name__)[:300]

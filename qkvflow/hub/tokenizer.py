@@ -8,7 +8,7 @@ from pathlib import Path
 
 from qkvflow.data import load_tokenizer
 from qkvflow.data.tokenizers import ORIGIN_FILE, TOKENIZER_FILES, copy_tokenizer
-from qkvflow.errors import UserError
+from qkvflow.errors import UserError, first_line
 
 # For tokenizers stored before `tokenizer.json` existed.
 OLD_FILES = ("vocab.json", "merges.txt", "tokenizer.model", "vocab.txt")
@@ -44,5 +44,5 @@ def _convert(source: Path, made: Path) -> None:
     try:
         AutoTokenizer.from_pretrained(str(source.resolve()), local_files_only=True).save_pretrained(str(made))
     except Exception as error:  # transformers raises many kinds
-        reason = next(iter(str(error).splitlines()), type(error).__name__)[:300]
+        reason = first_line(error)
         raise UserError(f"the tokenizer in {source} cannot be converted to {TOKENIZER_FILES[0]}: {reason}") from None

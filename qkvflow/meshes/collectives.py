@@ -69,12 +69,6 @@ def collectives(
     return sorted(found_all, key=lambda c: -c.bytes)
 
 
-def group_size(collective: Instruction) -> int | None:
-    """The number of devices in each group of a collective; None if not given."""
-    group = first_group(collective)
-    return None if group is None else len(group)
-
-
 def _bytes(i: Instruction, shapes: dict) -> int:
     given = sum(a.bytes for name in i.operands for a in shapes.get(name, ()))
     taken = sum(a.bytes for a in i.results)

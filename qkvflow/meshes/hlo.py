@@ -164,7 +164,7 @@ def _turns(rest: str, here: list[str], lines: dict[str, list[str]]) -> int | Non
     start = _tuple_part(_definition(rest.partition(")")[0].lstrip("%"), here), int(place[1]))
     after = _tuple_part(next((line for line in inside if "ROOT " in line), ""), int(place[1]))
     # By default it counts from 0 in steps of 1, as all loops from JAX do.
-    return -((_constant(start, here) or 0) - last) // (_step(after, inside) or 1)
+    return -(((_constant(start, here) or 0) - last) // (_step(after, inside) or 1))
 
 
 def _tuple_part(line: str, place: int) -> str:

@@ -44,7 +44,9 @@ class CachedFlow(eqx.Module):
 
     @staticmethod
     def of(flow: Flow, sharing: CacheSharing = EXACT, with_exits: bool = False) -> "CachedFlow":
-        """Evaluates all weights of a flow. with_exits: some tokens leave keys and values alone.
+        """Evaluates all weights of a flow.
+
+        with_exits: tokens may stop early, so fused projections are split: stopped tokens compute keys and values only.
 
         Raises:
             UserError: there are too many.

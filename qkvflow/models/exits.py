@@ -164,6 +164,9 @@ class Exited:
     def __add__(self, other: "Exited") -> "Exited":
         return Exited(self.steps + other.steps, self.tokens + other.tokens, self.of)
 
+    def __sub__(self, other: "Exited") -> "Exited":
+        return Exited(self.steps - other.steps, self.tokens - other.tokens, self.of)
+
     @property
     def mean(self) -> float:
         """Steps per token."""

@@ -24,8 +24,8 @@ class Flow(eqx.Module):
         plan: how it is read outside training, and in training too if there are no `training_plans`, of which one is
             drawn for each call that has a key.
         kinetic: in training mode a solve also gives its kinetic energy.
-        grid_key: the plan, and its jitter, are drawn as from a call with this key; None draws them from that of the
-            call. Calls with the same one share a grid: the parts of a batch whose gradients are accumulated.
+        grid_key: key of the number of steps and the jitter, in place of the key of the call. The parts of a batch whose
+            gradients are accumulated have the same one, and so share a grid. None: the key of the call.
     """
 
     weights: eqx.Module

@@ -44,7 +44,7 @@ def scale_generated() -> optax.GradientTransformation:
 
     def update(updates, state, params):
         def scaled(update, param):
-            if not isinstance(param, Generated) or any(leaf is None for leaf in jax.tree.leaves(param.net)):
+            if not isinstance(param, Generated):
                 return update
             factor = 1 / sum_of_features(param)
 

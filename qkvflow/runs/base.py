@@ -149,12 +149,9 @@ def _at(path: str, folder: Path | Place = Path()) -> Path | Place:
 class Base(abc.ABC):
     """
     Attributes:
-        path: where it lies.
+        path: its location.
         model: its configuration.
-
-    Vocab: its vocabulary.
-
-    Attributes:
+        Vocab: the axis of its vocabulary.
         tokenizer: the folder of its tokenizer, and the name by which its run asked for it; None for an official
             checkpoint.
     """

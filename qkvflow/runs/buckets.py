@@ -3,7 +3,7 @@
 import contextlib
 from collections.abc import Iterator
 
-from qkvflow.errors import UserError, shortened
+from qkvflow.errors import UserError, first_line, shortened
 from qkvflow.places import Place
 
 SCHEMES = {"gs": "gcsfs", "s3": "s3fs"}  # and who reads them; TensorStore knows no others
@@ -39,7 +39,7 @@ def bucket_errors_are_told(place: Place) -> Iterator[None]:
     except Exception as error:
         if not place.is_remote or isinstance(error, UserError):
             raise
-        reason = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
+        reason = first_line(error)
         if isinstance(error, ImportError):
             library = SCHEMES[place.scheme]
             raise UserError(

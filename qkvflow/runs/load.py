@@ -24,7 +24,7 @@ from levanter.utils.tree_utils import inference_mode
 from qkvflow.checksums import damage_of
 from qkvflow.config import read_config
 from qkvflow.data import load_tokenizer
-from qkvflow.errors import Notice, UserError
+from qkvflow.errors import Notice, UserError, first_line
 from qkvflow.models import lora
 from qkvflow.named import is_named
 from qkvflow.places import Place
@@ -232,7 +232,7 @@ def with_local_tokenizer(model_config: Any, tokenizer: Path) -> Any:
 
 def unreadable_checkpoint(checkpoint: Place | str, error: Exception) -> UserError:
     """What to tell the user when Levanter cannot load a complete checkpoint."""
-    reason = next(iter(str(error).strip().splitlines()), type(error).__name__)[:300]
+    reason = first_line(error)
     return UserError(
         f"the checkpoint {checkpoint} cannot be loaded: {reason}. If you changed the model or the optimizer, shapes"
         " differ: start a new run with --trainer.id NAME. If the checkpoint is damaged, move this folder away; the"

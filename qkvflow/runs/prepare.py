@@ -118,8 +118,8 @@ class PreparedRun(Generic[C]):
 def prepare_run(config: C, phase: Phase | None = None) -> Iterator[PreparedRun[C]]:
     """Makes or reopens the run directory `<run_dir>/<trainer.id>`; holds its lock for a `with` block.
 
-    Nothing that an earlier run wrote is changed before all is checked, and a directory that was made here
-    disappears again if the block fails before `commit`. Checkpoints of an interrupted run are compared with their
+    Nothing that an earlier run wrote is changed before all is checked, and a directory that was made here disappears
+    again if a `UserError` ends the block before `commit`. Checkpoints of an interrupted run are compared with their
     checksums; a damaged one is moved to `damaged/`, and the run continues from the newest good one.
 
     Args:
@@ -189,7 +189,8 @@ def _opened_in_bucket(directory: RunDirectory) -> Iterator[BucketLock]:
 def _opened(directory: RunDirectory) -> Iterator[None]:
     """The folder, made if it is not there, locked, and tried to write to. Nothing is looked at before it is locked.
 
-    If it was empty, and the block fails before there is a `config.yaml`, it is empty again, or gone if made here.
+    If it was empty, and a `UserError` ends the block before there is a `config.yaml`, it is empty again, or gone if
+    made here.
     """
     folder, lock = directory.path, directory.lock
     with contextlib.ExitStack() as stack:

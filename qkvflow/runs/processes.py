@@ -9,7 +9,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from qkvflow.checksums import Checksum, damage_of, first_changed
-from qkvflow.errors import UserError
+from qkvflow.errors import UserError, first_line
 from qkvflow.places import Place
 from qkvflow.runs.mirror import LOCK
 
@@ -122,4 +122,4 @@ def _not_seen(place: Place) -> str:
         place.names()  # makes NFS look again
         return "" if place.has(LOCK) else "its lock is missing"
     except Exception as error:  # of any store
-        return next(iter(str(error).splitlines()), "") or type(error).__name__
+        return first_line(error)

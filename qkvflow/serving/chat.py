@@ -55,7 +55,7 @@ def read(raw: Any, writer: Writer, max_length: int) -> Order:
     if limit != "max_tokens" and "max_tokens" in values:
         raise wrong("max_tokens", "`max_tokens` and `max_completion_tokens` are the same limit: give only one of them.")
     common = order.check_common(values, writer, values.get("n", 1), of="n")
-    text = _written(_messages(values.get("messages")), writer, max_length)
+    text = _written(_messages(values.get("messages")), writer)
     if clearly_longer(writer.tokenizer, text, max_length):
         raise order.too_long(max_length, "messages")
     prompt = Prompt(list(writer.tokenizer.encode(text)), text)
@@ -131,7 +131,7 @@ def _content(where: str, given: Any) -> str:
     return "".join(part["text"] for part in given)
 
 
-def _written(messages: list[dict[str, str]], writer: Writer, max_length: int) -> str:
+def _written(messages: list[dict[str, str]], writer: Writer) -> str:
     """The messages as formatted by the template, with the beginning of the response."""
     if writer.tokenizer.chat_template is None:
         raise wrong(

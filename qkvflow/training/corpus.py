@@ -27,7 +27,7 @@ class Corpus:
         train_tokens: size of the training text.
         train_sequences: sequences in an epoch; None if there is no such number, as for a mixture.
         unigram: cross-entropy of the validation text under single-token frequencies of the training text, in nats per
-            token: what a model reaches that knows no context. None without validation text.
+            token: what a model reaches that knows no context. None without validation text of its own.
     """
 
     tokenizer: MarinTokenizer

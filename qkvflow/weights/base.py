@@ -51,7 +51,7 @@ def at(module, t: Time):
     NamedArray with at most one axis. With an axis in t the result is the stacked module, with exactly the leaf
     axes of `haliax.nn.Stacked`: leaves that do not depend on time are repeated along it.
 
-    Differentiable in both modes with respect to a traced t, and to the parameters.
+    Differentiable in both modes with respect to a traced t, and to the parameters; for numbers t, in reverse mode.
     """
     t = as_time(t)
     with _modes(t):

@@ -121,7 +121,15 @@ class FunctionBasis:
 
         Nested: chebyshev and cosine always, linear if dim - 1 is a multiple of K - 1, piecewise if dim is one of K, a
         spline if dim - 3 is one of K - 3; the constant in all. Least squares otherwise.
+
+        Raises:
+            UserError: fewer functions.
         """
+        if dim < self.dim:
+            raise UserError(
+                f"refine: {dim} functions of time are fewer than the {self.dim} of these weights and cannot represent"
+                f" them. Give at least {self.dim}."
+            )
         fine = dataclasses.replace(self, dim=dim)
         if self.name in ("chebyshev", "cosine"):
             return np.eye(dim, self.dim), 0.0

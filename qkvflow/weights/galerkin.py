@@ -47,11 +47,6 @@ class Galerkin(TimeDependent):
     def refined(self, dim: int) -> tuple["Galerkin", float]:
         """The same function of time with `dim` basis functions, and the relative error of that (0 if it is exact)."""
         fine = dataclasses.replace(self.basis, dim=dim)
-        if dim < self.basis.dim:
-            raise UserError(
-                f"refine: {dim} functions of time are fewer than the {self.basis.dim} of these weights and cannot"
-                f" represent them. Give at least {self.basis.dim}."
-            )
         matrix, error = self.basis.refinement(dim)
 
         def refine(c: NamedArray) -> NamedArray:

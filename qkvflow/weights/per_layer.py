@@ -85,7 +85,7 @@ class PerLayer(TimeDependent):
             raise UserError(
                 f"per_layer weights have no value at t = {np.asarray(values)[missing][0]:.6g}: they exist at"
                 f" {len(self.times)} times, {self.times[0]:.6g} to {self.times[-1]:.6g}. An ordinary stack has one"
-                " depth; to change the depth, train weights that are functions of time (generated, modulated,"
-                " constant)."
+                " depth; to change the depth, train weights that are functions of time (generated, basis,"
+                " modulated, constant)."
             )
         return rows

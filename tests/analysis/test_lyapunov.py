@@ -258,6 +258,8 @@ def test_refusals():
     heun = build(small_config(depth=DepthConfig(solver="heun", steps=2)))
     with pytest.raises(UserError, match="Euler"):
         lyapunov.token_exponents(heun, tokens, official_times=True)
+    with pytest.raises(UserError, match="give the model"):
+        lyapunov.token_exponents(read(model), tokens, official_times=True)
     with pytest.raises(UserError, match="only has Euler flows"):
         lyapunov.token_exponents(build(OTHERS["Levanter gpt2"]), tokens, official_times=True)
     with pytest.raises(UserError, match="An ordinary stack has one depth"):

@@ -97,7 +97,7 @@ def test_it_starts_as_the_block_without_it_and_learns():
 
 def test_it_is_refused_where_it_would_be_lost():
     model = build(small_config("generated", block=BLOCK))
-    with pytest.raises(UserError, match="has no `block.convolution: 4`"):
+    with pytest.raises(UserError, match=r"has no `block\.convolution: 4`"):
         official.to_arrays(model)
     with pytest.raises(UserError, match=r"a convolution.* cannot be exported"):
         custom(model.config, {}, 64)

@@ -87,6 +87,13 @@ def test_a_tpus_text_is_read():
     assert memory_traffic(program) == turns * 2 * array + counting + array + (array + 16)
 
 
+@pytest.mark.parametrize(("limit", "turns"), [(11, 5), (10, 5), (2, 1), (1, 0)])
+def test_a_counter_that_does_not_meet_its_limit_turns_once_more(limit, turns):
+    """From 1 in steps of 2 while below the limit."""
+    program = Program.read(TPU.replace("constant(11)", f"constant({limit})"))
+    assert matrix_flops(program) == turns * 2 * 8 * 16 * 16
+
+
 def test_positions_of_a_convolution_by_hand():
     """Pairs of output and window position that meet an element, against counting them one by one."""
     rng = np.random.default_rng(0)

@@ -238,6 +238,8 @@ def test_refined_weights_are_the_nearest_otherwise():
         refine(weights, 6)
     with pytest.raises(UserError, match="fewer"):
         refine(weights, 3)
+    with pytest.raises(UserError, match="fewer"):
+        FunctionBasis("chebyshev", 6).refinement(3)
     with pytest.raises(UserError, match="basis weights"):
         refine(build(small_config("generated")), 8)
 

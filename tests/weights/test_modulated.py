@@ -14,6 +14,7 @@ from qkvflow.errors import UserError
 from qkvflow.time import grid, sinusoidal_features
 from qkvflow.weights import ModulatedConfig, at
 from qkvflow.weights.modulated import modulate
+from qkvflow.weights.variation import variation
 
 Embed = Axis("embed", 16)
 BLOCK = Gpt2BlockConfig(num_heads=2)
@@ -79,6 +80,7 @@ def test_gates_depend_on_time_unless_frozen():
     np.testing.assert_allclose(a, at(moving, 0.5).mlp.c_fc.weight.array, rtol=1e-6, atol=1e-7)
     stacked = at(frozen, grid([0.1, 0.9])).mlp.c_fc.weight
     assert stacked.resolve_axis("layers").size == 2
+    assert all(value == 0.0 for value in variation(frozen, (0.1, 0.9)).values())
 
 
 @pytest.mark.parametrize("evaluate", ["batched", "in_scan"])

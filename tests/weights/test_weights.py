@@ -172,6 +172,17 @@ def test_a_vector_of_jax_is_a_grid_of_traced_times():
             at(module, wrong)
 
 
+@pytest.mark.parametrize("kind", ["generated", "basis", "constant"])
+@pytest.mark.parametrize("t", [3, -0.1, 1.01, float("nan"), [0.5, 2.0]])
+def test_times_outside_of_the_flow_are_refused(kind, t):
+    """Such as the number of a layer: bases are zero there."""
+    block = block_of(kind)
+    for function in (at, rate):
+        with pytest.raises(UserError, match="layer-time t is between 0 and 1"):
+            function(block, t)
+    at(block, np.nextafter(1.0, 2.0))  # a sum of steps
+
+
 def test_per_layer_weights_exist_at_their_times_only():
     block = block_of("per_layer")
     assert isinstance(block, PerLayer)

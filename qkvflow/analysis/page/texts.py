@@ -3,7 +3,7 @@
 A few of these numbers along t are also computed for the text with shuffled tokens and for untrained models.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import fields
 
 import numpy as np
@@ -18,7 +18,7 @@ _ALPHABET = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/"
 _TOP = 5
 
 
-def describe_text(reading: Reading, text: EncodedText, label: Callable[[int], str]) -> Data:
+def describe_text(reading: Reading, text: EncodedText) -> Data:
     """The part that is the same for all checkpoints of a run."""
     return {
         "text": text.text,
