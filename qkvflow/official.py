@@ -31,7 +31,6 @@ from qkvflow.depth import DepthConfig
 from qkvflow.errors import UserError
 from qkvflow.models import NeuralOdeConfig, NeuralOdeLMHeadModel
 from qkvflow.named import is_named
-from qkvflow.time import TIME_SCALE
 from qkvflow.weights import Generated, GeneratedConfig
 
 _BLOCK = "transformer.block."
@@ -126,7 +125,7 @@ def _not_official(config: NeuralOdeConfig) -> list[str]:
     """The keys of a model with generated weights whose values `_load` does not give back."""
     official = {
         "weights.frozen_time": (config.weights, None),
-        "weights.time_scale": (config.weights, TIME_SCALE),
+        "weights.time_scale": (config.weights, GeneratedConfig.time_scale),
         "block.form": (config.block, "official" if isinstance(config.block, LlamaBlockConfig) else "parallel"),
         "block.convolution": (config.block, None),
         "depth.solver": (config.depth, "euler"),

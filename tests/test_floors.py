@@ -41,7 +41,7 @@ MAY_IMPORT = {
     "generation": {"axes", *GROUND, "models", "blocks", "depth", "data", "runs"},
     "serving": {*GROUND, "generation"},
     "lens": {"axes", *GROUND, "models", "blocks", "depth"},
-    "evaluation": {*GROUND, "blocks", "models", "progress", "runs", "generation"},
+    "evaluation": {*GROUND, "blocks", "depth", "models", "progress", "runs", "generation"},
     "meshes": {*GROUND, "models", "config", "runs", "training", "generation"},
     "cli": {*GROUND, "config"},  # above all that works: nothing but programs speaks to a terminal
     "__init__": {"interrupts", "models", "generation"},
