@@ -1,4 +1,4 @@
-# `make help` lists the targets. Each sets up .venv first if it is missing.
+# `make help` says what each target is for. Each sets up .venv first if it is missing.
 SHELL := /bin/bash
 VENV  := .venv
 PY    := $(VENV)/bin/python
@@ -7,7 +7,7 @@ ARGS  ?=
 
 comma := ,
 EXTRAS := $(subst $(comma), ,$(EXTRA))
-# One for each choice of extras: another choice installs what is missing.
+# A stamp for each choice of extras, so that another choice installs what is missing. One with dev sets that of dev too.
 INSTALLED := $(VENV)/.installed-$(subst $(comma),-,$(EXTRA))
 # Compilers for TPUs and GPUs are installed outside the environment's packages: JAX would load them if it could import them.
 COMPILERS := $(VENV)/targets/.installed

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
+from experiments.counts import BEGINNING
 from experiments.recipes import Changes, Recipe
 from experiments.texts import Builtin, Text, TextConfig
 from qkvflow.errors import UserError
@@ -169,6 +170,21 @@ class RatesConfig(StudyConfig):
                 f"`selection_seeds` must be others than `seeds`, at least one, but are {self.selection_seeds}: what is"
                 " chosen by a training must not be reported of the same one"
             )
+
+
+@dataclass
+class OtherDepthsConfig(RatesConfig):
+    """In addition to `RatesConfig`, for a study that also evaluates flows at other depths and with other solvers:
+
+    Attributes:
+        read_batches: number of batches of the part `report` for these evaluations; null: `report_batches`.
+    """
+
+    read_batches: Count | None = None
+
+    @property
+    def batches(self) -> dict[str, int | None]:
+        return super().batches | {BEGINNING: self.read_batches or self.report_batches}
 
 
 def check_among(key: str, names: Sequence[str], choices: Iterable[str]) -> None:

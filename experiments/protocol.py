@@ -78,10 +78,10 @@ class Protocol:
         if self.counted > self.text_tokens:
             words = f"counted in all {self.text_tokens:,} tokens of the training text"
             words += f" (a model is trained on {self.counted:,})"
-        words = f"n-grams, {words}, reach {about(self.counts['report'])} on the part `report`"
-        first = self.counts.get(BEGINNING, self.counts["report"])
-        more = f", and {about(first)} on the beginning that is read at other depths"
-        return words if first == self.counts["report"] else words + more
+        whole = self.counts["report"]
+        first = self.counts.get(BEGINNING, whole)
+        told = f"n-grams, {words}, reach {about(whole)} on the part `report`"
+        return told if first == whole else f"{told}, and {about(first)} on the beginning that is read at other depths"
 
     def about_rates(self, each: str) -> str:
         """How the learning rates were selected, for `each` what."""

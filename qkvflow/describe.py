@@ -12,7 +12,6 @@ Runs also show how much each weight varies with layer-time: sqrt(mean_t |W(t) - 
 needs; `--target` uses the compiler of that machine (v4, v5e, v5p, v6e; a100, h100, h200, b200; or `v5e:4x4`).
 """
 
-import contextlib
 import dataclasses
 import json
 import sys
@@ -141,9 +140,11 @@ def main(config: DescribeConfig) -> None:
 
 def _read(path: str, overrides: list[str]) -> tuple[TrainConfig, Start | None]:
     """A configuration to train from scratch, or to fine-tune: that has a `mode`."""
-    words, is_finetune = ["--config_path", path, *overrides], False
-    with contextlib.suppress(UserError):  # `parse` tells them
+    words = ["--config_path", path, *overrides]
+    try:
         is_finetune = "mode" in read_yaml(Path(path))
+    except UserError:
+        is_finetune = False  # `parse` says what is wrong with the file
     return finetune_start(parse(FinetuneConfig, words)[0]) if is_finetune else (parse(TrainConfig, words)[0], None)
 
 

@@ -5,15 +5,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from experiments.config import RatesConfig, check_among, check_reference
+from experiments.config import OtherDepthsConfig, check_among, check_reference
 from experiments.cost import cost_of
-from experiments.counts import BEGINNING
 from experiments.jobs import Arm, Place, Places
 from experiments.recipes import Changes
 from experiments.texts import Text
 from qkvflow.depth import solver_by_name
 from qkvflow.errors import UserError
-from qkvflow.ranges import Count
 
 
 @dataclass(frozen=True)
@@ -63,24 +61,18 @@ class Group:
 
 
 @dataclass
-class AblationsConfig(RatesConfig):
-    """In addition to `RatesConfig`; a learning rate is selected for each arm:
+class AblationsConfig(OtherDepthsConfig):
+    """In addition to `OtherDepthsConfig`; a learning rate is selected for each arm:
 
     Attributes:
         base: configuration of train_lm that arms start from; its data is replaced by `text`.
         groups: name -> `Group`. Arms with the same model are trained once, whichever groups they are in.
         only: names of groups; others are left out, and results go to their own folder, `results_<GROUP>_...`.
-        read_batches: number of batches of the part `report` for evaluations at other places; null: `report_batches`.
     """
 
     base: str | None = None
     groups: dict[str, Group] = field(default_factory=dict)
     only: list[str] | None = None
-    read_batches: Count | None = None
-
-    @property
-    def batches(self) -> dict[str, int | None]:
-        return super().batches | {BEGINNING: self.read_batches or self.report_batches}
 
     @property
     def chosen(self) -> list[str]:

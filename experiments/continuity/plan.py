@@ -4,10 +4,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
-from experiments.config import check_among, check_reference
+from experiments.config import OtherDepthsConfig, check_among, check_reference
 from experiments.continuity.stack import stacked
 from experiments.cost import cost_of
-from experiments.counts import BEGINNING
 from experiments.jobs import Arm, Place, Places, Rates
 from experiments.recipes import Recipe
 from experiments.search import SearchConfig
@@ -17,8 +16,9 @@ from qkvflow.ranges import Count, Range
 
 
 @dataclass
-class ContinuityConfig(SearchConfig):
-    """In addition to `SearchConfig`; a learning rate is selected for each arm at a smaller width:
+class ContinuityConfig(OtherDepthsConfig, SearchConfig):
+    """In addition to `OtherDepthsConfig` and `SearchConfig`; a learning rate is selected for each arm, at a smaller
+    width:
 
     Attributes:
         base: configuration of train_lm that arms start from; its data is replaced by `text`.
@@ -30,7 +30,6 @@ class ContinuityConfig(SearchConfig):
         panels: title -> arms that are drawn together.
         layers: L, the steps at which all arms are evaluated.
         depths: other numbers of steps, each with the arm's own solver; null: all from 2 to 4 L.
-        read_batches: number of batches of the part `report` for these evaluations; null: `report_batches`.
     """
 
     base: str | None = None
@@ -42,11 +41,6 @@ class ContinuityConfig(SearchConfig):
     beyond_grid: Annotated[int, Range(at_least=0)] = 4
     layers: Count = 12
     depths: list[Count] | None = None
-    read_batches: Count | None = None
-
-    @property
-    def batches(self) -> dict[str, int | None]:
-        return super().batches | {BEGINNING: self.read_batches or self.report_batches}
 
     @property
     def chosen(self) -> list[str]:

@@ -104,8 +104,8 @@ def jacobian_eigenvalues(model: LmHeadModel | Reading, tokens, position: int = -
     """Eigenvalues of d F_n(x)_j / d x_j at the states of a text, complex128 [steps, embed], by decreasing modulus.
 
     F is the whole vector field, with norms and nonlinearities; of a solver with several stages, what a step adds,
-    divided by its length h. j is `position`. Positive real parts push states of this
-    token apart; negative real parts contract them. A step of length h is I + h J.
+    divided by its length h. j is `position`. Positive real parts push states of this token apart; negative real parts
+    contract them. A step of length h is I + h J.
     """
     reading = model if isinstance(model, Reading) else read(model)
     tangent = Tangent(reading, sequence(reading, tokens))

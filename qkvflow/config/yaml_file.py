@@ -54,7 +54,7 @@ def shipped() -> dict[str, Path]:
 
 
 def full_name(path: str) -> str:
-    """The path; of an included configuration that has no file there `configs/NAME.yaml`, however it was spelt."""
+    """`configs/NAME.yaml` if the included configuration is read, however its name was spelt; otherwise the path."""
     name = _short(Path(path))
     return path if _on_disk(Path(path)) or name not in shipped() else f"configs/{name}.yaml"
 

@@ -55,7 +55,7 @@ def start(x: NamedArray, coupling: float | None):
 
 
 def read(state, dtype) -> NamedArray:
-    """x from the state of the scheme."""
+    """x from the state of the scheme, in this precision."""
     return (state if isinstance(state, NamedArray) else state[0]).astype(dtype)
 
 

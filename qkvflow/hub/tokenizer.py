@@ -44,5 +44,6 @@ def _convert(source: Path, made: Path) -> None:
     try:
         AutoTokenizer.from_pretrained(str(source.resolve()), local_files_only=True).save_pretrained(str(made))
     except Exception as error:  # transformers raises many kinds
-        reason = first_line(error)
-        raise UserError(f"the tokenizer in {source} cannot be converted to {TOKENIZER_FILES[0]}: {reason}") from None
+        raise UserError(
+            f"the tokenizer in {source} cannot be converted to {TOKENIZER_FILES[0]}: {first_line(error)}"
+        ) from None

@@ -53,7 +53,8 @@ class BucketLock:
         Raises:
             Taken: it is held by another.
         """
-        before, pause, is_left = self._read(), min(1.0, PATIENCE_SECONDS / 10), False
+        before, takes_over = self._read(), False
+        pause = min(1.0, PATIENCE_SECONDS / 10)
         if before is not None:
             deadline = time.monotonic() + PATIENCE_SECONDS
             while time.monotonic() < deadline:
@@ -65,14 +66,14 @@ class BucketLock:
                 if now != before:
                     raise Taken(_owner(now))
             else:
-                is_left = True
+                takes_over = True
                 with contextlib.suppress(FileNotFoundError):
                     self._place.remove(self._name)
         try:
             self._place.create(self._name, self._content())
         except FileExistsError:
             raise Taken(_owner(self._read() or {})) from None
-        if is_left:  # another may have waited as long, and removed this one instead of what was left
+        if takes_over:  # another may have waited as long, and then removed this lock instead of the one that was left
             time.sleep(pause)
             now = self._read() or {}
             if now.get("token") != self._token:

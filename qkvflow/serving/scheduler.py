@@ -133,12 +133,14 @@ class Scheduler:
                     freed += self._shares.cancelled()
                 if self._closing:
                     break
-            if not self._goes_on(freed) and not self._restarts():
+            if not self._try_turn(freed) and not self._restart():
                 break
-        self._fail(list(self._shares.jobs()))
+        with self._changed:
+            jobs = list(self._shares.jobs())
+        self._fail(jobs)
 
-    def _goes_on(self, freed: Sequence[int]) -> bool:
-        """A turn of the loop; False if it failed."""
+    def _try_turn(self, freed: Sequence[int]) -> bool:
+        """A turn of the loop, after the texts in `freed` slots have been cancelled; False if it fails."""
         try:
             for slot in freed:
                 self._engine.cancel(slot)
@@ -148,14 +150,15 @@ class Scheduler:
             return False
         return True
 
-    def _restarts(self) -> bool:
-        """A new engine without the texts in the slots, which end with an error; False if none can be made."""
+    def _restart(self) -> bool:
+        """Ends the texts in the slots with an error, and makes a new engine; False if none can be made."""
         with self._changed:
-            ended = [(slot, running.job) for slot, _, running in self._shares]
-            for slot, _ in ended:
+            running = {slot: text.job for slot, _, text in self._shares}
+            # If no text has a slot, one of those that wait is at fault.
+            jobs = list(running.values()) or list(self._shares.jobs())
+            for slot in running:
                 self._shares.free(slot)
-        # If no text had a slot yet, one of those that wait is at fault.
-        self._fail([job for _, job in ended] or list(self._shares.jobs()))
+        self._fail(jobs)
         slots = self._engine.slots
         del self._engine  # there may be no memory for two
         try:
@@ -245,6 +248,7 @@ class Scheduler:
         return ended
 
     def _fail(self, jobs: Sequence[Job]) -> None:
+        """Ends these jobs with an error; those that wait lose their places."""
         for job in jobs:
             _emit(job, Event("", "error"))
             job.cancelled = True

@@ -26,8 +26,8 @@ class Corpus:
         validation: Levanter's tagged validation sets; may be empty.
         train_tokens: size of the training text.
         train_sequences: sequences in an epoch; None if there is no such number, as for a mixture.
-        unigram: cross-entropy of the validation text under single-token frequencies of the training text, in nats per
-            token: what a model reaches that knows no context. None without validation text of its own.
+        unigram: cross-entropy of the text given for validation under single-token frequencies of the training text, in
+            nats per token: what a model reaches that knows no context. None if no text is given.
     """
 
     tokenizer: MarinTokenizer
