@@ -168,14 +168,17 @@ class JointStep:
         """
         self._trainers, self._lanes = list(trainers), lanes
         self._programs: dict[tuple[int, bool], Callable] = {}
-        structure = jax.tree.structure(states[0])  # of all: they differ in static parts that no step uses
+        self._steps = [int(state.step) for state in states]
+        self._structure = jax.tree.structure(states[0])  # of all: they differ in static parts that no step uses
         columns = [list(column) for column in zip(*map(jax.tree.leaves, states), strict=True)]
         states.clear()
         leaves = []
         for column in columns:  # one after the other: each lane's array is freed once it is stacked
             leaves.append(_stacked(*column, *column[:1] * (lanes - len(column))))
             column.clear()
-        self._state = jax.tree.unflatten(structure, leaves)
+        # Between steps the state is its arrays: to build its many small objects takes as long as a step on a GPU.
+        self._others = [None if eqx.is_array(leaf) else leaf for leaf in leaves]
+        self._arrays = [leaf for leaf in leaves if eqx.is_array(leaf)]
 
     def __call__(self, batches: Mapping[int, Any]) -> dict[int, Made]:
         """One step of the lanes that have a batch, all of which have made equally many; the others stay as they are."""
@@ -184,18 +187,24 @@ class JointStep:
         given = tuple(batches.get(i, batches[first]) for i in range(self._lanes))
         lead = self._trainers[0]
         before, lead.stage = lead.stage, self._trainers[first].stage
-        hooks = any(int(self._state.step[first]) % hook.every == 0 for hook in lead.hooks.jit_hooks)
+        hooks = any(self._steps[first] % hook.every == 0 for hook in lead.hooks.jit_hooks)
         try:
             with capture_time() as took:
-                rest, self._state = self._program(lead, hooks)((given, active), self._state)
+                rest, self._arrays = self._program(lead, hooks)((given, active), self._arrays)
                 rest = jax.device_get(rest)  # waits
         finally:
             lead.stage = before
-        loss, metrics, found, numbers = rest
-        return {i: self._made(i, loss, metrics, found, numbers, took() / len(batches)) for i in batches}
+        for i in batches:
+            self._steps[i] += 1
+        return {i: self._made(i, *rest, took() / len(batches)) for i in batches}
+
+    def _state(self, arrays: Sequence[jax.Array]) -> TrainerState:
+        given = iter(arrays)
+        leaves = [next(given) if leaf is None else leaf for leaf in self._others]
+        return jax.tree.unflatten(self._structure, leaves)
 
     def _program(self, lead: FiniteTrainer, hooks: bool) -> Callable:
-        """The compiled step: ((batches, active), stacked state) -> ((what a loop reads), stacked state)."""
+        """The compiled step: ((batches, active), arrays of the stack) -> ((what a loop reads), new arrays)."""
         if (lead.stage, hooks) not in self._programs:
 
             def one(state: TrainerState, batch: Any, is_active: jax.Array) -> tuple[Any, TrainerState]:
@@ -207,19 +216,22 @@ class JointStep:
                 )
                 return (result.loss, result.loss_metrics, result.hook_infos), new
 
-            def all_lanes(given: tuple, state: TrainerState) -> tuple[Any, TrainerState]:
+            def all_lanes(given: tuple, arrays: list[jax.Array]) -> tuple[Any, list[jax.Array]]:
                 batches, active = given
                 with hax.axis_mapping(lead.parameter_axis_mapping):
-                    told, state = eqx.filter_vmap(one)(state, jax.tree.map(_stacked, *batches), active)
-                return (*told, (state.step, jax.tree.map(_number, state.opt_state))), state
+                    stacked = jax.tree.map(_stacked, *batches)
+                    told, state = eqx.filter_vmap(one)(self._state(arrays), stacked, active)
+                numbers = jax.tree.map(_number, state.opt_state, is_leaf=_is_of_parameters)
+                return (*told, numbers), [leaf for leaf in jax.tree.leaves(state) if eqx.is_array(leaf)]
 
             self._programs[lead.stage, hooks] = eqx.filter_jit(all_lanes, donate="all-except-first")
         return self._programs[lead.stage, hooks]
 
-    def _made(self, i: int, loss, metrics, found, numbers, seconds: float) -> Made:
-        step, opt_state = (_lane(tree, i) for tree in numbers)
-        stack = self._state  # given away in the next step: an error for who comes late
-        info = LaneInfo(int(step), float(loss[i]), seconds, opt_state, lambda: _taken(stack, i))
+    def _made(self, i: int, loss: Any, metrics: Any, found: Any, numbers: Any, seconds: float) -> Made:
+        arrays = self._arrays  # given away in the next step: an error for who comes late
+        info = LaneInfo(
+            self._steps[i], float(loss[i]), seconds, _lane(numbers, i), lambda: self._state(_taken(arrays, i))
+        )
         return Made(info, _lane(metrics, i), _lane(found, i))
 
 
@@ -298,8 +310,8 @@ class _Silent:
 
 
 @eqx.filter_jit
-def _taken(tree: Any, i: Any) -> Any:
-    return jax.tree.map(lambda x: x[i] if eqx.is_array(x) else x, tree)
+def _taken(arrays: list[jax.Array], i: Any) -> list[jax.Array]:
+    return [array[i] for array in arrays]
 
 
 def _lane(tree: Any, i: int) -> Any:
@@ -310,6 +322,11 @@ def _stacked(*leaves: Any) -> Any:
     return jnp.stack(leaves) if eqx.is_array(leaves[0]) else leaves[0]
 
 
+def _is_of_parameters(node: Any) -> bool:
+    """Whether a part of an optimizer's state has the form of a model or of a parameter."""
+    return isinstance(node, eqx.Module | hax.NamedArray)
+
+
 def _number(leaf: Any) -> Any:
-    """A stack of single numbers as it is, and None for one of arrays."""
+    """A stack of single numbers as it is, and None for one of arrays, or many."""
     return leaf if eqx.is_array(leaf) and leaf.ndim == 1 else None
