@@ -66,6 +66,8 @@ class Recipe:
                 "num_train_steps": plain.trainer.num_train_steps,
                 "max_eval_batches": select_batches,
                 "checkpointer": {"save_interval": "2m", "keep": []},
+                # A study is one process that has used JAX before: too late for what JAX would join on some clusters.
+                "distributed": {"initialize_jax_distributed": False},
             },
             "optimizer": {"learning_rate": float(plain.optimizer.learning_rate)},
         }
