@@ -1,5 +1,6 @@
 """One training and its measurements: losses, times, and the causality test that comes first."""
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -23,6 +24,7 @@ from experiments.config import SeedsConfig
 from experiments.jobs import Arm, Job, Place, Places, at_once, at_work, reported, selection, train
 from experiments.records import Training, asked_of, kept, stored
 from experiments.search import best, beyond, tried
+from experiments.sharing import in_turn
 from experiments.texts import PARTS, Text
 from qkvflow.errors import UserError
 from qkvflow.evaluation.depths import Reading, read
@@ -91,7 +93,8 @@ class Measure(Generic[T]):
     def all(self, jobs: Sequence[Job], why: str = "to report") -> list[T]:
         """The records of all trainings, with one line of progress for each. Trains missing runs first.
 
-        A training that only selects a learning rate may diverge: its record then has no loss.
+        A training that only selects a learning rate may diverge: its record then has no loss. Processes with the same
+        `run_dir` share the trainings, and each returns when all are there.
 
         Raises:
             UserError: a model sees the future, a reported training diverges, or an existing run or record is of other
@@ -99,25 +102,32 @@ class Measure(Generic[T]):
         """
         for job in jobs:
             self._check_is_same(job)
-        found, spent, worked = [], 0.0, 0.0
+        found: dict[str, T] = {}
+        spent, worked = 0.0, 0.0
         left = {job.name: job.arm.flops for job in jobs if stored(*self._place(job)) is None}
         groups = at_once(jobs, self.config.seeds_at_once)
         with at_work(self.run_dir) as terminal:
             print(f"{len(jobs)} trainings {why}, {sum(left.values()):.3g} FLOPs to go", file=terminal)
-            for number, job in enumerate(jobs, 1):
-                start = time.monotonic()
-                group = groups[job.name]
-                found.append(kept(*self._place(job), functools.partial(self._read, job, group)))
-                took = time.monotonic() - start
-                made = sum(left.pop(other.name, 0.0) for other in group)  # by the first of them
-                if made:  # known records would distort the estimate
-                    worked, spent = worked + made, spent + took
-                rest = f", about {sum(left.values()) * spent / worked / 60:.0f} min left" if worked else ""
-                loss = found[-1].report_loss if job.is_reported else found[-1].select_loss
-                result = "diverged" if loss is None else f"loss {loss:.3f}"
-                print(f"{number}/{len(jobs)}  {job.name}  {result}  {took:.0f} s{rest}", file=terminal)
-                jax.clear_caches()
-        return found
+
+            def waits(number: int) -> None:
+                print(f"waiting for {number} trainings that other processes make", file=terminal)
+
+            own = in_turn(jobs, lambda job: _claims(groups[job.name]), self.run_dir / "claims", waits)
+            with contextlib.closing(own):
+                for number, job in enumerate(own, 1):
+                    start, group = time.monotonic(), groups[job.name]
+                    is_known = stored(*self._place(job)) is not None  # known records would distort the estimate
+                    found[job.name] = kept(*self._place(job), functools.partial(self._read, job, group))
+                    took = time.monotonic() - start
+                    made = sum(left.pop(other.name, 0.0) for other in ([job] if is_known else group))
+                    if made and not is_known:
+                        worked, spent = worked + made, spent + took
+                    rest = f", about {sum(left.values()) * spent / worked / 60:.0f} min left" if worked else ""
+                    loss = found[job.name].report_loss if job.is_reported else found[job.name].select_loss
+                    result = "diverged" if loss is None else f"loss {loss:.3f}"
+                    print(f"{number}/{len(jobs)}  {job.name}  {result}  {took:.0f} s{rest}", file=terminal)
+                    jax.clear_caches()
+        return [found[job.name] for job in jobs]
 
     def _place(self, job: Job) -> tuple[Path, type[T], dict[str, object]]:
         """The path of the record, its class, and everything that it depends on."""
@@ -160,6 +170,12 @@ class Measure(Generic[T]):
                 found["readings"] = readings(run, arm.text, arm.flow, evaluator)
             found |= self.more(job, run, evaluator)
         return self.kind(**found)
+
+
+def _claims(group: Sequence[Job]) -> list[str]:
+    """What is made with a group: its trainings, and those that they start from, unless these are finished."""
+    bases = [base for job in group for base in _bases(job) if not base.recipe.is_finished]
+    return [job.name for job in [*group, *bases]]
 
 
 def _bases(job: Job) -> list[Job]:

@@ -21,6 +21,7 @@ from qkvflow.data.builtin import documents_of
 from qkvflow.data.cache import open_source
 from qkvflow.errors import UserError
 from qkvflow.files import write_text
+from qkvflow.locks import locked
 
 PARTS = ("train", "select", "report")
 
@@ -81,10 +82,12 @@ class TextConfig(draccus.ChoiceRegistry, abc.ABC):
 
 
 def write_new(path: Path, content: str) -> str:
-    """Only writes if the content differs: token caches depend on the modification time. Returns the path."""
-    if not path.is_file() or path.read_text(encoding="utf-8") != content:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_text(path, content)
+    """Only writes if the content differs: token caches depend on the modification time. Processes that share a study
+    write once. Returns the path."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with locked(path.with_name(f"{path.name}.lock"), wait=True):
+        if not path.is_file() or path.read_text(encoding="utf-8") != content:
+            write_text(path, content)
     return str(path.resolve())
 
 
