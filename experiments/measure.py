@@ -116,11 +116,13 @@ class Measure(Generic[T]):
             with contextlib.closing(own):
                 for number, job in enumerate(own, 1):
                     start, group = time.monotonic(), groups[job.name]
-                    is_known = stored(*self._place(job)) is not None  # known records would distort the estimate
+                    if stored(*self._place(job)) is not None:  # by another process, perhaps
+                        left.pop(job.name, None)
+                        group = []
                     found[job.name] = kept(*self._place(job), functools.partial(self._read, job, group))
                     took = time.monotonic() - start
-                    made = sum(left.pop(other.name, 0.0) for other in ([job] if is_known else group))
-                    if made and not is_known:
+                    made = sum(left.pop(other.name, 0.0) for other in group)  # by the first of them
+                    if made:  # known records would distort the estimate
                         worked, spent = worked + made, spent + took
                     rest = f", about {sum(left.values()) * spent / worked / 60:.0f} min left" if worked else ""
                     loss = found[job.name].report_loss if job.is_reported else found[job.name].select_loss

@@ -169,16 +169,16 @@ class JointStep:
         self._trainers, self._lanes = list(trainers), lanes
         self._programs: dict[tuple[int, bool], Callable] = {}
         self._steps = [int(state.step) for state in states]
-        self._structure = jax.tree.structure(states[0])  # of all: they differ in static parts that no step uses
+        structure = jax.tree.structure(states[0])  # of all: they differ in static parts that no step uses
         columns = [list(column) for column in zip(*map(jax.tree.leaves, states), strict=True)]
         states.clear()
         leaves = []
         for column in columns:  # one after the other: each lane's array is freed once it is stacked
             leaves.append(_stacked(*column, *column[:1] * (lanes - len(column))))
             column.clear()
-        # Between steps the state is its arrays: to build its many small objects takes as long as a step on a GPU.
-        self._others = [None if eqx.is_array(leaf) else leaf for leaf in leaves]
-        self._arrays = [leaf for leaf in leaves if eqx.is_array(leaf)]
+        arrays, self._rest = eqx.partition(jax.tree.unflatten(structure, leaves), eqx.is_array)
+        # A plain list between steps: to build the state's many small objects takes Python as long as a GPU's step.
+        self._arrays, self._structure = jax.tree.flatten(arrays)
 
     def __call__(self, batches: Mapping[int, Any]) -> dict[int, Made]:
         """One step of the lanes that have a batch, all of which have made equally many; the others stay as they are."""
@@ -199,12 +199,11 @@ class JointStep:
         return {i: self._made(i, *rest, took() / len(batches)) for i in batches}
 
     def _state(self, arrays: Sequence[jax.Array]) -> TrainerState:
-        given = iter(arrays)
-        leaves = [next(given) if leaf is None else leaf for leaf in self._others]
-        return jax.tree.unflatten(self._structure, leaves)
+        """The state of which these are the arrays: stacked, or of one lane."""
+        return eqx.combine(jax.tree.unflatten(self._structure, arrays), self._rest)
 
     def _program(self, lead: FiniteTrainer, hooks: bool) -> Callable:
-        """The compiled step: ((batches, active), arrays of the stack) -> ((what a loop reads), new arrays)."""
+        """The compiled step: ((batches, active), arrays of the stacked state) -> ((what a loop reads), new arrays)."""
         if (lead.stage, hooks) not in self._programs:
 
             def one(state: TrainerState, batch: Any, is_active: jax.Array) -> tuple[Any, TrainerState]:
@@ -222,7 +221,7 @@ class JointStep:
                     stacked = jax.tree.map(_stacked, *batches)
                     told, state = eqx.filter_vmap(one)(self._state(arrays), stacked, active)
                 numbers = jax.tree.map(_number, state.opt_state, is_leaf=_is_of_parameters)
-                return (*told, numbers), [leaf for leaf in jax.tree.leaves(state) if eqx.is_array(leaf)]
+                return (*told, numbers), jax.tree.leaves(eqx.filter(state, eqx.is_array))
 
             self._programs[lead.stage, hooks] = eqx.filter_jit(all_lanes, donate="all-except-first")
         return self._programs[lead.stage, hooks]

@@ -35,7 +35,7 @@ def test_what_another_holds_comes_last_when_it_is_free(tmp_path, monkeypatch):
         told.append(number)
         release.set()
 
-    seen = [task for task in in_turn(["ab", "b", "c"], list, tmp_path, waits)]  # "ab" needs both a and b
+    seen = list(in_turn(["ab", "b", "c"], list, tmp_path, waits))  # "ab" needs both a and b
     other.join()
     assert seen == ["c", "ab", "b"]
     assert told == [2]
