@@ -110,7 +110,7 @@ class Measure(Generic[T]):
             print(f"{len(jobs)} trainings {why}, {sum(left.values()):.3g} FLOPs to go", file=terminal)
 
             def waits(number: int) -> None:
-                print(f"waiting for {number} trainings that other processes make", file=terminal)
+                print(f"waiting for other processes, which make what is left: {number}", file=terminal)
 
             own = in_turn(jobs, lambda job: _claims(groups[job.name]), self.run_dir / "claims", waits)
             with contextlib.closing(own):
