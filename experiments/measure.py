@@ -23,7 +23,7 @@ from levanter.models.lm_model import LmHeadModel
 from experiments.config import SeedsConfig
 from experiments.jobs import Arm, Job, Place, Places, at_once, at_work, reported, selection, train
 from experiments.records import Training, asked_of, kept, stored
-from experiments.search import best, beyond, tried
+from experiments.search import Tried, best, beyond, tried
 from experiments.sharing import in_turn
 from experiments.texts import PARTS, Text
 from qkvflow.errors import UserError
@@ -64,22 +64,29 @@ class Measure(Generic[T]):
         return self.all(reported(arms, self.config.seeds, chosen)), searched
 
     def search(self, arms: Sequence[Arm], trains: Trains = lambda job: True) -> tuple[list[T], dict[Hashable, float]]:
-        """Trainings with all rates, and the selected rate of each group; a single rate is used as it is. A grid whose
-        best is at an edge grows there, by at most `config.beyond_grid` rates. Groups with missing trainings have no
-        rate."""
-        rates, seeds = self.config.learning_rates, self.config.selection_seeds
-        chosen = {arm.group: rates[0] for arm in arms if len(rates) == 1}
-        fresh = selection(arms, rates, seeds)
-        groups, found, missing = {job.arm.group: job.arm for job in fresh}, [], set()
+        """Trainings with all rates, and the selected rate of each group; a single rate is used as it is. Groups with
+        missing trainings have no rate."""
+        rates = self.config.learning_rates
+        single = {arm.group: rates[0] for arm in arms if len(rates) == 1}
+        jobs = selection(arms, rates, self.config.selection_seeds)
+        found, losses = self.grown(jobs, trains, "to choose learning rates by")
+        return found, single | {of: best(own) for of, own in losses.items()}
+
+    def grown(self, jobs: Sequence[Job], trains: Trains, why: str) -> tuple[list[T], dict[Hashable, Tried]]:
+        """The trainings of a grid of rates, which grows for groups whose best is at an edge, by at most
+        `config.beyond_grid` rates; and the losses of groups without missing trainings."""
+        groups = {job.arm.group: job.arm for job in reversed(jobs)}
+        seeds = {of: dict.fromkeys(job.seed for job in jobs if job.arm.group == of) for of in groups}
+        most = {of: len({j.rate for j in jobs if j.arm.group == of}) + self.config.beyond_grid for of in groups}
+        fresh, found, missing, losses = [*jobs], [], set(), {}
         while fresh:
-            found += self.those(fresh, trains, "to choose learning rates by")
+            found += self.those(fresh, trains, why)
             done = {job.name for job, _ in found}
             missing |= {job.arm.group for job in fresh if job.name not in done}
             losses = {of: tried(r for job, r in found if job.arm.group == of) for of in groups if of not in missing}
-            chosen = {of: best(own) for of, own in losses.items()}
-            more = {of: beyond(own) for of, own in losses.items() if len(own) < len(rates) + self.config.beyond_grid}
-            fresh = [Job.of(groups[of], seed, rate, False) for of, rate in more.items() if rate for seed in seeds]
-        return [r for _, r in found], chosen
+            more = {of: beyond(own) for of, own in losses.items() if len(own) < most[of]}
+            fresh = [Job.of(groups[of], seed, rate, False) for of, rate in more.items() if rate for seed in seeds[of]]
+        return [r for _, r in found], losses
 
     def those(self, jobs: Sequence[Job], trains: Trains, why: str = "to report") -> list[tuple[Job, T]]:
         """The trainings that have records, each described as its arm is now; missing ones are made first, where

@@ -37,7 +37,7 @@ class SearchConfig(RatesConfig):
         """A rate of the search for a model of another width, to three digits."""
         if self.search_width in (None, width):
             return rate
-        return float(f"{rate * (self.search_width / width) ** self.transfer:.3g}")
+        return rounded(rate * (self.search_width / width) ** self.transfer)
 
     @property
     def about_search(self) -> str:
@@ -49,6 +49,11 @@ class SearchConfig(RatesConfig):
             f" {seeds}, on a grid ({rates}){growing if self.beyond_grid else ''}; multiplied by ({self.search_width} /"
             f" width) ** {self.transfer:g} for other widths"
         )
+
+
+def rounded(rate: float) -> float:
+    """To three digits."""
+    return float(f"{rate:.3g}")
 
 
 def tried(trainings: Iterable[Training]) -> Tried:

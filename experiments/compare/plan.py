@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from experiments.config import check_among, check_reference
 from experiments.cost import Cost, cost_of, width_with
-from experiments.jobs import Arm, Rates
+from experiments.jobs import Arm
 from experiments.recipes import Recipe
 from experiments.search import SearchConfig
 from experiments.texts import Text
@@ -25,7 +25,12 @@ TIME, WIDTHS = "iso_time", "widths"  # TIME is read from the trainings of the fi
 
 @dataclass(frozen=True)
 class CheckRates:
-    """arms: that are trained at their own width with rates around the transferred one. factors: of that rate."""
+    """The check of transferred rates, before anything is reported: trainings at the width of the comparison with the
+    first selection seed. The grid grows like that of the search. If a rate is better than the transferred one by more
+    than `margin` on `select`, the rates of the system are multiplied by its factor, but for that of the search.
+
+    arms: that are checked. factors: of the transferred rate.
+    """
 
     arms: list[str]
     factors: list[float] = field(default_factory=lambda: [0.5, 1.0, 2.0])
@@ -55,7 +60,7 @@ class CompareConfig(SearchConfig):
         margin: differences within it, in nats, count as equivalent.
         more_seeds: further seeds for the systems of contrasts whose interval straddles the margin after `seeds`.
         widths: values of `hidden_dim`, that of the reference among them, in which all systems are trained.
-        check_rates: trainings that check whether transferred rates are near the best; nothing is chosen by them.
+        check_rates: trainings that check whether transferred rates are near the best, and correct those that are not.
         ngrams: length of the n-grams that each system has to beat; null: no verdict.
         published: numbers to show beside.
         only: systems whose trainings are made now; those of others are read from `readings` if they are there.
@@ -169,17 +174,6 @@ def narrow(config: CompareConfig, text: Text, run_dir: Path) -> list[Arm]:
     size = {"model": {"hidden_dim": config.search_width}}
     size |= {"trainer": {"num_train_steps": given[config.reference].steps}}
     return [_arm(name, own.but(size).evaluated(config.evaluations), text) for name, own in given.items()]
-
-
-def transferred(config: CompareConfig, arms: list[Arm], chosen: Rates) -> Rates:
-    """The rate of each variant, as far as that of its system is known."""
-    known = {}
-    for arm in arms:
-        system, width = arm.what.system, arm.what.width
-        rate = chosen.get((system, config.search_width or width))
-        if rate is not None or not config.learning_rates:
-            known[arm.group] = arm.recipe.rate if rate is None else config.transferred(rate, width)
-    return known
 
 
 def recipes(config: CompareConfig, text: Text, run_dir: Path) -> dict[str, Recipe]:

@@ -35,6 +35,7 @@ class Comparison(Record):
     Attributes:
         costs: label of a variant -> its costs, with memory if it is in a row.
         selection: trainings for the selection of learning rates. checks: of rates around the transferred ones.
+        replaced: trainings like `results`, with transferred rates that the checks corrected.
         progress: stage -> system -> (trainings that are done, all).
     """
 
@@ -43,6 +44,7 @@ class Comparison(Record):
     results: list[Trained]
     selection: list[Trained] = field(default_factory=list)
     checks: list[Trained] = field(default_factory=list)
+    replaced: list[Trained] = field(default_factory=list)
     progress: dict[str, dict[str, tuple[int, int]]] = field(default_factory=dict)
 
     def row(self, row: str) -> dict[str, list[Trained]]:

@@ -35,13 +35,14 @@ def page(record: Comparison) -> Mapping[str, object]:
     costs = {f"{line.what.system} ({row})": line for row, line in each(rows)}
     titled = [f"## {title} (n = {seeds_of({row: rows[row]})})\n\n{own}" for row, title, own in losses(record)]
     tests = "p is Holm-corrected over the models of a row"
+    corrects = ", and corrected where the check below fails" if p.check_rates else ""
     times = p.tokens_per_step / p.text_tokens if p.ngrams else None
     return {
         "missing": missing(record.progress) or None,
         "tokens": p.steps * p.tokens_per_step,
         "times": times and p.steps * times,
         "longest": max((r.steps for r in record.results), default=p.steps) * (times or 0),
-        "rates": p.about_search if p.search_width else p.about_rates("each model in each size"),
+        "rates": p.about_search + corrects if p.search_width else p.about_rates("each model in each size"),
         "tests": "the only tests are those of the contrasts" if p.contrasts else tests,
         "same": SAME_FLOPS,
         "alpha": ALPHA,
@@ -61,6 +62,7 @@ def page(record: Comparison) -> Mapping[str, object]:
         "machines": machines(record.results) or None,
         "searched": rates.table(record),
         "checked": rates.check_table(record),
+        "replaced": rates.replaced_table(record),
         "factors": ", ".join(f"{factor:g}" for factor in p.check_rates.factors) if p.check_rates else None,
     }
 
@@ -114,6 +116,7 @@ def files(record: Comparison) -> dict[str, str | Table]:
     found["summary.csv"], found["runs.csv"] = Table.of(_summary(record)), Table.of(runs)
     found["rates.csv"] = Table.of({"why": why} | vars(r) for why, own in tried.items() for r in own)
     shown = {"contrasts": contrasts.table(record), "widths": widths.table(record), "time": clock.table(record)}
+    shown["replaced"] = rates.replaced_table(record)
     found |= {f"{name}.csv": own for name, own in shown.items() if own}
     return {name: own for name, own in found.items() if isinstance(own, str) or own.rows}
 

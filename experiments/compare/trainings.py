@@ -5,8 +5,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from experiments.compare.contrasts import undecided
-from experiments.compare.plan import ROWS, WIDTHS, CompareConfig, arms, narrow, transferred
+from experiments.compare.plan import ROWS, WIDTHS, CompareConfig, arms, narrow
 from experiments.compare.record import Trained
+from experiments.compare.transfer import checked, checks, corrected, transferred
 from experiments.jobs import Arm, Job, reported, selection
 from experiments.measure import Measure
 from experiments.records import by_seed
@@ -17,11 +18,13 @@ SEARCH, CHECK, MORE = "search of rates", "check of the transfer", "more seeds"
 
 @dataclass
 class Done:
-    """The trainings that have records, and progress: stage -> system -> (done, all)."""
+    """The trainings that have records, and progress: stage -> system -> (done, all). replaced: those of the results
+    with transferred rates that were corrected since."""
 
     selection: list[Trained] = field(default_factory=list)
     results: list[Trained] = field(default_factory=list)
     checks: list[Trained] = field(default_factory=list)
+    replaced: list[Trained] = field(default_factory=list)
     progress: dict[str, dict[str, tuple[int, int]]] = field(default_factory=dict)
 
     def count(self, stage: str, planned: Sequence[str], found: Sequence[Trained]) -> None:
@@ -58,20 +61,12 @@ class Plan:
         """FLOPs of each stage, in words; without rates beyond the grid and more seeds."""
         jobs = selection(self.search, self.config.learning_rates, self.config.selection_seeds)
         work = {SEARCH: [job.arm.flops for job in jobs]}
+        work[CHECK] = [arm.flops for arm, _ in checked(self.config, self.arms)]
         work |= {stage: [arm.flops for arm in own for _ in self.config.seeds] for stage, own in self.stages().items()}
-        work[CHECK] = [arm.flops for arm, _ in self.checks()]
         for stage, flops in work.items():
             if flops:
                 yield f"{stage}: {len(flops)} trainings, {sum(flops):.3g} FLOPs"
         yield f"all: {sum(map(len, work.values()))} trainings, {sum(map(sum, work.values())):.3g} FLOPs"
-
-    def checks(self) -> list[tuple[Arm, float]]:
-        """Arms with equal steps, and factors of their rates."""
-        check = self.config.check_rates
-        if check is None:
-            return []
-        own = [arm for arm in self.arms if "iso_step" in arm.what.rows and arm.what.system in check.arms]
-        return [(arm, factor) for arm in own for factor in check.factors]
 
     def carry_out(self, measure: Measure[Trained]) -> Done:
         """Makes the trainings that the configuration says, and reads all that are there.
@@ -96,13 +91,17 @@ class Plan:
         done.selection, chosen = measure.search(self.search, trains)
         grid = selection(self.search, config.learning_rates, config.selection_seeds)
         done.count(SEARCH, [job.arm.what.system for job in grid], done.selection)
-        rates, checks = transferred(config, self.arms, chosen), self.checks()
+        first_rates = transferred(config, self.arms, chosen)
+        done.checks, whole = measure.grown(checks(config, self.arms, first_rates), trains, "to check rates by")
+        planned = [arm.what.system for arm, _ in checked(config, self.arms)]
+        if planned:
+            done.count(CHECK, planned, done.checks)
+        rates = corrected(config, self.arms, first_rates, whole)
+        before = [arm for arm in self.arms if first_rates.get(arm.group) != rates.get(arm.group)]
+        jobs = reported(before, [*config.seeds, *config.more_seeds], first_rates)
+        done.replaced = [r for _, r in measure.those(jobs, lambda job: False)]
         (first, own), *others = self.stages().items()
         report(first, own, config.seeds)
-        if checks:
-            near = [(arm, float(f"{rates[arm.group] * factor:.3g}")) for arm, factor in checks if arm.group in rates]
-            jobs = [Job.of(arm, config.selection_seeds[0], rate, is_reported=False) for arm, rate in near]
-            make(CHECK, [arm for arm, _ in checks], jobs, done.checks, "to check rates by")
         losses = {name: by_seed(r for r in done.results if r.system == name) for name in config.names}
         straddling = {name for pair in undecided(config, losses) for name in pair} if config.more_seeds else set()
         if straddling:

@@ -1,5 +1,6 @@
 """What a comparison says: one family of contrasts with verdicts, laws in the width, times; whole or in part."""
 
+import dataclasses
 import math
 import re
 
@@ -9,11 +10,13 @@ from support.studies import ABOUT, COUNTS, ORIGIN, refuse_work
 
 from experiments.compare import clock, contrasts, widths
 from experiments.compare.__main__ import STUDY
-from experiments.compare.plan import CompareConfig, arms, narrow, transferred
-from experiments.compare.record import Comparison, missing
+from experiments.compare.plan import CompareConfig, arms, narrow
+from experiments.compare.record import Comparison, Trained, missing
 from experiments.compare.report import files, losses
-from experiments.compare.trainings import Plan
+from experiments.compare.trainings import Done, Plan
+from experiments.compare.transfer import after_check, checks, corrected, transferred
 from experiments.config import OutputConfig
+from experiments.measure import Measure
 from experiments.records import read
 from experiments.statistics import equivalence, holm, paired
 from experiments.study import FOLDER
@@ -26,6 +29,7 @@ NOISE = dict(zip([*SEEDS, *MORE], (0.0, 0.05, 0.1, -0.05, 0.02, 0.01, 0.03), str
 # Of each system: its loss above that of `a`, and what is its own in each seed.
 SHIFTS = {"a": 0.0, "same": 0.0, "little": 0.01, "far": 0.2, "open": 0.02}
 OWN = {"a": 0.0, "same": 0.002, "little": 0.001, "far": 0.004, "open": 0.03}
+CHECKED = {0.353e-3: 2.45, 0.705e-3: 2.3, 1.41e-3: 2.4, 2.82e-3: 2.5}  # of `a`; the third is the transferred one
 PAIRS = [[name, "a"] for name in ("same", "little", "far", "open")]
 
 
@@ -51,7 +55,8 @@ def record(results: list[dict] | None = None, progress=None, **keys) -> Comparis
         for name in names
         for rate, loss in ((1e-3, 2.5), (2e-3, 2.4), (4e-3, 2.3 if name == "far" else 2.6))
     ]
-    checks = [one | {"width": 32, "learning_rate": 0.7 * one["learning_rate"]} for one in searched[:3]]
+    at_own = searched[0] | {"width": 32}
+    checks = [at_own | {"learning_rate": rate, "select_loss": loss} for rate, loss in CHECKED.items()]
     cost = {"parameters": 1e6, "materialised": 1e6, "evaluations": 6, "flops": 1e9, "tokens": 512}
     protocol = {"arms": {name: {} for name in names}, "reference": "a", "rows": ["iso_step", "iso_time"], "steps": 10}
     protocol |= {"seeds": SEEDS, "more_seeds": MORE, "contrasts": PAIRS, "widths": [16, 32, 64], "ngrams": 2}
@@ -122,6 +127,21 @@ def test_searched_rates_alone_make_a_page():
     assert "| far | 2.500 | 2.400 | 2.300 | 0.004 | no |" in text
     assert list(STUDY.figures(own)) == []
     assert set(files(own)) == {"contrasts.csv", "rates.csv"}
+
+
+def test_the_check_of_a_rate_and_what_it_replaced_are_shown():
+    text = STUDY.filled_page(record())
+    assert "| a | 2.450 | 2.300 | 2.400 | 2.500 | 0.00141 | 0.000705 |" in text
+    assert "failed this check" not in text
+    cut = record(check_rates={"arms": ["a"], "factors": [0.125, 0.25, 0.5, 1, 2]})
+    assert "| 2.500 | 0.00141 | check not finished |" in STUDY.filled_page(cut)
+    before = [training("a", seed, learning_rate=1.41e-3, report_loss=2.75) for seed in (1, 2)]
+    own = dataclasses.replace(record(), replaced=record(before).results)
+    text = STUDY.filled_page(own)
+    assert "failed this check. They are in no other table" in text
+    assert "| a | 32 | 10 | 0.00141 | 2 | 2.750 |" in text
+    assert len(files(own)["replaced.csv"].rows) == 2
+    assert losses(own) == losses(record())
 
 
 def test_the_law_is_fitted_for_each_seed():
@@ -296,6 +316,60 @@ def test_rates_are_transferred_by_the_rule(tmp_path):
     assert [arm.recipe.config.model.hidden_dim for arm in narrow(config, text, tmp_path)] == [16, 16]
 
 
+def test_a_rate_whose_check_fails_is_corrected_in_all_widths_but_that_of_the_search(tmp_path):
+    config = everything(widths="[16, 32, 48]")
+    own = arms(config, config.text.prepare(tmp_path), tmp_path)
+    rates = transferred(config, own, {("standard", 16): 8e-3})
+    assert rates == {("standard", 16): 8e-3, ("standard", 32): 5.66e-3, ("standard", 48): 4.62e-3}
+    jobs = checks(config, own, rates)
+    assert {job.arm.group for job in jobs} == {("standard", 32)}
+    assert [(job.rate, job.seed) for job in jobs] == [(5.66e-3, 0), (1.13e-2, 0)]
+    near, far = {2.83e-3: 2.0, 5.66e-3: 2.0199}, {2.83e-3: 2.0, 5.66e-3: 2.0201}
+    assert config.margin == 0.02
+    assert (after_check(config, 5.66e-3, near), after_check(config, 5.66e-3, far)) == (5.66e-3, 2.83e-3)
+    assert after_check(config, 5.66e-3, {2.83e-3: 2.0, 5.66e-3: math.inf}) == 2.83e-3
+    assert corrected(config, own, rates, {("standard", 32): near}) == rates
+    assert corrected(config, own, rates, {}) == rates, "a check that is not finished corrects nothing"
+    half = {("standard", 16): 8e-3, ("standard", 32): 2.83e-3, ("standard", 48): 2.31e-3}
+    assert corrected(config, own, rates, {("standard", 32): far}) == half
+
+
+class Pretended(Measure[Trained]):
+    """Trainings whose best rate is 2e-3 at width 16, and a fourth of what the rule says at others."""
+
+    def _read(self, job, group):
+        best = 2e-3 if job.arm.what.width == 16 else 1.41e-3 / 4
+        loss = 2.0 + abs(math.log2(job.rate / best))
+        made.append((job.arm.what.width, job.rate, job.seed, job.is_reported))
+        more = {"select_loss": loss, "report_loss": loss if job.is_reported else None, "curve": [(8, loss)]}
+        return Trained(**vars(job.arm.what), seed=job.seed, learning_rate=job.rate, **more)
+
+
+made: list[tuple[int, float, int, bool]] = []
+
+
+def test_rates_are_checked_before_anything_is_reported(tmp_path):
+    """The grid of the checks grows, and what was reported earlier at the transferred rate is kept apart."""
+    words = {"only": "[standard]", "learning_rates": "[0.001, 0.002, 0.004]", "beyond_grid": "2"}
+
+    def carry_out(**more) -> Done:
+        config = everything(**words, **more)
+        made.clear()
+        text = config.text.prepare(tmp_path / "texts")
+        return Plan.of(config, text, tmp_path).carry_out(Pretended(Trained, config, tmp_path))
+
+    before = carry_out(check_rates="null", seeds="[1, 2]", widths="[32]")
+    assert [(r.learning_rate, r.seed) for r in before.results if r.width == 32] == [(1.41e-3, 1), (1.41e-3, 2)]
+    done = carry_out()
+    of_check = [one for one in made if one[0] == 32 and not one[3]]
+    assert [rate for _, rate, *_ in of_check] == pytest.approx([1.41e-3, 2.82e-3, 0.705e-3, 0.3525e-3])
+    assert made[: len(of_check)] == of_check, "nothing is reported before"
+    rates = {(r.width, r.learning_rate) for r in done.results}
+    assert rates == {(16, 2e-3), (32, of_check[-1][1])}
+    assert [(r.width, r.learning_rate, r.seed) for r in done.replaced] == [(32, 1.41e-3, 1), (32, 1.41e-3, 2)]
+    assert done.progress["check of the transfer"] == {"standard": (4, 4)}
+
+
 @pytest.mark.slow
 def test_smoke_in_parts_is_the_whole(tmp_path, monkeypatch):
     """One system, then the page of that, then the rest; and with the readings alone the same page again."""
@@ -314,7 +388,7 @@ def test_smoke_in_parts_is_the_whole(tmp_path, monkeypatch):
     whole = run()
     assert missing(whole.progress) == ""
     assert len(whole.selection) >= 4
-    assert len(whole.checks) == 2
+    assert len(whole.checks) == 3, "of two rates, the better one is at an edge"
     assert {r.width for r in whole.results} == {16, 32}
     assert {r.seed for r in whole.results} >= {1, 2}
     assert all(r.machine for r in whole.results)
