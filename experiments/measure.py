@@ -69,22 +69,22 @@ class Measure(Generic[T]):
         rates = self.config.learning_rates
         single = {arm.group: rates[0] for arm in arms if len(rates) == 1}
         jobs = selection(arms, rates, self.config.selection_seeds)
-        found, losses = self.grown(jobs, trains, "to choose learning rates by")
+        found, losses = self.grown(jobs, trains, "to choose learning rates by", self.config.beyond_grid)
         return found, single | {of: best(own) for of, own in losses.items()}
 
-    def grown(self, jobs: Sequence[Job], trains: Trains, why: str) -> tuple[list[T], dict[Hashable, Tried]]:
-        """The trainings of a grid of rates, which grows for groups whose best is at an edge, by at most
-        `config.beyond_grid` rates; and the losses of groups without missing trainings."""
+    def grown(self, jobs: Sequence[Job], trains: Trains, why: str, most: int) -> tuple[list[T], dict[Hashable, Tried]]:
+        """The trainings of a grid of rates, which grows by at most `most` rates for groups whose best is at an edge;
+        and the losses of groups without missing trainings."""
         groups = {job.arm.group: job.arm for job in reversed(jobs)}
         seeds = {of: dict.fromkeys(job.seed for job in jobs if job.arm.group == of) for of in groups}
-        most = {of: len({j.rate for j in jobs if j.arm.group == of}) + self.config.beyond_grid for of in groups}
+        given = {of: len({job.rate for job in jobs if job.arm.group == of}) for of in groups}
         fresh, found, missing, losses = [*jobs], [], set(), {}
         while fresh:
             found += self.those(fresh, trains, why)
             done = {job.name for job, _ in found}
             missing |= {job.arm.group for job in fresh if job.name not in done}
             losses = {of: tried(r for job, r in found if job.arm.group == of) for of in groups if of not in missing}
-            more = {of: beyond(own) for of, own in losses.items() if len(own) < most[of]}
+            more = {of: beyond(own) for of, own in losses.items() if len(own) < given[of] + most}
             fresh = [Job.of(groups[of], seed, rate, False) for of, rate in more.items() if rate for seed in seeds[of]]
         return [r for _, r in found], losses
 

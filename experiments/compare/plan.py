@@ -25,15 +25,16 @@ TIME, WIDTHS = "iso_time", "widths"  # TIME is read from the trainings of the fi
 
 @dataclass(frozen=True)
 class CheckRates:
-    """The check of transferred rates, before anything is reported: trainings at the width of the comparison with the
-    first selection seed. The grid grows like that of the search. If a rate is better than the transferred one by more
-    than `margin` on `select`, the rates of the system are multiplied by its factor, but for that of the search.
+    """The check of transferred rates: trainings at the width of the comparison with the first selection seed.
 
-    arms: that are checked. factors: of the transferred rate.
+    arms: that are checked. factors: of the transferred rate. corrects: before anything is reported, the grid grows like
+    that of the search, and if a rate is better than the transferred one by more than `margin` on `select`, the rates of
+    the system, but for that of the search, are multiplied by its factor. Otherwise nothing is chosen by it.
     """
 
     arms: list[str]
     factors: list[float] = field(default_factory=lambda: [0.5, 1.0, 2.0])
+    corrects: bool = False
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ class CompareConfig(SearchConfig):
         margin: differences within it, in nats, count as equivalent.
         more_seeds: further seeds for the systems of contrasts whose interval straddles the margin after `seeds`.
         widths: values of `hidden_dim`, that of the reference among them, in which all systems are trained.
-        check_rates: trainings that check whether transferred rates are near the best, and correct those that are not.
+        check_rates: trainings that check whether transferred rates are near the best, and may correct them.
         ngrams: length of the n-grams that each system has to beat; null: no verdict.
         published: numbers to show beside.
         only: systems whose trainings are made now; those of others are read from `readings` if they are there.
@@ -82,6 +83,11 @@ class CompareConfig(SearchConfig):
     published: Published | None = None
     only: list[str] | None = None
     partial: bool = False
+
+    @property
+    def corrects(self) -> bool:
+        """Whether rates are corrected where their check fails."""
+        return self.check_rates is not None and self.check_rates.corrects
 
     @property
     def names(self) -> list[str]:

@@ -16,9 +16,11 @@ def table(record: Comparison) -> Table | None:
 
 
 def check_table(record: Comparison) -> Table | None:
-    """The rates around the transferred ones, and the one that is used; None if there is none yet."""
+    """The rates around the transferred ones, and the best, or the one that is used; None if there is none yet."""
     found = {name: tried(r for r in record.checks if r.system == name) for name in record.protocol.names}
     there = {name: rates for name, rates in found.items() if rates}
+    if not record.protocol.corrects:
+        return _table(there, {name: [best(own)] for name, own in there.items()}, ["best"])
     return _table(there, {name: _verdict(record, name, own) for name, own in there.items()}, ["transferred", "used"])
 
 

@@ -35,7 +35,7 @@ def page(record: Comparison) -> Mapping[str, object]:
     costs = {f"{line.what.system} ({row})": line for row, line in each(rows)}
     titled = [f"## {title} (n = {seeds_of({row: rows[row]})})\n\n{own}" for row, title, own in losses(record)]
     tests = "p is Holm-corrected over the models of a row"
-    corrects = ", and corrected where the check below fails" if p.check_rates else ""
+    corrects = ", and corrected where the check below fails" if p.corrects else ""
     times = p.tokens_per_step / p.text_tokens if p.ngrams else None
     return {
         "missing": missing(record.progress) or None,
@@ -62,6 +62,8 @@ def page(record: Comparison) -> Mapping[str, object]:
         "machines": machines(record.results) or None,
         "searched": rates.table(record),
         "checked": rates.check_table(record),
+        "kept": not p.corrects or None,
+        "corrected": p.corrects or None,
         "replaced": rates.replaced_table(record),
         "factors": ", ".join(f"{factor:g}" for factor in p.check_rates.factors) if p.check_rates else None,
     }

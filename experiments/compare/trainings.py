@@ -92,7 +92,8 @@ class Plan:
         grid = selection(self.search, config.learning_rates, config.selection_seeds)
         done.count(SEARCH, [job.arm.what.system for job in grid], done.selection)
         first_rates = transferred(config, self.arms, chosen)
-        done.checks, whole = measure.grown(checks(config, self.arms, first_rates), trains, "to check rates by")
+        jobs, most = checks(config, self.arms, first_rates), config.beyond_grid if config.corrects else 0
+        done.checks, whole = measure.grown(jobs, trains, "to check rates by", most)
         planned = [arm.what.system for arm, _ in checked(config, self.arms)]
         if planned:
             done.count(CHECK, planned, done.checks)

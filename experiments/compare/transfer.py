@@ -38,9 +38,11 @@ def after_check(config: CompareConfig, rate: float, losses: Tried) -> float:
 
 
 def corrected(config: CompareConfig, arms: Sequence[Arm], rates: Rates, losses: Mapping[Hashable, Tried]) -> Rates:
-    """The rates after the checks: where a check fails, those of the system in all widths but that of the search are
-    multiplied by the factor that is best. losses: group -> those of its check, once it is whole."""
-    checked_at = {arm.what.system: arm.group for arm, _ in checked(config, arms) if arm.group in losses}
+    """The rates after the checks: where one fails, those of the system in all widths but that of the search are
+    multiplied by the factor that is best, if the checks are to correct. losses: group -> those of its check, once it is
+    whole."""
+    own = checked(config, arms) if config.corrects else []
+    checked_at = {arm.what.system: arm.group for arm, _ in own if arm.group in losses}
     after = {of: after_check(config, rates[of], losses[of]) for of in checked_at.values()}
     found = dict(rates)
     for arm in arms:
