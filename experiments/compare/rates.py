@@ -35,11 +35,8 @@ def _table(found: Mapping[str, Tried], ends: Mapping[str, list[Cell]], head: lis
     rates = sorted({rate for own in found.values() for rate in own})
     rows = [[name, *(_cell(own.get(rate)) for rate in rates), *ends[name]] for name, own in found.items()]
     names = [f"{rate:g}" for rate in rates]
-    return (
-        Table(["model", *names, *head], rows, formats=dict.fromkeys(names, ".3f") | dict.fromkeys(head, "g"))
-        if rows
-        else None
-    )
+    formats = dict.fromkeys(names, ".3f") | dict.fromkeys(head, "g")
+    return Table(["model", *names, *head], rows, formats=formats) if rows else None
 
 
 def _cell(loss: float | None) -> Cell:
@@ -56,7 +53,7 @@ def _end(record: Comparison, name: str, own: Tried) -> list[Cell]:
 
 
 def _verdict(record: Comparison, name: str, own: Tried) -> list[Cell]:
-    """The transferred rate, and the one after the check."""
+    """The transferred rate, and the one that is used after the check."""
     p, (width, *_) = record.protocol, [r.width for r in record.checks if r.system == name]
     rate, planned = p.transferred(best(record.tried()[name]), width), len(p.check_rates.factors) if p.check_rates else 0
     if rate not in own or len(own) < planned or _grows(record, own, planned):

@@ -8,8 +8,8 @@ from experiments.compare.contrasts import undecided
 from experiments.compare.plan import ROWS, WIDTHS, CompareConfig, arms, narrow
 from experiments.compare.record import Trained
 from experiments.compare.transfer import checked, checks, corrected, transferred
-from experiments.jobs import Arm, Job, reported, selection
-from experiments.measure import Measure
+from experiments.jobs import Arm, Job, Rates, reported, selection
+from experiments.measure import Measure, Trains
 from experiments.records import by_seed
 from experiments.texts import Text
 
@@ -79,28 +79,13 @@ class Plan:
         def trains(job: Job) -> bool:
             return config.trains(job.arm.what.system)
 
-        def make(stage: str, planned: Sequence[Arm], jobs: Sequence[Job], into: list[Trained], why: str) -> None:
-            found = [r for _, r in measure.those(jobs, trains, why)]
-            into += found
-            done.count(stage, [arm.what.system for arm in planned], found)
-
         def report(stage: str, own: Sequence[Arm], seeds: Sequence[int]) -> None:
             jobs = reported([arm for arm in own if arm.group in rates], seeds, rates)
-            make(stage, [arm for arm in own for _ in seeds], jobs, done.results, "to report")
+            found = [r for _, r in measure.those(jobs, trains)]
+            done.results += found
+            done.count(stage, [arm.what.system for arm in own for _ in seeds], found)
 
-        done.selection, chosen = measure.search(self.search, trains)
-        grid = selection(self.search, config.learning_rates, config.selection_seeds)
-        done.count(SEARCH, [job.arm.what.system for job in grid], done.selection)
-        first_rates = transferred(config, self.arms, chosen)
-        jobs, most = checks(config, self.arms, first_rates), config.beyond_grid if config.corrects else 0
-        done.checks, whole = measure.grown(jobs, trains, "to check rates by", most)
-        planned = [arm.what.system for arm, _ in checked(config, self.arms)]
-        if planned:
-            done.count(CHECK, planned, done.checks)
-        rates = corrected(config, self.arms, first_rates, whole)
-        before = [arm for arm in self.arms if first_rates.get(arm.group) != rates.get(arm.group)]
-        jobs = reported(before, [*config.seeds, *config.more_seeds], first_rates)
-        done.replaced = [r for _, r in measure.those(jobs, lambda job: False)]
+        rates = self._rates(measure, trains, done)
         (first, own), *others = self.stages().items()
         report(first, own, config.seeds)
         losses = {name: by_seed(r for r in done.results if r.system == name) for name in config.names}
@@ -110,3 +95,21 @@ class Plan:
         for stage, own in others:
             report(stage, own, config.seeds)
         return done
+
+    def _rates(self, measure: Measure[Trained], trains: Trains, done: Done) -> Rates:
+        """The rates of the variants, as far as they are known: searched, transferred, and corrected by the checks."""
+        config = self.config
+        done.selection, chosen = measure.search(self.search, trains)
+        grid = selection(self.search, config.learning_rates, config.selection_seeds)
+        done.count(SEARCH, [job.arm.what.system for job in grid], done.selection)
+        first = transferred(config, self.arms, chosen)
+        jobs, most = checks(config, self.arms, first), config.beyond_grid if config.corrects else 0
+        done.checks, whole = measure.grown(jobs, trains, "to check rates by", most)
+        planned = [arm.what.system for arm, _ in checked(config, self.arms)]
+        if planned:
+            done.count(CHECK, planned, done.checks)
+        rates = corrected(config, self.arms, first, whole)
+        before = [arm for arm in self.arms if first.get(arm.group) != rates.get(arm.group)]
+        jobs = reported(before, [*config.seeds, *config.more_seeds], first)
+        done.replaced = [r for _, r in measure.those(jobs, lambda job: False)]
+        return rates

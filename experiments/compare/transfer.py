@@ -26,7 +26,7 @@ def checked(config: CompareConfig, arms: Sequence[Arm]) -> list[tuple[Arm, float
 
 
 def checks(config: CompareConfig, arms: Sequence[Arm], rates: Rates) -> list[Job]:
-    """The trainings that check the known ones of `rates`, with the first seed of the selection."""
+    """The trainings of the checks, with the first seed of the selection. rates: transferred, as far as known."""
     known = [(arm, factor, rates[arm.group]) for arm, factor in checked(config, arms) if arm.group in rates]
     seed = config.selection_seeds[0]
     return [Job.of(arm, seed, rounded(rate * f) if f != 1.0 else rate, is_reported=False) for arm, f, rate in known]

@@ -342,6 +342,9 @@ def test_a_rate_whose_check_fails_is_corrected_in_all_widths_but_that_of_the_sea
     assert corrected(everything(widths="[16, 32, 48]"), own, rates, {("standard", 32): far}) == rates, "not asked"
 
 
+made: list[tuple[int, float, int, bool]] = []  # width, rate, seed, is_reported of each `Pretended` training
+
+
 class Pretended(Measure[Trained]):
     """Trainings whose best rate is 2e-3 at width 16, and a fourth of what the rule says at others."""
 
@@ -351,9 +354,6 @@ class Pretended(Measure[Trained]):
         made.append((job.arm.what.width, job.rate, job.seed, job.is_reported))
         more = {"select_loss": loss, "report_loss": loss if job.is_reported else None, "curve": [(8, loss)]}
         return Trained(**vars(job.arm.what), seed=job.seed, learning_rate=job.rate, **more)
-
-
-made: list[tuple[int, float, int, bool]] = []
 
 
 def test_rates_are_checked_before_anything_is_reported(tmp_path):
