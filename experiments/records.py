@@ -5,6 +5,7 @@ import dataclasses
 import json
 import os
 import platform
+import re
 import shlex
 import sys
 from collections.abc import Callable, Iterable
@@ -86,8 +87,18 @@ def six_digits(x: float) -> float:
 
 
 def device_name() -> str:
+    """The kind of the accelerator, or the processor: with its architecture alone, fast and slow ones look the same."""
     device = jax.devices()[0]
-    return device.device_kind if device.platform != "cpu" else platform.machine()
+    return device.device_kind if device.platform != "cpu" else processor()
+
+
+def processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    """Its name, family and model, as Linux has them; elsewhere its architecture. Virtual machines often hide the rest
+    of the name, as in `AMD EPYC`, but not the numbers."""
+    text = cpuinfo.read_text() if cpuinfo.exists() else ""
+    keys = ("model name", "cpu family", "model")
+    found = [match[1].strip() for key in keys if (match := re.search(rf"^{key}\s*:(.*)$", text, re.MULTILINE))]
+    return f"{found[0]} (family {found[1]}, model {found[2]})" if len(found) == len(keys) else platform.machine()
 
 
 def this_machine() -> Machine:
