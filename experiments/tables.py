@@ -87,9 +87,10 @@ def count(n: float) -> str:
 
 
 def milliseconds(seconds: Iterable[float]) -> str:
-    """Minimum and maximum over seeds: no interval, since other work on a machine is not a random sample."""
+    """Minimum and maximum over seeds, empty without any: no interval, since other work on a machine is not a random
+    sample."""
     own = sorted(1000 * each for each in seconds)
-    return f"{own[0]:.0f} to {own[-1]:.0f}"
+    return f"{own[0]:.0f} to {own[-1]:.0f}" if own else ""
 
 
 def difference_cells(contrast: Contrast) -> list[Cell]:

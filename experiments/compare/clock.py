@@ -1,6 +1,5 @@
 """Losses at equal wall-clock time, read from the curves of trainings with equal steps on one machine."""
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -31,10 +30,9 @@ class AtTime:
 def at_time(record: Comparison) -> dict[str, AtTime]:
     """system -> what it has reached; systems without trainings on the machine of the reference are left out."""
     row, name = record.row("iso_step"), record.protocol.reference
-    if name not in row:
+    if not record.timed(row.get(name, ())):
         return {}
-    machine, _ = Counter(r.machine for r in row[name]).most_common(1)[0]
-    here = {system: [r for r in own if r.machine == machine] for system, own in row.items()}
+    here = {system: record.timed(own) for system, own in row.items()}
     budget = here[name][0].steps * _seconds(here[name])
     last = {r.seed: r.select_loss for r in here[name]}
     found = {}

@@ -25,7 +25,7 @@ def draw(record: Comparison) -> Iterator[style.Named]:
     if rows:  # there may be searched rates alone
         yield "loss", _loss(record.protocol, rows, looks)
         yield "efficiency", _efficiency(record.protocol, rows, looks)
-        yield "speed", _speed(rows, looks)
+        yield "speed", _speed(record, rows, looks)
     yield from widths.draw(record, looks)
 
 
@@ -82,13 +82,14 @@ def _legend_of_rows(figure: Figure, rows: Rows, looks: style.Looks | None = None
     figure.legend(handles=marks, loc="outside lower center", ncols=3, fontsize=8)
 
 
-def _speed(rows: Rows, looks: style.Looks) -> Figure:
+def _speed(record: Comparison, rows: Rows, looks: style.Looks) -> Figure:
     """Times of a step, one dot per seed: no intervals, since other work on the machine is not a random sample."""
     figure, (across,) = style.panels(1, len(rows), (4 * len(rows), 4), sharey=True)
     for panel, (row, found) in zip(across, rows.items(), strict=True):
         for k, (system, line) in enumerate(found.items()):
-            times, colour = [1000 * r.seconds_per_step for r in line.trained], looks[system]["color"]
-            panel.plot([k - 0.3, k + 0.3], [min(times)] * 2, color=colour, linewidth=2)
+            times, colour = [1000 * r.seconds_per_step for r in record.timed(line.trained)], looks[system]["color"]
+            if times:
+                panel.plot([k - 0.3, k + 0.3], [min(times)] * 2, color=colour, linewidth=2)
             style.seeds(panel, k, times, colour)
         style.arms(panel, list(found), rotation=30)
         panel.set_title(f"at {ROWS[row]}", fontsize=10)

@@ -1,5 +1,6 @@
 """What a comparison leaves: its trainings, what is missing, and the systems of each row side by side."""
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -55,6 +56,16 @@ class Comparison(Record):
     def losses(self) -> Losses:
         """Those of trainings with equal steps."""
         return {name: by_seed(found) for name, found in self.row("iso_step").items()}
+
+    @property
+    def clock(self) -> str:
+        """Where most of the reference's trainings ran, or most of all without these; times are those there."""
+        own = [r for r in self.results if r.system == self.protocol.reference] or self.results
+        return Counter(r.machine for r in own).most_common(1)[0][0] if own else ""
+
+    def timed(self, trained: Iterable[Training]) -> list[Trained]:
+        """The trainings whose times are compared."""
+        return [r for r in trained if isinstance(r, Trained) and r.machine == self.clock]
 
     def cost(self, of: Trained) -> Cost:
         return self.costs[f"{of.system}-d{of.width}-s{of.steps}"]

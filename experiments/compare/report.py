@@ -1,7 +1,8 @@
 """The page of the comparison and its tables, from the record alone."""
 
 import math
-from collections.abc import Iterator, Mapping
+import statistics
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
 
 from experiments import tables
@@ -13,35 +14,43 @@ from experiments.statistics import ALPHA, interval
 from experiments.tables import Cell, Table
 
 
-def reached(line: Line, target: float) -> dict[str, float]:
+def reached(record: Comparison, line: Line, target: float) -> dict[str, float]:
     """When the loss on the part `select` first reaches `target`: the number of trainings that reach it, and the mean
-    steps, seconds and FLOPs of these; nan if there are none."""
+    steps, seconds (on the machine of the comparison) and FLOPs of these; nan if there are none."""
     there = line.reaches(target)
-    n, no = len(there), math.nan
-    steps = sum(step for step, _ in there) / n if n else no
-    seconds = sum(step * r.seconds_per_step for step, r in there) / n if n else no
-    return {"n": n, "steps": steps, "seconds": seconds, "flops": steps * line.cost.flops}
+    timed = record.timed(r for _, r in there)
+    steps = _mean(step for step, _ in there)
+    seconds = _mean(step * r.seconds_per_step for step, r in there if r in timed)
+    return {"n": len(there), "steps": steps, "seconds": seconds, "flops": steps * line.cost.flops}
+
+
+def _mean(values: Iterable[float]) -> float:
+    """nan without any."""
+    own = list(values)
+    return statistics.fmean(own) if own else math.nan
 
 
 def page(record: Comparison) -> Mapping[str, object]:
     p, rows = record.protocol, by_row(record)
 
     def way(line: Line, target: float) -> str:
-        r, n = reached(line, target), line.loss.mean.n
+        r, n = reached(record, line, target), line.loss.mean.n
         few = "" if r["n"] == n else f" ({r['n']} of {n} seeds)"
-        return "{steps:.0f}, {seconds:.0f}, {flops:.2g}".format(**r) + few if r["n"] else "not reached"
+        seconds = "-" if math.isnan(r["seconds"]) else f"{r['seconds']:.0f}"
+        return "{steps:.0f}, {0}, {flops:.2g}".format(seconds, **r) + few if r["n"] else "not reached"
 
     ways = {f"to {t:g}: steps, s, FLOPs": lambda line, t=t: way(line, t) for t in p.targets}
+    times = {"ms per step": lambda line: tables.milliseconds(r.seconds_per_step for r in record.timed(line.trained))}
     costs = {f"{line.what.system} ({row})": line for row, line in each(rows)}
     titled = [f"## {title} (n = {seeds_of({row: rows[row]})})\n\n{own}" for row, title, own in losses(record)]
     tests = "p is Holm-corrected over the models of a row"
     corrects = ", and corrected where the check below fails" if p.corrects else ""
-    times = p.tokens_per_step / p.text_tokens if p.ngrams else None
+    repeats = p.tokens_per_step / p.text_tokens if p.ngrams else None
     return {
         "missing": missing(record.progress) or None,
         "tokens": p.steps * p.tokens_per_step,
-        "times": times and p.steps * times,
-        "longest": max((r.steps for r in record.results), default=p.steps) * (times or 0),
+        "times": repeats and p.steps * repeats,
+        "longest": max((r.steps for r in record.results), default=p.steps) * (repeats or 0),
         "rates": p.about_search + corrects if p.search_width else p.about_rates("each model in each size"),
         "tests": "the only tests are those of the contrasts" if p.contrasts else tests,
         "same": SAME_FLOPS,
@@ -54,12 +63,13 @@ def page(record: Comparison) -> Mapping[str, object]:
         "beats": _against_counts(record),
         "losses": "\n\n".join(titled) or "None yet.",
         "distances": " or ".join(map(str, sorted({r.curve[0][0] for r in record.results}))),
-        "costs": table("model", costs, known("width", "steps", "ms per step", "peak MiB"), ways) if costs else None,
+        "costs": table("model", costs, known("width", "steps"), times, known("peak MiB"), ways) if costs else None,
         "time": clock.table(record),
         "widths": widths.table(record),
         "n_widths": len(p.widths),
         "as_many_as_parameters": len(p.widths) == 3 or None,
         "machines": machines(record.results) or None,
+        "clock": record.clock,
         "searched": rates.table(record),
         "checked": rates.check_table(record),
         "kept": not p.corrects or None,
@@ -127,12 +137,12 @@ def _summary(record: Comparison) -> Iterator[Mapping[str, Cell]]:
     p = record.protocol
     for row, line in each(by_row(record)):
         what = {key: getattr(line.what, key) for key in ("system", "width", "steps", "learning_rate")}
-        seconds = interval([r.seconds_per_step for r in line.trained]).mean
+        seconds = _mean(r.seconds_per_step for r in record.timed(line.trained))
         loss = tables.contrast_numbers(line.loss)
         if p.contrasts:  # which are the only family of tests
             loss = {key: value for key, value in loss.items() if key not in ("p", "p_holm")}
         cells = {"row": row, **what, **loss, "seconds_per_step": seconds, **asdict(line.cost)}
         cells |= {"flops_in_all": line.flops, "tokens_in_all": line.cost.tokens * line.steps}
         for target in p.targets:
-            cells |= {f"{key} to {target:g}": value for key, value in reached(line, target).items()}
+            cells |= {f"{key} to {target:g}": value for key, value in reached(record, line, target).items()}
         yield cells

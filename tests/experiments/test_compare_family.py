@@ -180,6 +180,24 @@ def test_what_was_reached_when_the_time_of_the_reference_is_over():
     assert list(clock.at_time(record(elsewhere))) == ["a"], "times of two machines are not compared"
 
 
+def test_times_are_those_on_one_machine():
+    """Two of the five trainings of `a` ran elsewhere, twice as slow, and all of `far`, which have no times."""
+    here = [training("a", seed) for seed in SEEDS[:3]] + [training("same", seed) for seed in SEEDS]
+    there = [training("a", seed, machine="n", seconds_per_step=0.2) for seed in SEEDS[3:]]
+    there += [training("far", seed, machine="n") for seed in SEEDS]
+    own = record(there + here, targets=[2.5])
+    text = STUDY.filled_page(own)
+    assert own.clock == "m"
+    assert "more than one machine (m; n). Times are those on the machine of most trainings of a (m)" in text
+    assert "| a (iso_step) | 32 | 10 | 100 to 100 |  | 10, 1, 1e+10 |" in text
+    assert "| far (iso_step) | 32 | 10 |  |  | 10, -, 1e+10 |" in text
+    summary = files(own)["summary.csv"]
+    seconds = {row[1]: row[summary.head.index("seconds_per_step")] for row in summary.rows}
+    assert (seconds["a"], math.isnan(seconds["far"])) == (pytest.approx(0.1), True)
+    assert "speed" in dict(STUDY.figures(own))
+    assert record(there, targets=[2.5]).clock == "n"
+
+
 def test_tables_and_figures_come_from_the_record_alone():
     own = record()
     text = STUDY.filled_page(own)
