@@ -57,7 +57,7 @@ def test_tables_come_from_the_record_alone():
     own = [{r.seed: r.report_loss for r in record.results if r.system == name} for name in ("b_c", "a")]
     assert other.loss.difference == paired(*own)
     assert other.loss.p_holm == holm([other.loss.difference.p])[0]
-    there, never = (reached(other, target) for target in record.protocol.targets)
+    there, never = (reached(record, other, target) for target in record.protocol.targets)
     assert there == {"n": 1, "steps": 10, "seconds": pytest.approx(1.0), "flops": 1e10}  # the first of three seeds
     assert never["n"] == 0
     text = STUDY.filled_page(record)
