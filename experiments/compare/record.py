@@ -58,14 +58,14 @@ class Comparison(Record):
         return {name: by_seed(found) for name, found in self.row("iso_step").items()}
 
     @property
-    def clock(self) -> str:
-        """Where most of the reference's trainings ran, or most of all without these; times are those there."""
+    def timed_on(self) -> str:
+        """The machine whose times are compared: that of most trainings of the reference or, without any, of all."""
         own = [r for r in self.results if r.system == self.protocol.reference] or self.results
         return Counter(r.machine for r in own).most_common(1)[0][0] if own else ""
 
     def timed(self, trained: Iterable[Training]) -> list[Trained]:
-        """The trainings whose times are compared."""
-        return [r for r in trained if isinstance(r, Trained) and r.machine == self.clock]
+        """Those on the machine whose times are compared."""
+        return [r for r in trained if isinstance(r, Trained) and r.machine == self.timed_on]
 
     def cost(self, of: Trained) -> Cost:
         return self.costs[f"{of.system}-d{of.width}-s{of.steps}"]

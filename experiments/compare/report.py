@@ -16,7 +16,7 @@ from experiments.tables import Cell, Table
 
 def reached(record: Comparison, line: Line, target: float) -> dict[str, float]:
     """When the loss on the part `select` first reaches `target`: the number of trainings that reach it, and the mean
-    steps, seconds (on the machine of the comparison) and FLOPs of these; nan if there are none."""
+    steps, seconds (of `record.timed` ones) and FLOPs of these; nan if there are none."""
     there = line.reaches(target)
     timed = record.timed(r for _, r in there)
     steps = _mean(step for step, _ in there)
@@ -37,7 +37,7 @@ def page(record: Comparison) -> Mapping[str, object]:
         r, n = reached(record, line, target), line.loss.mean.n
         few = "" if r["n"] == n else f" ({r['n']} of {n} seeds)"
         seconds = "-" if math.isnan(r["seconds"]) else f"{r['seconds']:.0f}"
-        return "{steps:.0f}, {0}, {flops:.2g}".format(seconds, **r) + few if r["n"] else "not reached"
+        return f"{r['steps']:.0f}, {seconds}, {r['flops']:.2g}{few}" if r["n"] else "not reached"
 
     ways = {f"to {t:g}: steps, s, FLOPs": lambda line, t=t: way(line, t) for t in p.targets}
     times = {"ms per step": lambda line: tables.milliseconds(r.seconds_per_step for r in record.timed(line.trained))}
@@ -69,7 +69,7 @@ def page(record: Comparison) -> Mapping[str, object]:
         "n_widths": len(p.widths),
         "as_many_as_parameters": len(p.widths) == 3 or None,
         "machines": machines(record.results) or None,
-        "clock": record.clock,
+        "timed_on": record.timed_on,
         "searched": rates.table(record),
         "checked": rates.check_table(record),
         "kept": not p.corrects or None,

@@ -187,7 +187,7 @@ def test_times_are_those_on_one_machine():
     there += [training("far", seed, machine="n") for seed in SEEDS]
     own = record(there + here, targets=[2.5])
     text = STUDY.filled_page(own)
-    assert own.clock == "m"
+    assert own.timed_on == "m"
     assert "more than one machine (m; n). Times are those on the machine of most trainings of a (m)" in text
     assert "| a (iso_step) | 32 | 10 | 100 to 100 |  | 10, 1, 1e+10 |" in text
     assert "| far (iso_step) | 32 | 10 |  |  | 10, -, 1e+10 |" in text
@@ -195,7 +195,7 @@ def test_times_are_those_on_one_machine():
     seconds = {row[1]: row[summary.head.index("seconds_per_step")] for row in summary.rows}
     assert (seconds["a"], math.isnan(seconds["far"])) == (pytest.approx(0.1), True)
     assert "speed" in dict(STUDY.figures(own))
-    assert record(there, targets=[2.5]).clock == "n"
+    assert record(there, targets=[2.5]).timed_on == "n"
 
 
 def test_tables_and_figures_come_from_the_record_alone():
