@@ -12,9 +12,10 @@ import numpy as np
 from haliax import Axis
 from levanter.models.lm_model import LmExample
 
-from qkvflow.axes import BATCH, POSITION
+from qkvflow.axes import BATCH, CONTROL, POSITION
 from qkvflow.blocks import Inputs, Window
 from qkvflow.errors import UserError
+from qkvflow.generation.documents import Documents, Rows
 from qkvflow.models.cached import CachedModel
 from qkvflow.models.exits import ExitConfig, ExitMemory
 from qkvflow.models.neuralode import NeuralOdeLMHeadModel
@@ -68,7 +69,7 @@ def read_with_cache(model: NeuralOdeLMHeadModel, sharing: CacheSharing, examples
     """
     cached = eqx.filter_jit(CachedModel.of)(model, None, sharing)
     chunk = _CHUNK if sharing.every else 1
-    loss, weight, *_ = np.sum([np.asarray(_sums(cached, e, chunk), np.float64) for e in examples], axis=0).tolist()
+    loss, weight, *_ = _totals(cached, examples, chunk)
     evaluations = cached.flow.plan.evaluations
     grows = _memory_bytes(cached, 2) - _memory_bytes(cached, 1)
     return CacheReading(str(sharing), sharing.kept(evaluations), evaluations, grows, loss / weight)
@@ -99,8 +100,7 @@ class ForcedReader:
         """Reads the text at this threshold."""
         exits = dataclasses.replace(self._exit, threshold=jnp.asarray(threshold, jnp.float32))
         model = dataclasses.replace(self._model, exit=exits)
-        total = sum(np.asarray(_sums(model, example, _CHUNK), np.float64) for example in examples)
-        loss, weight, steps, tokens = np.asarray(total).tolist()
+        loss, weight, steps, tokens = _totals(model, examples, _CHUNK)
         each = self._plan.evaluations / self._plan.steps
         return ExitReading(exits.rule, threshold, loss / weight, each * steps / tokens, self._plan.evaluations)
 
@@ -126,39 +126,42 @@ class ForcedReader:
         return best
 
 
-@eqx.filter_jit
-def _sums(model: CachedModel, example: LmExample, chunk_size: int):
-    """(loss, weight, steps, tokens), summed over a batch; reads `chunk_size` positions at a time."""
-    tokens = example.tokens.rearrange((BATCH, POSITION)).array
-    weight = example.loss_weight.rearrange((BATCH, POSITION)).array
-    rows, length = tokens.shape
-    Batch, New = Axis(BATCH, rows), Axis(POSITION, chunk_size)
-    given = Inputs.of_example(example)
-    pad = [(0, 0), (0, -length % chunk_size)]
-    targets, weight = jnp.pad(jnp.roll(tokens, -1, axis=1), pad), jnp.pad(weight, pad)
-    tokens = jnp.pad(tokens, pad)
-    control = None
-    if given.control is not None:
-        control = given.control.broadcast_axis((Batch, Axis(POSITION, length))).rearrange((BATCH, POSITION, ...))
-        control = jnp.pad(control.array, [*pad, (0, 0)]), control.axes[-1]
+def _totals(model: CachedModel, examples: Sequence[LmExample], chunk_size: int) -> list[float]:
+    """(loss, weight, steps, tokens), summed over all documents of the text."""
+    return np.sum(
+        [np.asarray(_sums(model, rows, chunk_size), np.float64) for rows in Documents.of(examples)], 0
+    ).tolist()
 
-    def chunk(carry, at):
+
+@eqx.filter_jit
+def _sums(model: CachedModel, rows: Rows, chunk_size: int):
+    """(loss, weight, steps, tokens), summed over a batch; reads `chunk_size` positions at a time."""
+    size, length = rows.tokens.shape
+    Batch, New = Axis(BATCH, size), Axis(POSITION, chunk_size)
+    rest = -length % chunk_size
+    first = hax.named(rows.first, Batch)
+
+    def chunk(index, carry):
         memory, loss = carry
+        at = index * chunk_size
 
         def piece(a):
-            return jax.lax.dynamic_slice_in_dim(a, at, chunk_size, axis=1)
+            filled = jnp.pad(a, [(0, 0), (0, rest)] + [(0, 0)] * (a.ndim - 2))
+            return jax.lax.dynamic_slice_in_dim(filled, at, chunk_size, axis=1)
 
-        window = Window(hax.full(Batch, at), hax.full(Batch, jnp.minimum(chunk_size, length - at)))
-        own = None if control is None else hax.named(piece(control[0]), (Batch, New, control[1]))
-        x, memory = model.extend(hax.named(piece(tokens), (Batch, New)), Inputs(control=own, window=window), memory)
+        window = Window(hax.full(Batch, at), hax.named(jnp.clip(rows.count - at, 0, chunk_size), Batch))
+        control = None
+        if rows.control is not None:
+            control = hax.named(piece(rows.control), (Batch, New, Axis(CONTROL, rows.control.shape[-1])))
+        given = Inputs(control=control, window=window, pos_ids=first + window.positions(New))
+        x, memory = model.extend(hax.named(piece(rows.tokens), (Batch, New)), given, memory)
         logits = model.logits(x).rearrange((BATCH, POSITION, "vocab")).array
-        log_p = jnp.take_along_axis(jax.nn.log_softmax(logits), piece(targets)[..., None], axis=-1)[..., 0]
-        return (memory, loss - jnp.sum(log_p * piece(weight))), None
+        log_p = jnp.take_along_axis(jax.nn.log_softmax(logits), piece(rows.targets)[..., None], axis=-1)[..., 0]
+        return memory, loss - jnp.sum(log_p * piece(rows.weight))
 
-    start = (model.memory(Batch, tokens.shape[1]), jnp.float32(0))
-    (memory, loss), _ = jax.lax.scan(chunk, start, jnp.arange(0, tokens.shape[1], chunk_size, dtype=jnp.int32))
-    # Sequences that pad the last batch have weight zero.
-    real = jnp.any(weight > 0, axis=1)[:, None]
-    spent = memory[1].spent if isinstance(memory[1], ExitMemory) else jnp.zeros((rows, 2))
-    steps, count = jnp.sum(jnp.where(real, spent, 0), axis=0)
-    return loss, jnp.sum(weight), steps.astype(jnp.float32), count.astype(jnp.float32)
+    start = (model.memory(Batch, length + rest), jnp.float32(0))
+    chunks = -(-jnp.max(rows.count) // chunk_size)
+    memory, loss = jax.lax.fori_loop(0, chunks, chunk, start)
+    spent = memory[1].spent if isinstance(memory[1], ExitMemory) else jnp.zeros((size, 2))
+    steps, count = jnp.sum(spent, axis=0)
+    return loss, jnp.sum(rows.weight), steps.astype(jnp.float32), count.astype(jnp.float32)

@@ -143,10 +143,12 @@ class CachedModel(eqx.Module):
 
         Args:
             tokens: {batch, position}: those of the window.
-            inputs: with a `window`; its positions are found here.
+            inputs: with a `window`; `pos_ids` are the places in it by default.
         """
+        pos_ids = inputs.pos_ids
+        if pos_ids is None:
+            pos_ids = inputs.window.positions(tokens.resolve_axis(POSITION))
         # Positions that fill up a window may lie beyond the last one.
-        pos_ids = inputs.window.positions(tokens.resolve_axis(POSITION))
         inputs = dataclasses.replace(inputs, pos_ids=hax.minimum(pos_ids, self.config.max_seq_len - 1))
         x = self.embeddings(tokens, pos_ids=inputs.pos_ids)
         after = []
