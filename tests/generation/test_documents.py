@@ -100,4 +100,5 @@ def test_control_follows_its_document():
     control = hax.random.normal(jax.random.PRNGKey(0), (*example.tokens.axes, Control))
     given = ControlledExample(example.tokens, example.loss_weight, example.attn_mask, control)
     rows = next(iter(Documents.of([given])))
+    assert rows.control is not None
     np.testing.assert_array_equal(rows.control[1, :66], control.rearrange((BATCH, POSITION, ...)).array[2, 4:70])
