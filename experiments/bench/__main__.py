@@ -2,10 +2,10 @@
 
 import sys
 
-from experiments.bench import analysis, exits, generation, gradients, hooks, together
+from experiments.bench import analysis, exits, generation, gradients, hooks, loading, together
 from experiments.bench.frame import run
 
-MODULES = (gradients, generation, analysis, hooks, exits, together)
+MODULES = (gradients, generation, analysis, hooks, exits, loading, together)
 TABLE = {each.name: each for module in MODULES for each in module.BENCHMARKS}
 unknown = sorted(set(sys.argv[1:]) - set(TABLE))
 if unknown:

@@ -19,6 +19,7 @@ from qkvflow.data.cache import load_or_build
 from qkvflow.data.checks import is_trained_on
 from qkvflow.data.control.field import ControlField
 from qkvflow.data.control.sequences import ControlledDataset, with_sequence_controls
+from qkvflow.data.sequences import Sequences, without_examples
 from qkvflow.data.tokenizers import load_tokenizer
 
 
@@ -42,21 +43,23 @@ class ResolvedDataConfig(LmDataConfig):
 
     def train_set(self, Pos: Axis, batch_schedule: BatchSchedule, *, key: PRNGKeyArray) -> AsyncDataset[LmExample]:
         named = super().train_set(Pos, batch_schedule, key=key)
-        if self.control is None:
-            return named
         assert isinstance(named, NamedLmDataset)
-        return ControlledDataset(named.dataset, Pos)
+        return self._examples(named, Pos)
 
     def validation_sets(self, Pos: Axis) -> Mapping[str, AsyncDataset[LmExample]]:
-        named = super().validation_sets(Pos)
-        if self.control is None:
-            return named
-        return {name: ControlledDataset(sequences.dataset, Pos) for name, sequences in named.items()}
+        return {name: self._examples(named, Pos) for name, named in super().validation_sets(Pos).items()}
+
+    def _examples(self, named: NamedLmDataset, Pos: Axis) -> AsyncDataset[LmExample]:
+        if self.control is not None:
+            return ControlledDataset(named.dataset, Pos)
+        blocked = self.block_cross_document_attention
+        eos_id = self.the_tokenizer.eos_token_id
+        return Sequences(named.dataset, Pos, eos_id=eos_id, block_cross_document_attention=blocked)
 
     def build_token_datasets(self, caches: Mapping[str, TreeCache[dict]], Pos: Axis, *, split: str):
         datasets = super().build_token_datasets(caches, Pos, split=split)
         if self.control is None:
-            return datasets
+            return {name: without_examples(dataset) for name, dataset in datasets.items()}
         dim = self.control.dim
         return {name: with_sequence_controls(name, ds, caches, Pos, dim) for name, ds in datasets.items()}
 

@@ -1,0 +1,67 @@
+"""The time that batches of a text take to be made: as here, many examples at once, and as Levanter makes them.
+
+A training waits for it if its steps are shorter: several on one GPU share Python's lock with it. Without the loader's
+thread, so that no batch is made while another is timed.
+"""
+
+import dataclasses
+import itertools
+import logging
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import haliax as hax
+import jax
+from levanter.data import DataLoader
+from levanter.data.text import LmDataConfig
+from levanter.models.lm_model import LmExample
+from levanter.schedule import BatchSchedule
+from levanter.trainer import TrainerConfig
+
+from experiments.bench.frame import Benchmark, Call, Rows, interleaved, run
+from qkvflow.data import DataConfig
+from qkvflow.data.resolved import ResolvedDataConfig
+
+SEQUENCE, BATCH, BATCHES, ROUNDS = 128, 32, 32, 7
+
+
+class _Levanters(ResolvedDataConfig):
+    """The same data with Levanter's own examples."""
+
+    build_token_datasets = LmDataConfig.build_token_datasets
+    train_set = LmDataConfig.train_set
+
+
+def _batches(data: ResolvedDataConfig) -> Iterator[LmExample]:
+    trainer, Pos = TrainerConfig(train_batch_size=BATCH), hax.Axis("position", SEQUENCE)
+    return iter(
+        DataLoader(
+            data.train_set(Pos, BatchSchedule(BATCH), key=jax.random.PRNGKey(0)),
+            batch_size=BATCH,
+            max_buffered_batches=0,
+            mesh=trainer.device_mesh,
+            axis_resources=trainer.compute_axis_mapping,
+        )
+    )
+
+
+def measure() -> Rows:
+    logging.getLogger("levanter.data.loader").setLevel(logging.ERROR)  # it tells that it waits, as it does here
+    with tempfile.TemporaryDirectory() as folder:
+        own = DataConfig(cache_dir=folder).resolve(Path(folder) / "tokenizer")
+        levanters = _Levanters(**{field.name: getattr(own, field.name) for field in dataclasses.fields(own)})
+        makers = {"Levanter": _batches(levanters), "here": _batches(own)}
+
+        def call(batches: Iterator[LmExample]) -> Call:
+            return lambda: jax.tree.leaves(list(itertools.islice(batches, BATCHES)))
+
+        rows = interleaved({name: call(batches) for name, batches in makers.items()}, ROUNDS)
+    return {name: {"milliseconds_per_batch": 1e3 * row["seconds"] / BATCHES, **row} for name, row in rows.items()}
+
+
+SETTINGS = {"batch": BATCH, "sequence": SEQUENCE, "batches": BATCHES}
+BENCHMARKS = (Benchmark("loading", SETTINGS, measure),)
+
+if __name__ == "__main__":
+    run(BENCHMARKS)
