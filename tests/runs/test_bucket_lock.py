@@ -1,6 +1,7 @@
 """The lock of a run in a bucket, where its steps interleave badly; on a bucket: test_run_in_bucket.py."""
 
 import threading
+import time
 
 from qkvflow.locks import Taken
 from qkvflow.places import Place
@@ -13,20 +14,32 @@ def test_of_two_that_take_over_what_was_left_one_gets_it(tmp_path, monkeypatch):
     monkeypatch.setattr(bucket_lock, "PATIENCE_SECONDS", 1.0)
     place = Place.of(str(tmp_path))
     place.write("lock", b'{"token": "of a killed process"}')
-    created, remove, create = threading.Event(), place.remove, place.create
+    waited, created, replaced = threading.Barrier(2), threading.Event(), threading.Event()
+    remove, create, rest = place.remove, place.create, time.sleep
     found: dict[str, BucketLock | Taken] = {}
 
+    def is_second():
+        return threading.current_thread().name == "second"
+
     def late(name):
-        if threading.current_thread().name == "second":
+        if threading.current_thread() in threads:
+            waited.wait(10)
+        if is_second():
             assert created.wait(10)
         remove(name)
 
     def told(name, content):
         create(name, content)
-        created.set()
+        (replaced if is_second() else created).set()
+
+    def sleep(seconds):
+        rest(seconds)
+        if created.is_set() and not is_second():  # before it looks whether the lock is still its own
+            assert replaced.wait(10)
 
     monkeypatch.setattr(Place, "remove", lambda self, name=None: late(name))
     monkeypatch.setattr(Place, "create", lambda self, name, content: told(name, content))
+    monkeypatch.setattr(bucket_lock.time, "sleep", sleep)
 
     def take():
         lock = BucketLock(place, "lock")
