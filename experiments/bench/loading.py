@@ -23,7 +23,7 @@ from experiments.bench.frame import Benchmark, Call, Rows, interleaved, run
 from qkvflow.data import DataConfig
 from qkvflow.data.resolved import ResolvedDataConfig
 
-SEQUENCE, BATCH, BATCHES, ROUNDS = 128, 32, 32, 7
+SEQUENCE, BATCH, BATCHES, ROUNDS = 128, 32, 32, 21
 
 
 class _Levanters(ResolvedDataConfig):
