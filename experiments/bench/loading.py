@@ -1,7 +1,7 @@
-"""The time that batches of a text take to be made: as here, many examples at once, and as Levanter makes them.
+"""The time of making batches of a text: many examples at once, as here, and one by one, as Levanter makes them.
 
-A training waits for it if its steps are shorter: several on one GPU share Python's lock with it. Without the loader's
-thread, so that no batch is made while another is timed.
+Training waits for batches that take longer than its steps. The loader's thread is off, so that no batch is made while
+another is timed.
 """
 
 import dataclasses
@@ -26,11 +26,16 @@ from qkvflow.data.resolved import ResolvedDataConfig
 SEQUENCE, BATCH, BATCHES, ROUNDS = 128, 32, 32, 21
 
 
-class _Levanters(ResolvedDataConfig):
-    """The same data with Levanter's own examples."""
+class LevantersData(ResolvedDataConfig):
+    """The same data with examples that Levanter makes one by one."""
 
     build_token_datasets = LmDataConfig.build_token_datasets
     train_set = LmDataConfig.train_set
+    validation_sets = LmDataConfig.validation_sets
+
+    @staticmethod
+    def like(own: ResolvedDataConfig) -> "LevantersData":
+        return LevantersData(**{field.name: getattr(own, field.name) for field in dataclasses.fields(own)})
 
 
 def _batches(data: ResolvedDataConfig) -> Iterator[LmExample]:
@@ -47,11 +52,10 @@ def _batches(data: ResolvedDataConfig) -> Iterator[LmExample]:
 
 
 def measure() -> Rows:
-    logging.getLogger("levanter.data.loader").setLevel(logging.ERROR)  # it tells that it waits, as it does here
+    logging.getLogger("levanter.data.loader").setLevel(logging.ERROR)  # it warns whenever batches are waited for
     with tempfile.TemporaryDirectory() as folder:
         own = DataConfig(cache_dir=folder).resolve(Path(folder) / "tokenizer")
-        levanters = _Levanters(**{field.name: getattr(own, field.name) for field in dataclasses.fields(own)})
-        makers = {"Levanter": _batches(levanters), "here": _batches(own)}
+        makers = {"Levanter": _batches(LevantersData.like(own)), "here": _batches(own)}
 
         def call(batches: Iterator[LmExample]) -> Call:
             return lambda: jax.tree.leaves(list(itertools.islice(batches, BATCHES)))

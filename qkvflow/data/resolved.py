@@ -50,16 +50,19 @@ class ResolvedDataConfig(LmDataConfig):
         return {name: self._examples(named, Pos) for name, named in super().validation_sets(Pos).items()}
 
     def _examples(self, named: NamedLmDataset, Pos: Axis) -> AsyncDataset[LmExample]:
-        if self.control is not None:
-            return ControlledDataset(named.dataset, Pos)
-        blocked = self.block_cross_document_attention
-        eos_id = self.the_tokenizer.eos_token_id
-        return Sequences(named.dataset, Pos, eos_id=eos_id, block_cross_document_attention=blocked)
+        sequences = Sequences(
+            named.dataset,
+            Pos,
+            eos_id=self.the_tokenizer.eos_token_id,
+            block_cross_document_attention=self.block_cross_document_attention,
+        )
+        return sequences if self.control is None else ControlledDataset(named.dataset, sequences.fn)
 
     def build_token_datasets(self, caches: Mapping[str, TreeCache[dict]], Pos: Axis, *, split: str):
         datasets = super().build_token_datasets(caches, Pos, split=split)
+        datasets = {name: without_examples(dataset) for name, dataset in datasets.items()}
         if self.control is None:
-            return {name: without_examples(dataset) for name, dataset in datasets.items()}
+            return datasets
         dim = self.control.dim
         return {name: with_sequence_controls(name, ds, caches, Pos, dim) for name, ds in datasets.items()}
 

@@ -5,62 +5,69 @@ takes on a GPU.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
 from haliax import Axis
 from levanter.data import AsyncDataset
-from levanter.data.dataset import MappedAsyncDataset
+from levanter.data.dataset import MapFunction, MappedAsyncDataset
 from levanter.data.mixture import ConcatDataset
 from levanter.data.text import CausalLmDataset, NamedLmDataset
 from levanter.models.lm_model import LmExample
 
-_AT_ONCE = 256  # sequences; a power of two
+_AT_ONCE = 256  # items; a power of two
+
+U = TypeVar("U")
 
 
-class Sequences(MappedAsyncDataset[Any, LmExample]):
-    """The same examples as Levanter's `NamedLmDataset` over `CausalLmDataset`; from `get_batch`, as NumPy arrays.
+class AtOnce(MappedAsyncDataset[Any, U]):
+    """Levanter's mapped dataset, whose `get_batch` maps all items of the same structure by one vmapped program.
 
-    Items that are not tokens of a text (of packed documents, or chats) already are examples, and get their named axes
-    one by one.
+    Its results are in NumPy arrays, with the same values.
     """
+
+    def __init__(self, dataset: AsyncDataset, fn: MapFunction[U]):
+        super().__init__(dataset, fn)
+        self._mapped = jax.jit(jax.vmap(fn))
+
+    async def get_batch(self, indices: Sequence[int]) -> Sequence[U]:
+        alike: dict[Any, list[tuple[int, list]]] = {}  # the parts of a mixture may have different items
+        for place, item in enumerate(await self.dataset.get_batch(indices)):
+            leaves, structure = jax.tree.flatten(item)
+            alike.setdefault(structure, []).append((place, leaves))
+        found: dict[int, U] = {}
+        for structure, items in alike.items():
+            for i in range(0, len(items), _AT_ONCE):
+                places, leaves = zip(*items[i : i + _AT_ONCE], strict=True)
+                found |= zip(places, self._map(structure, leaves), strict=True)
+        return [found[place] for place in range(len(indices))]
+
+    def _map(self, structure: Any, items: Sequence[list]) -> Iterator[U]:
+        """items: the leaves of each, of this structure."""
+        # Filled up to a power of two, so that the program is compiled for few numbers of items.
+        fill = (1 << (len(items) - 1).bit_length()) - len(items)
+        stacked = [np.stack([*leaves, *leaves[-1:] * fill]) for leaves in zip(*items, strict=True)]
+        leaves, made = jax.tree.flatten(self._mapped(structure.unflatten(stacked)))
+        arrays = [np.asarray(leaf) for leaf in leaves]
+        return (made.unflatten([array[i] for array in arrays]) for i in range(len(items)))
+
+
+class Sequences(AtOnce[LmExample]):
+    """The same examples as Levanter's `NamedLmDataset` over `CausalLmDataset`."""
 
     def __init__(self, dataset: AsyncDataset, Pos: Axis, *, eos_id: int | None, block_cross_document_attention: bool):
         """
         Args:
-            dataset: its items are those of `without_examples`.
+            dataset: of tokens or, where Levanter makes these otherwise (packed documents, chats), of its examples
+                without named axes; see `without_examples`.
             eos_id, block_cross_document_attention: as for `CausalLmDataset`.
         """
-        blocked = block_cross_document_attention
-        causal = CausalLmDataset(dataset, Pos, eos_id=eos_id, block_cross_document_attention=blocked).fn
-        named = NamedLmDataset(dataset, Pos).fn
-
-        def example(item: Any) -> LmExample:
-            return named(causal(item) if isinstance(item, dict) else item)
-
-        super().__init__(dataset, example)
-        self._examples = jax.jit(jax.vmap(example))
-
-    async def get_batch(self, indices: Sequence[int]) -> Sequence[LmExample]:
-        items = await self.dataset.get_batch(indices)
-        alike: dict[frozenset[str] | None, list[int]] = {}  # the tokens of a mixture's parts may have other fields
-        for place, item in enumerate(items):
-            alike.setdefault(frozenset(item) if isinstance(item, dict) else None, []).append(place)
-        found: dict[int, LmExample] = {place: self.fn(items[place]) for place in alike.pop(None, [])}
-        for places in alike.values():
-            for i in range(0, len(places), _AT_ONCE):
-                part = places[i : i + _AT_ONCE]
-                found |= zip(part, self._of_tokens([items[place] for place in part]), strict=True)
-        return [found[place] for place in range(len(items))]
-
-    def _of_tokens(self, items: Sequence[dict[str, np.ndarray]]) -> Iterator[LmExample]:
-        # Filled up to a power of two, so that the program is compiled for few numbers of sequences.
-        fill = (1 << (len(items) - 1).bit_length()) - len(items)
-        stacked = {key: np.stack([*(item[key] for item in items), *[items[-1][key]] * fill]) for key in items[0]}
-        leaves, structure = jax.tree.flatten(self._examples(stacked))
-        arrays = [np.asarray(leaf) for leaf in leaves]
-        return (structure.unflatten([array[i] for array in arrays]) for i in range(len(items)))
+        causal = CausalLmDataset(
+            dataset, Pos, eos_id=eos_id, block_cross_document_attention=block_cross_document_attention
+        )
+        named = NamedLmDataset(dataset, Pos)
+        super().__init__(dataset, lambda item: named.fn(causal.fn(item) if isinstance(item, dict) else item))
 
 
 def without_examples(dataset: AsyncDataset) -> AsyncDataset:

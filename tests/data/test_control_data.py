@@ -156,6 +156,15 @@ def test_controls_keep_to_their_tokens_through_shuffling_mixing_and_concatenatio
     assert {number // 100 for number in seen} == {0, 1, 2}
 
 
+def test_examples_made_at_once_are_those_made_one_by_one():
+    write("a.jsonl", random_records(100))
+    sequences = resolve(components=only_validation("a.jsonl")).validation_sets(hax.Axis("position", 16))["c"]
+    sequences = sequences.as_sync_dataset()
+    for i, found in enumerate(sequences.get_batch(range(9))):
+        assert jax.tree.structure(found) == jax.tree.structure(sequences[i])
+        jax.tree.map(np.testing.assert_array_equal, found, sequences[i])
+
+
 def test_batches_stack_and_lie_like_their_tokens():
     Pos, records = hax.Axis("position", 16), random_records(100)
     write("a.jsonl", records)

@@ -1,6 +1,5 @@
 """Examples made many at once are those that Levanter makes one by one."""
 
-import dataclasses
 from pathlib import Path
 
 import haliax as hax
@@ -8,30 +7,17 @@ import jax
 import numpy as np
 import pytest
 from levanter.data import DataLoader
-from levanter.data.text import (
-    ConcatDatasetComponent,
-    DatasetComponent,
-    LmDataConfig,
-    SupervisedLmDatasetFormat,
-)
+from levanter.data.text import ConcatDatasetComponent, DatasetComponent, SupervisedLmDatasetFormat
 from levanter.eval import DomainTaggedDataset
 from levanter.schedule import BatchSchedule
 from levanter.trainer import TrainerConfig
 
+from experiments.bench.loading import LevantersData
 from qkvflow.data import BuiltinSource, DataConfig, FilesSource
 from qkvflow.data import sequences as module
-from qkvflow.data.resolved import ResolvedDataConfig
 
 Pos = hax.Axis("position", 64)
 PROMPTS = '{"input": "one question ", "target": "two answers"}\n' * 60
-
-
-class Levanters(ResolvedDataConfig):
-    """Its data as Levanter itself makes it."""
-
-    build_token_datasets = LmDataConfig.build_token_datasets
-    train_set = LmDataConfig.train_set
-    validation_sets = LmDataConfig.validation_sets
 
 
 @pytest.fixture(autouse=True)
@@ -42,7 +28,7 @@ def own_folder(tmp_path, monkeypatch):
 def both(**settings):
     """The data, and the same of Levanter."""
     own = DataConfig(**settings).resolve(Path("tokenizer"))
-    return own, Levanters(**{field.name: getattr(own, field.name) for field in dataclasses.fields(own)})
+    return own, LevantersData.like(own)
 
 
 def text():
@@ -60,8 +46,8 @@ def prompts():
     return DatasetComponent(source=source, format=SupervisedLmDatasetFormat())
 
 
-def whole():
-    return ConcatDatasetComponent(children={"x": text(), "y": DatasetComponent(source=BuiltinSource())})
+def joined():
+    return ConcatDatasetComponent(children={"x": text(), "y": text()})
 
 
 def train_sets(data):
@@ -77,7 +63,7 @@ def assert_same(found, expected):
 
 @pytest.mark.parametrize(
     "parts",
-    [(text,), (prompts,), (whole,), (text, whole), (text, prompts), (text, packed)],
+    [(text,), (prompts,), (joined,), (text, joined), (text, prompts), (text, packed)],
     ids=lambda parts: "+".join(part.__name__ for part in parts),
 )
 def test_examples_equal_levanters(parts):
@@ -120,4 +106,4 @@ def test_few_programs_are_compiled_whatever_is_asked_for():
     dataset = own.as_sync_dataset()
     for n in [*range(1, 40), module._AT_ONCE + 3]:
         assert len(dataset.get_batch(range(n))) == n
-    assert own._examples._cache_size() <= 1 + module._AT_ONCE.bit_length()
+    assert own._mapped._cache_size() <= 1 + module._AT_ONCE.bit_length()

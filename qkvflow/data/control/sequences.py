@@ -1,6 +1,6 @@
 """Sequences with the control of each token: that of the token's own document, so that controls do not leak."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import equinox as eqx
 import haliax as hax
@@ -8,16 +8,17 @@ import jax
 import numpy as np
 from haliax import Axis, NamedArray
 from levanter.data import AsyncDataset
-from levanter.data.dataset import MappedAsyncDataset
 from levanter.data.mixture import ConcatDataset
-from levanter.data.text import GrugLmExample, named_lm_example_from_grug
+from levanter.data.text import GrugLmExample
 from levanter.models.lm_model import LmExample
 from levanter.store.cache import TreeCache
 
 from qkvflow.axes import CONTROL
 from qkvflow.data.control.records import control_table
+from qkvflow.data.sequences import AtOnce
 
-Pair = tuple[GrugLmExample, np.ndarray]
+Item = dict[str, np.ndarray] | GrugLmExample  # those of `qkvflow.data.sequences.Sequences`
+Pair = tuple[Item, np.ndarray]
 
 
 class ControlledExample(LmExample):
@@ -46,7 +47,7 @@ class DocumentControls:
 class SequenceControls(AsyncDataset[Pair]):
     """Levanter's consecutive sequences of a token stream, each paired with its control, fp32 [position, control]."""
 
-    def __init__(self, sequences: AsyncDataset[GrugLmExample], controls: DocumentControls, seq_len: int):
+    def __init__(self, sequences: AsyncDataset[Item], controls: DocumentControls, seq_len: int):
         self.sequences = sequences
         self.controls = controls
         self.seq_len = seq_len
@@ -58,27 +59,26 @@ class SequenceControls(AsyncDataset[Pair]):
         return self.sequences.is_finite()
 
     async def get_batch(self, indices: Sequence[int]) -> Sequence[Pair]:
-        examples = await self.sequences.get_batch(indices)
+        items = await self.sequences.get_batch(indices)
         spans = ((int(index) * self.seq_len, (int(index) + 1) * self.seq_len) for index in indices)
-        return [(example, self.controls.of_tokens(*span)) for example, span in zip(examples, spans, strict=True)]
+        return [(item, self.controls.of_tokens(*span)) for item, span in zip(items, spans, strict=True)]
 
 
-class ControlledDataset(MappedAsyncDataset[Pair, ControlledExample]):
+class ControlledDataset(AtOnce[ControlledExample]):
     """The pairs as examples with named axes; replaces Levanter's `NamedLmDataset`."""
 
-    def __init__(self, pairs: AsyncDataset[Pair], Pos: Axis):
+    def __init__(self, pairs: AsyncDataset[Pair], example: Callable[[Item], LmExample]):
+        """example: makes that of a sequence without its control."""
         sharding = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
 
         @eqx.filter_jit
-        def to_named(pair: Pair) -> ControlledExample:
-            plain, control = named_lm_example_from_grug(pair[0], Pos), pair[1]
-            Control = Axis(CONTROL, control.shape[-1])
-            example = ControlledExample(
-                plain.tokens, plain.loss_weight, plain.attn_mask, hax.named(control, (Pos, Control))
-            )
-            return jax.lax.with_sharding_constraint(example, sharding)
+        def controlled(pair: Pair) -> ControlledExample:
+            plain, control = example(pair[0]), pair[1]
+            axes = (*plain.tokens.axes, Axis(CONTROL, control.shape[-1]))
+            found = ControlledExample(plain.tokens, plain.loss_weight, plain.attn_mask, hax.named(control, axes))
+            return jax.lax.with_sharding_constraint(found, sharding)
 
-        super().__init__(pairs, to_named)
+        super().__init__(pairs, controlled)
 
 
 def with_sequence_controls(
