@@ -38,6 +38,7 @@ _SEQUENCES = 2  # for the causality test
 _OF_TRAINING = {"recipe": "other settings", "base": "another start", "text": "another text"}  # key of a record
 
 T = TypeVar("T", bound=Training)
+R = TypeVar("R")
 Trains = Callable[[Job], bool]
 
 
@@ -51,17 +52,31 @@ class Measure(Generic[T]):
             it exists, neither the training nor its run is needed.
         more: other fields of the record of a reported training, from its run and the evaluator on the part `report`,
             which is None for an arm without a text.
+        left: the numbers of trainings that were left to other processes; None: waits for these.
     """
 
     kind: type[T]
     config: SeedsConfig
     run_dir: Path
     more: Callable[[Job, Run, RunEvaluator | None], Mapping[str, object]] = lambda job, run, evaluator: {}
+    left: list[int] | None = None
+
+    def free_first(self, make: Callable[["Measure[T]"], R]) -> R:
+        """What `make` returns. If other processes have trainings of it, it is called twice: first with those left out,
+        and what depends on them, then with all."""
+        left: list[int] = []
+        found = make(dataclasses.replace(self, left=left))
+        return make(self) if left else found
 
     def search_and_report(self, arms: Sequence[Arm]) -> tuple[list[T], list[T]]:
         """The records of the reported trainings, and of the earlier ones that select learning rates."""
-        searched, chosen = self.search(arms)
-        return self.all(reported(arms, self.config.seeds, chosen)), searched
+
+        def make(measure: Measure[T]) -> tuple[list[T], list[T]]:
+            searched, chosen = measure.search(arms)
+            known = [arm for arm in arms if arm.group in chosen]
+            return measure.all(reported(known, self.config.seeds, chosen)), searched
+
+        return self.free_first(make)
 
     def search(self, arms: Sequence[Arm], trains: Trains = lambda job: True) -> tuple[list[T], dict[Hashable, float]]:
         """Trainings with all rates, and the selected rate of each group; a single rate is used as it is. Groups with
@@ -101,7 +116,7 @@ class Measure(Generic[T]):
         """The records of all trainings, with one line of progress for each. Trains missing runs first.
 
         A training that only selects a learning rate may diverge: its record then has no loss. Processes with the same
-        `run_dir` share the trainings, and each returns when all are there.
+        `run_dir` share the trainings, and each returns when all are there, or all but those that are `left`.
 
         Raises:
             UserError: a model sees the future, a reported training diverges, or an existing run or record is of other
@@ -116,8 +131,13 @@ class Measure(Generic[T]):
         with at_work(self.run_dir) as terminal:
             print(f"{len(jobs)} trainings {why}, {sum(left.values()):.3g} FLOPs to go", file=terminal)
 
-            def waits(number: int) -> None:
-                print(f"waiting for other processes, which make what is left: {number}", file=terminal)
+            def waits(number: int) -> bool:
+                if self.left is None:
+                    print(f"waiting for other processes, which make what is left: {number}", file=terminal)
+                    return True
+                print(f"left to other processes for now: {number}", file=terminal)
+                self.left.append(number)
+                return False
 
             own = in_turn(jobs, lambda job: _claims(groups[job.name]), self.run_dir / "claims", waits)
             with contextlib.closing(own):
@@ -136,7 +156,7 @@ class Measure(Generic[T]):
                     result = "diverged" if loss is None else f"loss {loss:.3f}"
                     print(f"{number}/{len(jobs)}  {job.name}  {result}  {took:.0f} s{rest}", file=terminal)
                     jax.clear_caches()
-        return [found[job.name] for job in jobs]
+        return [found[job.name] for job in jobs if job.name in found]
 
     def _place(self, job: Job) -> tuple[Path, type[T], dict[str, object]]:
         """The path of the record, its class, and everything that it depends on."""

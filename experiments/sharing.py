@@ -16,14 +16,14 @@ _SECONDS_BETWEEN_LOOKS = 2.0
 
 
 def in_turn(
-    tasks: Sequence[T], claims: Callable[[T], Sequence[str]], folder: Path, waits: Callable[[int], None]
+    tasks: Sequence[T], claims: Callable[[T], Sequence[str]], folder: Path, waits: Callable[[int], bool]
 ) -> Iterator[T]:
     """Each task once, in a time in which this process holds its claims. Tasks of which another process holds a claim
     come later, so that what was done there is there.
 
     Args:
         claims: names of what must not be made twice at once. folder: of the locks; made.
-        waits: called once with the number of tasks if all that are left belong to others.
+        waits: called once with the number of tasks if all that are left belong to others: whether to wait for them.
     """
     folder.mkdir(parents=True, exist_ok=True)
     left, is_told = list(tasks), False
@@ -39,8 +39,8 @@ def in_turn(
                     continue
                 yield task
         if len(later) == len(left):
-            if not is_told:
-                waits(len(later))
+            if not is_told and not waits(len(later)):
+                return
             is_told = True
             time.sleep(_SECONDS_BETWEEN_LOOKS)
         left = later

@@ -74,6 +74,9 @@ class Plan:
         Raises:
             UserError: a model sees the future, or an existing run has other settings.
         """
+        return measure.free_first(self._carried_out)
+
+    def _carried_out(self, measure: Measure[Trained]) -> Done:
         config, done = self.config, Done()
 
         def trains(job: Job) -> bool:
@@ -81,11 +84,12 @@ class Plan:
 
         def report(stage: str, own: Sequence[Arm], seeds: Sequence[int]) -> None:
             jobs = reported([arm for arm in own if arm.group in rates], seeds, rates)
-            found = [r for _, r in measure.those(jobs, trains)]
+            free = {arm.what.system for arm in own} - unsettled
+            found = [r for _, r in measure.those(jobs, lambda job: trains(job) and job.arm.what.system in free)]
             done.results += found
             done.count(stage, [arm.what.system for arm in own for _ in seeds], found)
 
-        rates = self._rates(measure, trains, done)
+        rates, unsettled = self._rates(measure, trains, done)
         (first, own), *others = self.stages().items()
         report(first, own, config.seeds)
         losses = {name: by_seed(r for r in done.results if r.system == name) for name in config.names}
@@ -96,8 +100,9 @@ class Plan:
             report(stage, own, config.seeds)
         return done
 
-    def _rates(self, measure: Measure[Trained], trains: Trains, done: Done) -> Rates:
-        """The rates of the variants, as far as they are known: searched, transferred, and corrected by the checks."""
+    def _rates(self, measure: Measure[Trained], trains: Trains, done: Done) -> tuple[Rates, set[str]]:
+        """The rates of the variants, as far as they are known: searched, transferred, and corrected by the checks; and
+        the systems whose check is not whole, and may correct theirs."""
         config = self.config
         done.selection, chosen = measure.search(self.search, trains)
         grid = selection(self.search, config.learning_rates, config.selection_seeds)
@@ -112,4 +117,5 @@ class Plan:
         before = [arm for arm in self.arms if first.get(arm.group) != rates.get(arm.group)]
         jobs = reported(before, [*config.seeds, *config.more_seeds], first)
         done.replaced = [r for _, r in measure.those(jobs, lambda job: False)]
-        return rates
+        of_checks = {arm.what.system: arm.group for arm, _ in checked(config, self.arms)} if config.corrects else {}
+        return rates, {system for system, group in of_checks.items() if group not in whole}

@@ -1,5 +1,6 @@
 """What a comparison says: one family of contrasts with verdicts, laws in the width, times; whole or in part."""
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 from support.studies import ABOUT, COUNTS, ORIGIN, refuse_work
 
+from experiments import sharing
 from experiments.compare import clock, contrasts, widths
 from experiments.compare.__main__ import STUDY
 from experiments.compare.plan import CompareConfig, arms, narrow
@@ -24,6 +26,7 @@ from experiments.study import FOLDER
 from experiments.texts import WikiText2
 from qkvflow.cli import parse
 from qkvflow.errors import UserError
+from qkvflow.locks import locked
 
 SEEDS, MORE = [1, 2, 3, 4, 5], [7, 8]
 NOISE = dict(zip([*SEEDS, *MORE], (0.0, 0.05, 0.1, -0.05, 0.02, 0.01, 0.03), strict=True))
@@ -361,6 +364,7 @@ def test_a_rate_whose_check_fails_is_corrected_in_all_widths_but_that_of_the_sea
 
 
 made: list[tuple[int, float, int, bool]] = []  # width, rate, seed, is_reported of each `Pretended` training
+names: list[str] = []  # of these
 
 
 class Pretended(Measure[Trained]):
@@ -370,6 +374,7 @@ class Pretended(Measure[Trained]):
         best = 2e-3 if job.arm.what.width == 16 else 1.41e-3 / 4
         loss = 2.0 + abs(math.log2(job.rate / best))
         made.append((job.arm.what.width, job.rate, job.seed, job.is_reported))
+        names.append(job.name)
         more = {"select_loss": loss, "report_loss": loss if job.is_reported else None, "curve": [(8, loss)]}
         return Trained(**vars(job.arm.what), seed=job.seed, learning_rate=job.rate, **more)
 
@@ -394,6 +399,27 @@ def test_rates_are_checked_before_anything_is_reported(tmp_path):
     assert rates == {(16, 2e-3), (32, of_check[-1][1])}
     assert [(r.width, r.learning_rate, r.seed) for r in done.replaced] == [(32, 1.41e-3, 1), (32, 1.41e-3, 2)]
     assert done.progress["check of the transfer"] == {"standard": (4, 4)}
+
+
+@pytest.mark.parametrize("held", ["basis_2-d16-s8-lr0.001-seed0", "basis_2-d32-s8-lr0.00141-seed0"])
+def test_what_other_processes_make_is_waited_for_last(tmp_path, monkeypatch, held):
+    """Another process has a training of the search, or of the check: all that does not depend on it comes before."""
+    check = {"arms": ["standard", "basis_2"], "factors": [1.0, 2.0], "corrects": True}
+    config = everything(check_rates=json.dumps(check), learning_rates="[0.001, 0.002, 0.004]", beyond_grid="2")
+    plan = Plan.of(config, config.text.prepare(tmp_path / "texts"), tmp_path)
+    folder = tmp_path / "claims"
+    folder.mkdir()
+    with contextlib.ExitStack() as other:
+        other.enter_context(locked(folder / f"{held}.lock", wait=False))
+        monkeypatch.setattr(sharing.time, "sleep", lambda seconds: other.close())
+        names.clear()
+        done = plan.carry_out(Pretended(Trained, config, tmp_path))
+    assert missing(done.progress) == ""
+    assert len(names) == len({*names}), "nothing is made twice"
+    before, after = names[: names.index(held)], names[names.index(held) :]
+    assert [name for name in after if name.startswith("standard")] == []
+    assert {f"standard-d{width}" for width in (16, 32)} == {n[:12] for n in before if n.endswith(("seed1", "seed2"))}
+    assert any(name.startswith("basis_2") for name in before), "of its search"
 
 
 @pytest.mark.slow

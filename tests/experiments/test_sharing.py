@@ -31,9 +31,10 @@ def test_what_another_holds_comes_last_when_it_is_free(tmp_path, monkeypatch):
     other.start()
     held.wait()
 
-    def waits(number: int) -> None:
+    def waits(number: int) -> bool:
         told.append(number)
         release.set()
+        return True
 
     seen = list(in_turn(["ab", "b", "c"], list, tmp_path, waits))  # "ab" needs both a and b
     other.join()
@@ -43,11 +44,16 @@ def test_what_another_holds_comes_last_when_it_is_free(tmp_path, monkeypatch):
 
 def test_claims_are_held_as_long_as_the_task_takes(tmp_path):
     held = [
-        not _is_free(tmp_path / f"{task}.lock") for task in in_turn(["a", "b"], list, tmp_path, lambda number: None)
+        not _is_free(tmp_path / f"{task}.lock") for task in in_turn(["a", "b"], list, tmp_path, lambda number: True)
     ]
     assert held == [True, True]
     assert _is_free(tmp_path / "a.lock")
     assert _is_free(tmp_path / "b.lock")
+
+
+def test_what_another_holds_can_be_left_out(tmp_path):
+    with locked(tmp_path / "b.lock", wait=False):
+        assert list(in_turn(["a", "b", "c"], list, tmp_path, lambda number: number != 1)) == ["a", "c"]
 
 
 def _is_free(path: Path) -> bool:
