@@ -52,21 +52,21 @@ class Measure(Generic[T]):
             it exists, neither the training nor its run is needed.
         more: other fields of the record of a reported training, from its run and the evaluator on the part `report`,
             which is None for an arm without a text.
-        left: the numbers of trainings that were left to other processes; None: waits for these.
+        left_out: collects how many trainings were left to other processes; None: waits for these.
     """
 
     kind: type[T]
     config: SeedsConfig
     run_dir: Path
     more: Callable[[Job, Run, RunEvaluator | None], Mapping[str, object]] = lambda job, run, evaluator: {}
-    left: list[int] | None = None
+    left_out: list[int] | None = None
 
     def free_first(self, make: Callable[["Measure[T]"], R]) -> R:
-        """What `make` returns. If other processes have trainings of it, it is called twice: first with those left out,
-        and what depends on them, then with all."""
-        left: list[int] = []
-        found = make(dataclasses.replace(self, left=left))
-        return make(self) if left else found
+        """What `make` returns. It is called with a copy of this that leaves out what other processes are training and,
+        if that was anything, once more with this, which waits."""
+        left_out: list[int] = []
+        found = make(dataclasses.replace(self, left_out=left_out))
+        return make(self) if left_out else found
 
     def search_and_report(self, arms: Sequence[Arm]) -> tuple[list[T], list[T]]:
         """The records of the reported trainings, and of the earlier ones that select learning rates."""
@@ -116,7 +116,7 @@ class Measure(Generic[T]):
         """The records of all trainings, with one line of progress for each. Trains missing runs first.
 
         A training that only selects a learning rate may diverge: its record then has no loss. Processes with the same
-        `run_dir` share the trainings, and each returns when all are there, or all but those that are `left`.
+        `run_dir` share the trainings, and each returns when all are there, or all but those that are `left_out`.
 
         Raises:
             UserError: a model sees the future, a reported training diverges, or an existing run or record is of other
@@ -132,11 +132,11 @@ class Measure(Generic[T]):
             print(f"{len(jobs)} trainings {why}, {sum(left.values()):.3g} FLOPs to go", file=terminal)
 
             def waits(number: int) -> bool:
-                if self.left is None:
+                if self.left_out is None:
                     print(f"waiting for other processes, which make what is left: {number}", file=terminal)
                     return True
                 print(f"left to other processes for now: {number}", file=terminal)
-                self.left.append(number)
+                self.left_out.append(number)
                 return False
 
             own = in_turn(jobs, lambda job: _claims(groups[job.name]), self.run_dir / "claims", waits)

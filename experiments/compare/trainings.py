@@ -7,7 +7,7 @@ from pathlib import Path
 from experiments.compare.contrasts import undecided
 from experiments.compare.plan import ROWS, WIDTHS, CompareConfig, arms, narrow
 from experiments.compare.record import Trained
-from experiments.compare.transfer import checked, checks, corrected, transferred
+from experiments.compare.transfer import checked, checks, corrected, transferred, unsettled
 from experiments.jobs import Arm, Job, Rates, reported, selection
 from experiments.measure import Measure, Trains
 from experiments.records import by_seed
@@ -82,14 +82,17 @@ class Plan:
         def trains(job: Job) -> bool:
             return config.trains(job.arm.what.system)
 
+        rates, waiting = self._rates(measure, trains, done)
+
+        def reports(job: Job) -> bool:
+            return trains(job) and job.arm.what.system not in waiting
+
         def report(stage: str, own: Sequence[Arm], seeds: Sequence[int]) -> None:
             jobs = reported([arm for arm in own if arm.group in rates], seeds, rates)
-            free = {arm.what.system for arm in own} - unsettled
-            found = [r for _, r in measure.those(jobs, lambda job: trains(job) and job.arm.what.system in free)]
+            found = [r for _, r in measure.those(jobs, reports)]
             done.results += found
             done.count(stage, [arm.what.system for arm in own for _ in seeds], found)
 
-        rates, unsettled = self._rates(measure, trains, done)
         (first, own), *others = self.stages().items()
         report(first, own, config.seeds)
         losses = {name: by_seed(r for r in done.results if r.system == name) for name in config.names}
@@ -102,7 +105,7 @@ class Plan:
 
     def _rates(self, measure: Measure[Trained], trains: Trains, done: Done) -> tuple[Rates, set[str]]:
         """The rates of the variants, as far as they are known: searched, transferred, and corrected by the checks; and
-        the systems whose check is not whole, and may correct theirs."""
+        the systems of which nothing is reported yet, as a check may still correct their rates."""
         config = self.config
         done.selection, chosen = measure.search(self.search, trains)
         grid = selection(self.search, config.learning_rates, config.selection_seeds)
@@ -117,5 +120,4 @@ class Plan:
         before = [arm for arm in self.arms if first.get(arm.group) != rates.get(arm.group)]
         jobs = reported(before, [*config.seeds, *config.more_seeds], first)
         done.replaced = [r for _, r in measure.those(jobs, lambda job: False)]
-        of_checks = {arm.what.system: arm.group for arm, _ in checked(config, self.arms)} if config.corrects else {}
-        return rates, {system for system, group in of_checks.items() if group not in whole}
+        return rates, unsettled(config, self.arms, whole)

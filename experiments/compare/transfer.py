@@ -32,6 +32,11 @@ def checks(config: CompareConfig, arms: Sequence[Arm], rates: Rates) -> list[Job
     return [Job.of(arm, seed, rounded(rate * f) if f != 1.0 else rate, is_reported=False) for arm, f, rate in known]
 
 
+def unsettled(config: CompareConfig, arms: Sequence[Arm], losses: Mapping[Hashable, Tried]) -> set[str]:
+    """The systems whose rates may still be corrected: their check is not whole. losses: as for `corrected`."""
+    return {arm.what.system for arm, _ in checked(config, arms) if config.corrects and arm.group not in losses}
+
+
 def after_check(config: CompareConfig, rate: float, losses: Tried) -> float:
     """The transferred rate, or the best of those checked if its loss is lower by more than the margin."""
     return best(losses) if losses[rate] - min(losses.values()) > config.margin else rate
