@@ -4,12 +4,9 @@ import contextlib
 import dataclasses
 import functools
 import io
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, TextIO
-
-import jax
+from typing import Any
 
 from experiments.cost import Cost, cost_of
 from experiments.recipes import Recipe
@@ -216,17 +213,3 @@ def _check_is_same(recipe: Recipe) -> None:
             f"the run {run.path} was made with other settings:\n{listed(changes)}\nNothing was changed. Give another"
             " --run_dir, or remove this one if its runs are not needed"
         )
-
-
-@contextlib.contextmanager
-def at_work(run_dir: Path) -> Iterator[TextIO]:
-    """Redirects the output of libraries and programs to `experiment.log` in `run_dir`; yields the terminal.
-
-    The runs share a compilation cache. A cached program is the same program, so no number depends on it.
-    """
-    run_dir.mkdir(parents=True, exist_ok=True)
-    with quiet_libraries() as quiet:
-        quiet.log_to(run_dir / "experiment.log")
-        jax.config.update("jax_compilation_cache_dir", str((run_dir / "compiled").resolve()))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
-        yield quiet.terminal

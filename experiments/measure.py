@@ -20,8 +20,9 @@ from jax.tree_util import Partial
 from levanter.layers.attention import AttentionMask
 from levanter.models.lm_model import LmHeadModel
 
+from experiments.at_work import at_work
 from experiments.config import SeedsConfig
-from experiments.jobs import Arm, Job, Place, Places, at_once, at_work, reported, selection, train
+from experiments.jobs import Arm, Job, Place, Places, at_once, reported, selection, train
 from experiments.records import Training, asked_of, kept, stored
 from experiments.search import Tried, best, beyond, tried
 from experiments.sharing import in_turn

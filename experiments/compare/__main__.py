@@ -5,13 +5,13 @@
 
 from pathlib import Path
 
+from experiments.at_work import at_work
 from experiments.compare.figures import draw
 from experiments.compare.plan import ROWS, CompareConfig
 from experiments.compare.record import CompareProtocol, Comparison, Trained
 from experiments.compare.report import files, page
 from experiments.compare.trainings import Plan
 from experiments.cost import with_memory
-from experiments.jobs import at_work
 from experiments.measure import Measure
 from experiments.records import this_machine
 from experiments.study import Study

@@ -6,10 +6,11 @@ Learning rates are selected for each arm at a smaller width, on a grid that grow
 
 from pathlib import Path
 
+from experiments.at_work import at_work
 from experiments.continuity.plan import ContinuityConfig, arms
 from experiments.continuity.report import Continuity, ContinuityProtocol, Trained, draw, files, page
 from experiments.cost import with_memory
-from experiments.jobs import at_work, reported
+from experiments.jobs import reported
 from experiments.measure import Measure
 from experiments.study import Study
 

@@ -2,7 +2,8 @@
 
 from pathlib import Path
 
-from experiments.jobs import Job, at_work, reported
+from experiments.at_work import at_work
+from experiments.jobs import Job, reported
 from experiments.lift import report
 from experiments.lift.plan import LiftStudyConfig, healed, make_runs, trained
 from experiments.lift.report import Lifted, Trained
