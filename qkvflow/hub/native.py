@@ -34,6 +34,8 @@ def obstacle(config: NeuralOdeConfig) -> str | None:
         return "its block has a convolution"
     if block.form not in ("sequential", "split"):
         return f"its block has the {block.form} form"
+    if config.ordinary_form != "sequential":
+        return f"the layers around its flow have the {config.ordinary_form} form"
     assert isinstance(plan, FixedPlan)
     if plan.grid.tableau.stages > 1 or plan.grid.coupling is not None:
         return f"its solver ({config.depth.solver}) has several evaluations in a step"

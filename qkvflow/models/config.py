@@ -10,6 +10,7 @@ from levanter.models.lm_model import LmConfig, LmHeadModel
 
 from qkvflow.axes import EMBED
 from qkvflow.blocks import BlockConfig, Gpt2BlockConfig
+from qkvflow.blocks.config import check_choice
 from qkvflow.depth import AbstractPlan, DepthConfig, FixedPlan
 from qkvflow.errors import UserError
 from qkvflow.ranges import Count, Positive, Range, check_ranges
@@ -44,8 +45,8 @@ class NeuralOdeConfig(LmConfig):
         block: what B is.
         weights: what W(t) is.
         depth: how the model travels from t = 0 to t = 1.
-        prelude_layers, coda_layers: ordinary layers (per-layer weights, x + B(x), sequential form) before and after the
-            flow.
+        prelude_layers, coda_layers: ordinary layers (per-layer weights, x + B(x)) before and after the flow.
+        ordinary_form: the form of their block: `sequential` or `parallel`.
         control: the flow receives a control signal; None for a model without control.
         embedding_multiplier: m in x(0) = m embed(tokens); the head shares the embeddings without it. With 50, x(0)
             starts with components of about 1, and a flow of smooth weights can follow its ODE (docs/depth.md).
@@ -57,6 +58,7 @@ class NeuralOdeConfig(LmConfig):
     hidden_dim: Count = 768
     prelude_layers: Annotated[int, Range(at_least=0)] = 0
     coda_layers: Annotated[int, Range(at_least=0)] = 0
+    ordinary_form: str = "sequential"
     block: BlockConfig = field(default_factory=Gpt2BlockConfig)
     weights: WeightsConfig = field(default_factory=GeneratedConfig)
     depth: DepthConfig = field(default_factory=DepthConfig)
@@ -68,6 +70,12 @@ class NeuralOdeConfig(LmConfig):
 
     def __post_init__(self):
         check_ranges(self)
+        check_choice("ordinary_form", self.ordinary_form, ("sequential", "parallel"))
+        if self.ordinary_form != "sequential" and not self.prelude_layers + self.coda_layers:
+            raise UserError(
+                f"ordinary_form: {self.ordinary_form} is for the layers around the flow, but there are none. Set"
+                " prelude_layers or coda_layers; the form of the flow is block.form."
+            )
         self.block.check(self.Embed)
         is_one_grid = not (self.depth.is_general or self.training_plans) and len(self.depth.stages) == 1
         if isinstance(self.weights, PerLayerConfig) and not is_one_grid:
@@ -129,7 +137,7 @@ class NeuralOdeConfig(LmConfig):
     @property
     def ordinary_block(self) -> BlockConfig:
         """The block of the prelude and coda."""
-        return dataclasses.replace(self.block, form="sequential")
+        return dataclasses.replace(self.block, form=self.ordinary_form)
 
     def at_depth(self, steps: int) -> "NeuralOdeConfig":
         """The configuration of this model discretised at `steps` steps: per-layer weights on that grid."""

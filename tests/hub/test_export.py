@@ -62,6 +62,9 @@ CUSTOM = {
     ),
     "split control": small_config("constant", "split", control=ControlConfig(dim=3)),
     "llama split yarn": small_config("basis", block=llama("split", rope=YARN)),
+    "sequential flow, parallel layers around": small_config(
+        "basis", "split", prelude_layers=1, coda_layers=1, ordinary_form="parallel"
+    ),
     "llama parallel": small_config(block=llama("parallel", use_bias=True, rope=LLAMA3)),
     "llama official": small_config(block=llama("official"), prelude_layers=1),
     "llama yarn": small_config(block=llama("sequential", rope=YARN)),

@@ -47,6 +47,10 @@ def test_weights_and_adjoints(weights, evaluate, adjoint):
     check(small_config(weights=weights, depth=depth, prelude_layers=1, coda_layers=1))
 
 
+def test_parallel_layers_around_the_flow():
+    check(small_config(prelude_layers=1, coda_layers=1, ordinary_form="parallel"))
+
+
 @pytest.mark.parametrize("solver", [heavy("euler"), "rk4"])
 @pytest.mark.parametrize("weights", ["generated", heavy("constant"), heavy("per_layer")])
 @pytest.mark.parametrize("form", ["parallel", "sequential", heavy("split"), "official"])

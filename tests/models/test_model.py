@@ -136,8 +136,9 @@ def test_shorter_sequences_and_no_batch(tokens):
     )
 
 
-def test_prelude_and_coda_are_ordinary_layers(tokens):
-    config = small_config(prelude_layers=2, coda_layers=1)
+@pytest.mark.parametrize("form", ["sequential", "parallel"])
+def test_prelude_and_coda_are_ordinary_layers(form):
+    config = small_config(prelude_layers=2, coda_layers=1, ordinary_form=form)
     model = build(config)
     assert model.transformer.prelude.blocks.Block.size == 2
     assert model.transformer.coda.blocks.Block.size == 1
@@ -151,8 +152,8 @@ def test_prelude_and_coda_are_ordinary_layers(tokens):
             is_leaf=lambda a: isinstance(a, hax.NamedArray),
         )
         attn = block.attn.extend(block.attn_ln(by_hand), Inputs.of(), None)[0]
-        by_hand = by_hand + attn
-        by_hand = by_hand + block.mlp(block.mlp_ln(by_hand), Inputs.of())
+        seen = by_hand if form == "parallel" else by_hand + attn
+        by_hand = by_hand + attn + block.mlp(block.mlp_ln(seen), Inputs.of())
     np.testing.assert_allclose(states.array, by_hand.array, rtol=1e-4, atol=1e-5)
 
 
@@ -166,6 +167,8 @@ def test_prelude_and_coda_are_ordinary_layers(tokens):
         ({"hidden_dim": 0}, "`hidden_dim` must be at least 1"),
         ({"max_seq_len": 0}, "max_seq_len"),
         ({"prelude_layers": -1}, "prelude_layers"),
+        ({"prelude_layers": 1, "ordinary_form": "split"}, "ordinary_form: 'split'.* sequential, parallel"),
+        ({"ordinary_form": "parallel"}, "there are none. Set prelude_layers"),
     ],
 )
 def test_bad_sizes_are_refused(kwargs, message):
