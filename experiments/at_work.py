@@ -1,7 +1,7 @@
 """While a study works: the output of libraries goes to its log, and its runs share a compilation cache."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TextIO
 
@@ -31,10 +31,13 @@ def at_work(run_dir: Path) -> Iterator[TextIO]:
 def _shared_programs(folder: Path) -> Iterator[None]:
     before = {name: getattr(jax.config, name) for name in _CACHE}
     try:
-        for name, value in zip(_CACHE, (str(folder.resolve()), 0.1), strict=True):
-            jax.config.update(name, value)
+        _configure(dict(zip(_CACHE, (str(folder.resolve()), 0.1), strict=True)))
         yield
     finally:
-        for name, value in before.items():
-            jax.config.update(name, value)
-        compilation_cache.reset_cache()  # it reads its folder once
+        _configure(before)
+
+
+def _configure(cache: Mapping[str, object]) -> None:
+    for name, value in cache.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()  # it reads its folder once

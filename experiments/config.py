@@ -127,8 +127,11 @@ class TwoTextsConfig(SeedsConfig):
 
     def check(self) -> None:
         super().check()
-        if self.a == self.b:
-            raise UserError("`a` and `b` must be two texts, but are the same")
+        if self.a.title == self.b.title:
+            raise UserError(
+                f"`a` and `b` must be two texts with different names, which are those of their folders, but both are"
+                f" {self.a.title!r}. Name one of them by `{{type: files, name, train, select, report}}`"
+            )
 
     def texts(self, folder: Path) -> list[Text]:
         return [self.a.prepare(folder), self.b.prepare(folder)]
@@ -152,7 +155,7 @@ class RatesConfig(StudyConfig):
     Attributes:
         learning_rates: for each model, the rate with the lowest mean loss on the part `select` at the end of trainings
             with `selection_seeds` is used; a single rate is used as it is. If empty, that of each configuration.
-        selection_seeds: distinct from `seeds`.
+        selection_seeds: distinct from `seeds`, and from each other.
         beyond_grid: maximum number of rates added to a grid with its best at an edge.
     """
 
@@ -164,10 +167,10 @@ class RatesConfig(StudyConfig):
         super().check()
         if len(set(self.learning_rates)) < len(self.learning_rates):
             raise UserError(f"`learning_rates` has a rate twice: {self.learning_rates}. Give each once")
-        both = set(self.seeds) & set(self.selection_seeds)
-        if len(self.learning_rates) > 1 and (both or not self.selection_seeds):
+        both, own = set(self.seeds) & set(self.selection_seeds), self.selection_seeds
+        if len(self.learning_rates) > 1 and (both or not own or len(set(own)) < len(own)):
             raise UserError(
-                f"`selection_seeds` must be others than `seeds`, at least one, but are {self.selection_seeds}: what is"
+                f"`selection_seeds` must be others than `seeds`, at least one and each once, but are {own}: what is"
                 " chosen by a training must not be reported of the same one"
             )
 

@@ -46,9 +46,14 @@ class Cost:
     memory: int | None = None
     stages: list[tuple[float, float]] = field(default_factory=list)
 
+    @property
+    def grows(self) -> bool:
+        """Whether the cost of a step changes during a training."""
+        return len(self.stages) > 1
+
     def spent(self, step: int, steps: int) -> float:
         """FLOPs of the first `step` of `steps` training steps."""
-        begun = [(fraction * steps, flops) for fraction, flops in self.stages]
+        begun = [(fraction * steps, flops) for fraction, flops in self.stages or [(0.0, self.flops)]]
         ends = [begin for begin, _ in begun[1:]] + [float(steps)]
         return sum(max(0.0, min(step, end) - begin) * flops for (begin, flops), end in zip(begun, ends, strict=True))
 
@@ -119,8 +124,10 @@ def _nearest(recipe: Recipe, parameters: int, unit: int) -> tuple[int, int]:
 def with_memory(own: Cost, recipe: Recipe, path: Path, compiles: bool = True) -> Cost:
     """Adds the peak memory of a training step, by XLA's count: arguments, results and temporary arrays.
 
-    It is determined by compiling, and cached at `path`; otherwise only taken from there.
+    It is determined by compiling, and cached at `path`, with the platform in its name; otherwise only taken from there.
     """
-    asked = {"model": recipe.raw["model"], "jax": jax.__version__, "tokens": own.tokens}
+    platform, parts = jax.default_backend(), recipe.raw["trainer"].get("per_device_parallelism", -1)
+    asked = {"model": recipe.raw["model"], "jax": jax.__version__, "tokens": own.tokens, "parts": parts}
+    path = path.with_stem(f"{path.stem}-{platform}")
     make = lambda: compile_ahead(recipe.config, vocabulary_size(recipe.config)).memory  # noqa: E731
     return dataclasses.replace(own, memory=kept(path, int, asked, make) if compiles else stored(path, int, asked))

@@ -54,6 +54,7 @@ class Measure(Generic[T]):
         more: other fields of the record of a reported training, from its run and the evaluator on the part `report`,
             which is None for an arm without a text.
         left_out: collects how many trainings were left to other processes; None: waits for these.
+        again: the lines about trainings that are known were shown before.
     """
 
     kind: type[T]
@@ -61,27 +62,28 @@ class Measure(Generic[T]):
     run_dir: Path
     more: Callable[[Job, Run, RunEvaluator | None], Mapping[str, object]] = lambda job, run, evaluator: {}
     left_out: list[int] | None = None
+    again: bool = False
 
     def free_first(self, make: Callable[["Measure[T]"], R]) -> R:
         """What `make` returns. It is called with a copy of this that leaves out what other processes are training and,
         if that was anything, once more with this, which waits."""
         left_out: list[int] = []
         found = make(dataclasses.replace(self, left_out=left_out))
-        return make(self) if left_out else found
+        return make(dataclasses.replace(self, again=True)) if left_out else found
 
     def search_and_report(self, arms: Sequence[Arm]) -> tuple[list[T], list[T]]:
         """The records of the reported trainings, and of the earlier ones that select learning rates."""
 
         def make(measure: Measure[T]) -> tuple[list[T], list[T]]:
             searched, chosen = measure.search(arms)
-            known = [arm for arm in arms if arm.group in chosen]
+            known = [arm for arm in arms if arm.group in chosen or not self.config.learning_rates]
             return measure.all(reported(known, self.config.seeds, chosen)), searched
 
         return self.free_first(make)
 
     def search(self, arms: Sequence[Arm], trains: Trains = lambda job: True) -> tuple[list[T], dict[Hashable, float]]:
         """Trainings with all rates, and the selected rate of each group; a single rate is used as it is. Groups with
-        missing trainings have no rate."""
+        missing trainings have no rate, nor has any without `learning_rates`."""
         rates = self.config.learning_rates
         single = {arm.group: rates[0] for arm in arms if len(rates) == 1}
         jobs = selection(arms, rates, self.config.selection_seeds)
@@ -128,9 +130,13 @@ class Measure(Generic[T]):
         found: dict[str, T] = {}
         spent, worked = 0.0, 0.0
         left = {job.name: job.arm.flops for job in jobs if stored(*self._place(job)) is None}
+        told = {job.name for job in jobs} - left.keys() if self.again else set()
         groups = at_once(jobs, self.config.seeds_at_once)
         with at_work(self.run_dir) as terminal:
-            print(f"{len(jobs)} trainings {why}, {sum(left.values()):.3g} FLOPs to go", file=terminal)
+            if left:
+                _check_reports(jobs)
+            if left or not self.again:
+                print(f"{len(jobs)} trainings {why}, {sum(left.values()):.3g} FLOPs to go", file=terminal)
 
             def waits(number: int) -> bool:
                 if self.left_out is None:
@@ -155,7 +161,8 @@ class Measure(Generic[T]):
                     rest = f", about {sum(left.values()) * spent / worked / 60:.0f} min left" if worked else ""
                     loss = found[job.name].report_loss if job.is_reported else found[job.name].select_loss
                     result = "diverged" if loss is None else f"loss {loss:.3f}"
-                    print(f"{number}/{len(jobs)}  {job.name}  {result}  {took:.0f} s{rest}", file=terminal)
+                    if job.name not in told:
+                        print(f"{number}/{len(jobs)}  {job.name}  {result}  {took:.0f} s{rest}", file=terminal)
                     jax.clear_caches()
         return [found[job.name] for job in jobs if job.name in found]
 
@@ -163,7 +170,7 @@ class Measure(Generic[T]):
         """The path of the record, its class, and everything that it depends on."""
         arm = job.arm
         hashes = {} if arm.text is None else {part: arm.text.hash(part) for part in PARTS}
-        base = "-".join(one.recipe.digest() for one in _bases(job)) or None
+        base = "-".join(_start(one, arm.text) for one in _bases(job)) or None
         asked = {"recipe": job.recipe.digest(), "base": base, "text": hashes}
         if job.is_reported:
             asked |= {"batches": self.config.report_batches, **(vars(arm.flow) if arm.flow else {}), **arm.asks}
@@ -211,6 +218,25 @@ def _claims(group: Sequence[Job]) -> list[str]:
 def _bases(job: Job) -> list[Job]:
     """The trainings that it starts from, the next one first."""
     return [] if job.base is None else [job.base, *_bases(job.base)]
+
+
+def _start(base: Job, text: Text | None) -> str:
+    """What a training starts from, with its text unless that is `text`."""
+    own = base.arm.text
+    return base.recipe.digest() + ("" if own is None or own == text else f":{own.hash('train')[:8]}")
+
+
+def _check_reports(jobs: Sequence[Job]) -> None:
+    """Raises: UserError: a text has less than a sequence to report on, which would show after all trainings only."""
+    known = set()
+    for job in jobs:
+        recipe = [job, *_bases(job)][-1].recipe
+        if job.arm.text is None or recipe.config.model is None:  # the latter starts from a run that says its length
+            continue
+        key = job.arm.text, recipe.raw["data"]["tokenizer"], recipe.config.Pos.size
+        if key not in known:
+            known.add(key)
+            recipe.check_report(job.arm.text)
 
 
 def _train(jobs: Sequence[Job], lanes: int) -> None:

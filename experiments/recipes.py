@@ -13,6 +13,7 @@ from levanter.tokenizers import MarinTokenizer
 
 from experiments.texts import Text
 from qkvflow.config import decode, read_yaml
+from qkvflow.data import check_enough_tokens
 from qkvflow.data.tokenizers import load_tokenizer, resolve_tokenizer
 from qkvflow.errors import UserError
 from qkvflow.models import NeuralOdeConfig
@@ -128,6 +129,15 @@ class Recipe:
     def tokenizer(self) -> MarinTokenizer:
         with tempfile.TemporaryDirectory() as folder:
             return load_tokenizer(resolve_tokenizer(self.config.data.tokenizer, Path(folder)))
+
+    def check_report(self, text: Text) -> None:
+        """Raises: UserError: the part `report` of a text is shorter than a sequence."""
+        with tempfile.TemporaryDirectory() as folder:
+            data = self.config.data.evaluating(text.file("report")).resolve(Path(folder))
+            try:
+                check_enough_tokens(data, self.config.Pos.size)
+            except UserError as error:
+                raise UserError(f"the text {text.name!r} is too short to report on: {error}") from None
 
     def digest(self, **more: str) -> str:
         """A hash of everything that determines a training, and `more`; independent of paths and of the machine."""

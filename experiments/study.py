@@ -64,23 +64,29 @@ class Study(Generic[C, R]):
         runs = config.runs(self.name)
         output = config.results(runs)
         path = output / "results.json"
-        if not config.redraw:
-            config.check()
-            record = made_here(self.make(config, runs), f"experiments.{self.name}")
-            output.mkdir(parents=True, exist_ok=True)
-            write_text(path, written(record))
-        if not path.is_file():
+        if config.redraw and not path.is_file():
             raise UserError(
                 f"there are no results in {output}: run the experiment first, without --redraw, or name their folder by"
                 " --output"
             )
-        record = read(self.record, json.loads(path.read_text()))
-        page = self.filled_page(record)
-        for name, content in {**self.files(record), self.page_name: page}.items():
+        if not config.redraw:
+            config.check()
+        content = path.read_text() if config.redraw else written(made_here(self.make(config, runs), self.module))
+        record = read(self.record, json.loads(content))
+        page, tables = self.filled_page(record), self.files(record)  # before earlier results are replaced
+        output.mkdir(parents=True, exist_ok=True)
+        if not config.redraw:
+            write_text(path, content)
+        for name, content in {**tables, self.page_name: page}.items():
             write_text(output / name, content.csv() if isinstance(content, Table) else content)
         style.save(self.figures(record), output)
         print(f"{page}\nWritten to {output}", flush=True)
         return record
+
+    @property
+    def module(self) -> str:
+        """Its program."""
+        return f"experiments.{self.name}"
 
     def filled_page(self, record: R) -> str:
         """`page.md` with its values."""

@@ -88,10 +88,10 @@ class AblationsConfig(OtherDepthsConfig):
         check_among("only", self.chosen, self.groups)
         for name, group in self.groups.items():
             check_reference(f"groups.{name}.reference", group.reference, group.arms, "its arms")
-            if group.by and len(self.learning_rates) > 1:
+            if group.by and self.learning_rates:
                 raise UserError(
-                    f"groups.{name}.by: arms are shown by their own learning rates, but `learning_rates` chooses one"
-                    " for each. Leave one of them out"
+                    f"groups.{name}.by: arms are shown by their own learning rates, but `learning_rates` gives one to"
+                    " each. Leave one of them out"
                 )
 
 

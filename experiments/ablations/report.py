@@ -132,7 +132,10 @@ def _edges(record: Ablations) -> str:
     """The arms whose best rate is at an edge of a grid that could grow, in words."""
     if not record.selection or not record.protocol.beyond_grid:
         return ""
-    arms = {about.model: arm for asked in record.protocol.groups.values() for arm, about in asked.arms.items()}
+    arms: dict[str, str] = {}
+    for name, asked in record.protocol.groups.items():
+        for arm, about in asked.arms.items():
+            arms.setdefault(about.model, f"{name}.{arm}")  # others are the same model
     return f" {about_edges({arm: tried(r for r in record.selection if r.model == of) for of, arm in arms.items()})}"
 
 

@@ -28,11 +28,14 @@ class AtTime:
 
 
 def at_time(record: Comparison) -> dict[str, AtTime]:
-    """system -> what it has reached; systems without trainings on the machine of the reference are left out."""
+    """system -> what it has reached, without systems that have no trainings on the machine of the reference, and those
+    whose depth grows: no step's time stands for all of theirs."""
     row, name = record.row("iso_step"), record.protocol.reference
     if not record.timed(row.get(name, ())):
         return {}
-    here = {system: record.timed(own) for system, own in row.items()}
+    here = {system: record.timed(own) for system, own in row.items() if not record.cost(own[0]).grows}
+    if name not in here:
+        return {}
     budget = here[name][0].steps * _seconds(here[name])
     last = {r.seed: r.select_loss for r in here[name]}
     found = {}

@@ -132,8 +132,8 @@ class CompareConfig(SearchConfig):
             f"`{', '.join(first)}`: of trainings with equal steps, so `rows` must have iso_step": (
                 first and "iso_step" not in self.rows
             ),
-            f"`check_rates.factors` must be positive, 1 and others, to see on which side of the transferred rate the"
-            f" best is; got {self.check_rates and self.check_rates.factors}": (
+            f"`check_rates.factors` must be positive, 1 and others, each once, to see on which side of the transferred"
+            f" rate the best is; got {self.check_rates and self.check_rates.factors}": (
                 self.check_rates and not _are_around_one(self.check_rates.factors)
             ),
             "`check_rates` checks rates that were transferred: set `search_width`": (
@@ -218,4 +218,4 @@ def _width(recipe: Recipe) -> int:
 
 
 def _are_around_one(factors: list[float]) -> bool:
-    return 1.0 in factors and len(set(factors)) > 1 and min(factors) > 0
+    return 1.0 in factors and len(set(factors)) == len(factors) > 1 and min(factors) > 0

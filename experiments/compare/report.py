@@ -20,8 +20,10 @@ def reached(record: Comparison, line: Line, target: float) -> dict[str, float]:
     there = line.reaches(target)
     timed = record.timed(r for _, r in there)
     steps = _mean(step for step, _ in there)
-    seconds = _mean(step * r.seconds_per_step for step, r in there if r in timed)
-    return {"n": len(there), "steps": steps, "seconds": seconds, "flops": steps * line.cost.flops}
+    # Where depth grows, no step's time stands for all.
+    seconds = _mean(step * r.seconds_per_step for step, r in there if r in timed and not line.cost.grows)
+    flops = _mean(line.cost.spent(step, line.steps) for step, _ in there)
+    return {"n": len(there), "steps": steps, "seconds": seconds, "flops": flops}
 
 
 def _mean(values: Iterable[float]) -> float:

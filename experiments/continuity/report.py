@@ -81,9 +81,9 @@ class Continuity(Record):
         """So many steps of the arm's own solver."""
         return self.of(arm=arm)[0].solver, steps
 
-    def places(self, arm: str, least: float = 0) -> list[Place]:
-        """Where the arm is evaluated with its own solver, with at least so many steps."""
-        return [self.at(arm, steps) for steps in self.protocol.read_at if steps >= least]
+    def places(self, arm: str, least: float = 0, most: float = math.inf) -> list[Place]:
+        """Where the arm is evaluated with its own solver, with at least and at most so many steps."""
+        return [self.at(arm, steps) for steps in self.protocol.read_at if least <= steps <= most]
 
     def loss(self, arm: str, place: Place) -> Interval:
         """The loss at that place."""
@@ -118,7 +118,9 @@ def page(record: Continuity) -> Mapping[str, object]:
     places = {arm: [*(record.at(arm, steps) for steps in p.shown_at), p.rk4] for arm in record.flows}
     rows = [[arm, own[0][0], *(f"{record.loss(arm, place).mean:.3f}" for place in own)] for arm, own in places.items()]
     return {
-        "rates": f"{p.about_search}. {about_edges(found)}" if record.selection else f"{p.about_rates('each arm')}.",
+        "rates": f"{p.about_search if p.search_width else p.about_rates('each arm')}. {about_edges(found)}"
+        if record.selection
+        else f"{p.about_rates('each arm')}.",
         "missing": ", ".join(sorted(set(p.arms) - set(record.costs))) or "none",
         "losses": table("arm", record.lines, *columns),
         "stacks": any("stack" in p.arms[arm] for arm in record.costs) or None,
@@ -131,15 +133,19 @@ def page(record: Continuity) -> Mapping[str, object]:
 
 
 def worst(record: Continuity, arm: str, places: Sequence[Place]) -> Interval:
-    """The change of largest magnitude among these places."""
-    return max((record.change(arm, place) for place in places), key=lambda change: abs(change.mean))
+    """The change of largest magnitude among these places; one that is not finite is the largest."""
+
+    def size(change: Interval) -> float:
+        return abs(change.mean) if math.isfinite(change.mean) else math.inf
+
+    return max((record.change(arm, place) for place in places), key=size)
 
 
 def _verdicts(record: Continuity) -> Table:
     p, rows = record.protocol, []
     for arm in record.flows:
-        upwards = worst(record, arm, [*record.places(arm, p.layers), p.rk4])
-        around = worst(record, arm, record.places(arm, p.layers / 2))
+        upwards = worst(record, arm, [*record.places(arm, p.layers, 4 * p.layers), p.rk4])
+        around = worst(record, arm, record.places(arm, p.layers / 2, 4 * p.layers))
         holds = abs(upwards.mean) <= UPWARDS and abs(around.mean) <= AROUND
         own = record.loss(arm, record.at(arm, p.layers))
         rows.append([arm, own, record.change(arm, p.rk4), upwards, around, "yes" if holds else "no"])

@@ -9,6 +9,7 @@ from experiments.lift.plan import LiftStudyConfig, healed, make_runs, trained
 from experiments.lift.report import Lifted, Trained
 from experiments.measure import Measure
 from experiments.study import Study
+from qkvflow.locks import locked
 from qkvflow.runs import load_run
 from qkvflow.runs.evaluate import RunEvaluator
 from qkvflow.runs.load import Run
@@ -21,8 +22,9 @@ def make(config: LiftStudyConfig, run_dir: Path) -> Lifted:
     results = measure.all(reported([base], config.seeds))
     for seed in config.seeds:
         jobs = healed(config, base, seed, run_dir)
-        if Job.of(base, seed).recipe.is_finished:  # otherwise all its measurements exist
-            with at_work(run_dir):
+        if len(measure.those(jobs, lambda job: False)) < len(jobs):
+            # For one process at a time: others find the runs there.
+            with at_work(run_dir), locked(run_dir / f"made-seed{seed}.lock", wait=True):
                 make_runs(config, base, seed, run_dir)
         results += measure.all(jobs)
     costs = {"trained": base.cost.parameters}

@@ -7,7 +7,7 @@ from typing import Any
 
 from experiments.config import StudyConfig
 from experiments.cost import cost_of
-from experiments.jobs import Arm, Job
+from experiments.jobs import Arm, Job, train
 from experiments.texts import Text
 from qkvflow.data import copy_tokenizer
 from qkvflow.errors import UserError
@@ -90,11 +90,15 @@ def healed(config: LiftStudyConfig, base: Arm, seed: int, run_dir: Path) -> list
 
 
 def make_runs(config: LiftStudyConfig, base: Arm, seed: int, run_dir: Path) -> None:
-    """Creates the runs from which one seed's fine-tunes start; existing runs stay unchanged."""
+    """Creates the runs from which one seed's fine-tunes start; existing runs stay unchanged. The model is trained where
+    only its measurements are here, as on another machine."""
     wanted = {(kind, k): _made(run_dir, kind, k, seed) for kind in KINDS for k in config.dims}
     if all(target.exists() for target in wanted.values()):
         return
-    run = load_run(Job.of(base, seed).recipe.run.path)
+    begin = Job.of(base, seed).recipe
+    if not begin.is_finished:
+        train(begin)
+    run = load_run(begin.run.path)
     model = enter(run.model)
     assert isinstance(model, NeuralOdeLMHeadModel)
     layers = {"aligned": aligned(model), "not aligned": model}

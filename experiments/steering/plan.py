@@ -8,7 +8,7 @@ from experiments.cost import cost_of
 from experiments.jobs import Arm
 from experiments.recipes import Recipe, ordinary
 from experiments.steering.controls import data_of, training_records
-from experiments.texts import Text
+from experiments.texts import PARTS, Text
 from qkvflow.errors import UserError
 from qkvflow.ranges import Count, Positive, ProperShare
 
@@ -74,7 +74,7 @@ def arms(config: SteeringConfig, texts: list[Text], run_dir: Path) -> list[Arm]:
         )
     names = ("record", "without_control", "samples", "length", "temperature", "between")
     asks = {name: getattr(config, name) for name in names}
-    asks |= {text.name: [text.hash(part) for part in ("select", "report")] for text in texts}
+    asks |= {text.name: [text.hash(part) for part in PARTS] for text in texts}
     layers = Recipe({**recipe.raw, "model": ordinary(recipe.euler_flow(), plain.model.depth.steps)})
     found = []
     for name in ARMS:

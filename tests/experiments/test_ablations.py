@@ -77,8 +77,29 @@ def test_the_page_says_whose_best_rate_is_at_an_edge():
     protocol = dataclasses.replace(record.protocol, learning_rates=[1e-3, 3e-3, 1e-2], beyond_grid=2)
     text = STUDY.filled_page(dataclasses.replace(record, protocol=protocol, selection=selection))
     assert "0.001, 0.003, 0.01, and of up to 2 more while the best is at an edge, with the lowest" in text
-    assert "for each arm. Still at an edge: two. The model after" in text
+    assert "for each arm. Still at an edge: first.two. The model after" in text
     assert "edge" not in STUDY.filled_page(record)
+
+
+def test_arms_of_one_name_in_two_groups_are_two():
+    record = made_up()
+    one, protocol = record.results[0], record.protocol
+    second = protocol.groups["second"]
+    arms = second.arms | {"two": dataclasses.replace(second.arms["two"], model="c-2")}
+    more = [dataclasses.replace(r, model="c-2") for r in record.results if r.model == "b-1"]
+    losses = {"a-0": (2.0, 1.9, 2.1), "b-1": (2.0, 2.1, 2.2), "c-2": (2.0, 1.9, 2.1)}
+    rates = [1e-3, 3e-3, 1e-2]
+    selection = [
+        dataclasses.replace(one, model=model, learning_rate=rate, select_loss=loss)
+        for model, own in losses.items()
+        for rate, loss in zip(rates, own, strict=True)
+    ]
+    groups = protocol.groups | {"second": dataclasses.replace(second, arms=arms)}
+    protocol = dataclasses.replace(protocol, learning_rates=rates, beyond_grid=2, groups=groups)
+    models = record.models | {"c-2": record.models["b-1"]}
+    results = record.results + more
+    record = dataclasses.replace(record, protocol=protocol, selection=selection, models=models, results=results)
+    assert "Still at an edge: first.two. " in STUDY.filled_page(record)
 
 
 def test_arms_that_differ_in_a_key_and_in_their_rate_are_shown_by_both():
@@ -120,6 +141,10 @@ def test_what_cannot_be_ablated_is_refused(tmp_path):
         ({"groups": {"g": group | {"arms": {"a": {}}}}}, "at least two arms"),
         (
             {"groups": {"g": group | {"by": "depth.steps"}}, "learning_rates": [1e-3, 2e-3]},
+            "by: arms are shown by their own",
+        ),
+        (
+            {"groups": {"g": group | {"by": "depth.steps"}}, "learning_rates": [1e-3]},
             "by: arms are shown by their own",
         ),
     ):

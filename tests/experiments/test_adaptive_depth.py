@@ -58,8 +58,10 @@ def test_flow_and_gpt2_have_the_same_size_once_materialised(planned):
 def test_two_texts_are_needed_and_a_folder_may_be_elsewhere(tmp_path):
     with pytest.raises(UserError, match="nothing to study"):
         STUDY.carry_out(AdaptiveDepthConfig(run_dir=str(tmp_path), seeds=[0, 1]))
-    with pytest.raises(UserError, match="are the same"):
+    with pytest.raises(UserError, match="both are 'topics'"):
         smoke(STUDY, b={"type": "builtin", "text": "topics"}).check()
+    with pytest.raises(UserError, match="both are 'wikitext2'"):  # they would share a folder
+        smoke(STUDY, a={"type": "wikitext2", "folder": "one"}, b={"type": "wikitext2", "folder": "two"}).check()
     config = parse(AdaptiveDepthConfig, [*FULL, "--a.folder", "nowhere"])[0]
     config.check()
     with pytest.raises(UserError, match=r"nowhere/valid\.txt cannot be read"):

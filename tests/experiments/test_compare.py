@@ -1,6 +1,8 @@
 """The comparison: equal where it says so, blind to the text it reports on, the same again after being killed."""
 
+import dataclasses
 import json
+import math
 import os
 import signal
 import subprocess
@@ -14,9 +16,11 @@ from support.studies import ABOUT, ORIGIN, ROOT, smoke
 
 from experiments import style
 from experiments.compare.__main__ import STUDY
+from experiments.compare.clock import at_time
 from experiments.compare.plan import CompareConfig, arms, recipes
 from experiments.compare.record import Comparison, by_row
 from experiments.compare.report import files, losses, reached
+from experiments.cost import cost_of, with_memory
 from experiments.jobs import Job, reported, selection
 from experiments.records import read
 from experiments.statistics import holm, paired
@@ -70,12 +74,44 @@ def test_tables_come_from_the_record_alone():
     assert len(made["runs.csv"].rows) == 6
 
 
+def test_where_depth_grows_the_first_steps_cost_less():
+    record = made_up()
+    ended = [dataclasses.replace(r, select_loss=r.curve[-1][1]) for r in record.results]
+    record = dataclasses.replace(record, results=ended)
+    assert set(at_time(record)) == {"a", "b_c"}
+    growing = dataclasses.replace(record.costs["b_c-d32-s10"], flops=1e9, stages=[(0.0, 0.5e9), (0.5, 1.5e9)])
+    record = dataclasses.replace(record, costs=record.costs | {"b_c-d32-s10": growing})
+    found = reached(record, by_row(record)["iso_step"]["b_c"], 3.0)  # after 5 of 10 steps
+    assert (found["steps"], found["flops"]) == (5, 2.5e9)
+    assert math.isnan(found["seconds"])
+    assert set(at_time(record)) == {"a"}
+
+
+def test_memory_is_that_of_the_division_of_the_batch(tmp_path):
+    config = smoke(STUDY)
+    whole = config.recipe(next(iter(config.systems.values())), config.text.prepare(tmp_path / "texts"), tmp_path)
+    parts = whole.but({"trainer": {"per_device_parallelism": 1}})
+    found = [with_memory(cost_of(own), own, tmp_path / "x.json").memory for own in (whole, parts)]
+    assert found[1] < found[0]
+    assert [path.name for path in tmp_path.glob("x*")] == ["x-cpu.json"]
+    assert with_memory(cost_of(whole), whole, tmp_path / "x.json", compiles=False).memory is None
+
+
 def test_what_cannot_be_compared_is_refused():
     for changes, message in (
         ({"reference": "nothing"}, "not among `systems`"),
         ({"rows": ["iso_nothing"]}, "Choices: iso_step"),
         ({"seeds": [1]}, "at least two"),
         ({"learning_rates": [1e-3, 1e-2], "selection_seeds": [1]}, "must be others than `seeds`"),
+        ({"learning_rates": [1e-3, 1e-2], "selection_seeds": [5, 5]}, "each once, but are \\[5, 5\\]"),
+        (
+            {
+                "check_rates": {"arms": ["standard"], "factors": [1.0, 1.0, 2.0]},
+                "search_width": 32,
+                "learning_rates": [1e-3, 1e-2],
+            },
+            "factors` must be positive, 1 and others, each once",
+        ),
     ):
         with pytest.raises(UserError, match=message):
             smoke(STUDY, **changes).check()

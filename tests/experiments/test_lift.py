@@ -1,5 +1,7 @@
 """The study of lifted models: which layers stay, what is made, and that it is made once."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
@@ -75,3 +77,10 @@ def test_smoke_and_again(tmp_path, capsys):
     again = STUDY.carry_out(config)
     assert again.results == first.results
     assert capsys.readouterr().out == page
+    # On another machine, which has the measurements but not all, and no runs.
+    (lost,) = (tmp_path / "runs" / "readings").glob("dropped_1-*-seed1.json")
+    lost.unlink()
+    elsewhere = smoke(STUDY, run_dir=str(tmp_path / "elsewhere"), readings=str(tmp_path / "runs" / "readings"))
+    assert STUDY.carry_out(elsewhere).results == [
+        dataclasses.replace(r, seconds_per_step=pytest.approx(r.seconds_per_step, rel=1e3)) for r in first.results
+    ]

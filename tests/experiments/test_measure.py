@@ -1,6 +1,7 @@
 """Reading trainings: only causal models, once, on any machine; and how long it will take."""
 
 import contextlib
+import dataclasses
 import io
 import math
 from dataclasses import dataclass
@@ -8,8 +9,10 @@ from dataclasses import dataclass
 import haliax as hax
 import jax
 import pytest
+from support.studies import smoke
 
 from experiments import measure
+from experiments.compare.__main__ import STUDY
 from experiments.config import RatesConfig, SeedsConfig
 from experiments.cost import Cost
 from experiments.jobs import Arm, Job
@@ -18,7 +21,9 @@ from experiments.leak.model import Model
 from experiments.measure import Measure, check_causality
 from experiments.recipes import Recipe
 from experiments.records import Training
+from experiments.texts import PARTS, Text
 from qkvflow.errors import UserError
+from qkvflow.locks import locked
 from qkvflow.training.finite import Diverged
 
 
@@ -36,6 +41,9 @@ def job(name: str, minutes: int, is_reported: bool = True, **asks) -> Job:
     raw = {"run_dir": "r", "data": {"tokenizer": "byte"}, "trainer": {"num_train_steps": minutes}, "optimizer": {}}
     arm = Arm(label=name, recipe=Recipe(raw), cost=Cost(1, 1, 1, 1.0, 1), what=Named(name), asks=asks)
     return Job.of(arm, 3, 0.1, is_reported)
+
+
+ARMS = [job(name, 1).arm for name in "ab"]
 
 
 @pytest.fixture
@@ -91,6 +99,67 @@ def test_readings_alone_are_enough_and_only_for_what_they_are(tmp_path, trained)
     ):
         reader(tmp_path / "here", **config).all([other])
     assert names == ["a", "b", *"aaa"]
+
+
+@pytest.mark.parametrize(("rates", "used"), [([], 0.1), ([0.3], 0.3), ([0.3, 0.2], 0.2)])
+def test_every_arm_is_reported_with_or_without_a_search(tmp_path, trained, monkeypatch, rates, used):
+    monkeypatch.setattr(
+        measure, "read_training", lambda job: Training(job.seed, job.rate, [(1, 1.0)], job.rate, seconds_per_step=0.1)
+    )
+    config = RatesConfig(learning_rates=rates, seeds=[1, 2], selection_seeds=[5])
+    study = Measure(Trained, config, tmp_path, lambda *_: {"report_loss": 1.0})
+    arms = [dataclasses.replace(arm, recipe=arm.recipe.but({"optimizer": {"learning_rate": 0.1}})) for arm in ARMS]
+    found, searched = study.search_and_report(arms)
+    assert [(r.name, r.seed, r.learning_rate) for r in found] == [(n, s, used) for s in (1, 2) for n in "ab"]
+    assert len(searched) == (len(rates) * 2 if len(rates) > 1 else 0)
+
+
+def test_what_was_told_is_not_told_again(tmp_path, trained):
+    held, first = job("held", 1), job("first", 1)
+    study = reader(tmp_path)
+    with locked(tmp_path / "claims" / f"{held.name}.lock", wait=False):
+        left = []
+        dataclasses.replace(study, left_out=left).all([first, held])
+    assert left == [1]
+    before = len(trained[1].getvalue().splitlines())
+    again = dataclasses.replace(study, again=True)
+    again.all([first, held])
+    again.all([first])
+    assert [line.split("  ")[:2] for line in trained[1].getvalue().splitlines()[before:]] == [
+        ["2 trainings to report, 1 FLOPs to go"],
+        ["2/2", held.name],
+    ]
+
+
+def test_a_text_too_short_to_report_on_is_refused_before_any_training(tmp_path, trained):
+    for part, size in (("train", 999), ("select", 99), ("report", 5)):
+        (tmp_path / f"{part}.txt").write_text("x" * size)
+    text = Text("short", tmp_path)
+    recipe = smoke(STUDY).recipe("configs/wikitext2/neuralode.yaml", text, tmp_path / "runs")
+    arm = dataclasses.replace(job("a", 1).arm, recipe=recipe, text=text)
+    for is_reported in (False, True):
+        with pytest.raises(UserError, match=r"the text 'short' is too short to report on: .* has \d tokens"):
+            reader(tmp_path).all([Job.of(arm, 3, 0.1, is_reported)])
+    assert trained[0] == []
+
+
+def test_a_base_on_another_text_is_another_start(tmp_path, trained):
+    names, _ = trained
+    texts = []
+    for name in ("source", "target"):
+        (tmp_path / name).mkdir()
+        for part in PARTS:
+            (tmp_path / name / f"{part}.txt").write_text(f"{name} {part} " * 200)
+        texts.append(Text(name, tmp_path / name))
+    recipe = smoke(STUDY).recipe("configs/wikitext2/neuralode.yaml", texts[1], tmp_path / "runs")
+    plain = dataclasses.replace(job("a", 1).arm, text=texts[1], recipe=recipe)
+    base = dataclasses.replace(plain, label="base", text=texts[0])
+    arm = dataclasses.replace(plain, base=base)
+    reader(tmp_path).all([Job.of(arm, 3, 0.1, is_reported=False)])
+    (tmp_path / "source" / "train.txt").write_text("something else")
+    with pytest.raises(UserError, match="with another start"):
+        reader(tmp_path).all([Job.of(arm, 3, 0.1, is_reported=False)])
+    assert names == ["a"]
 
 
 def test_the_record_of_another_training_is_not_replaced(tmp_path, trained):

@@ -17,7 +17,7 @@ from experiments.steering.controls import TOKENS, between, cut, sequences, token
 from experiments.steering.judge import Judge, K, NgramModel, pieces_of
 from experiments.steering.plan import ARMS, SteeringConfig, arms
 from experiments.steering.report import AGAINST_TOKEN, Steering, accuracies, draw, files, losses
-from experiments.texts import Builtin, Text, write_new
+from experiments.texts import PARTS, Builtin, Text, write_new
 from qkvflow.errors import UserError
 
 
@@ -144,6 +144,7 @@ def test_jobs_are_configurations_and_what_cannot_be_is_refused(texts, tmp_path):
     # Measured without the arm `token`, the others are not measured again.
     asked = {"record", "without_control", "samples", "length", "temperature", "between", "topics", "library"}
     assert all(set(job.arm.asks) == asked for job in planned)
+    assert all(job.arm.asks[text.name] == [text.hash(part) for part in PARTS] for job in planned for text in texts)
     for changes, message in (
         ({"base": "configs/wikitext2/neuralode.yaml", "overrides": {}}, r"control.dim` must be 2, .* but is None"),
         ({"length": 64}, "longer than `model.max_seq_len`, 64"),
@@ -151,7 +152,7 @@ def test_jobs_are_configurations_and_what_cannot_be_is_refused(texts, tmp_path):
         with pytest.raises(UserError, match=message):
             arms(smoke(STUDY, **changes), texts, tmp_path)
     for changes, message in (
-        ({"b": {"type": "builtin", "text": "topics"}}, "are the same"),
+        ({"b": {"type": "builtin", "text": "topics"}}, "both are 'topics'"),
         ({"between": [0.0, 0.5]}, "must have 0 .* and 1"),
         ({"temperature": 0.0}, "`temperature` must be above 0"),
         ({"samples": 0}, "`samples` must be at least 1"),
