@@ -21,6 +21,7 @@ from qkvflow.runs.config import FinetuneConfig
 from qkvflow.runs.directory import RunDirectory, location_of, run_id
 from qkvflow.runs.load import find_run
 from qkvflow.runs.merge import merge_run
+from qkvflow.runs.prepare import check_is_same
 from qkvflow.training.finetune import finetune_directory, settle
 from qkvflow.training.session import train_run
 from qkvflow.training.start import FromBase
@@ -45,7 +46,9 @@ def main(config: FinetuneConfig) -> Path | Place:
     directory = finetune_directory(config)
     if config.merge:
         _target(directory, config, free=True)
-    if not (config.merge and _is_finished(directory, settled)):
+    if config.merge and _is_finished(directory, settled):
+        check_is_same(directory, settled)
+    else:
         with quiet_libraries() as quiet:
             trained = train_run(settled, functools.partial(FromBase.of, base=base, mode=mode), quiet)
         conclude(trained.text, trained.exit_status)

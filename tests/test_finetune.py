@@ -200,6 +200,12 @@ def test_merged_is_unmerged_and_stands_alone(base, tuned, tmp_path):
         main(decode(FinetuneConfig, {"run": str(merged), "merge": True}))
 
 
+def test_another_configuration_is_not_merged_as_this_one(base, tuned):
+    tuned("lora")
+    with pytest.raises(UserError, match=r"another configuration:\n.*mode\.r: 2 before, 4 now"):
+        _finetune(_raw(base, "tuned-lora", {**MODES["lora"], "r": 4}, steps=5) | {"merge": True})
+
+
 def test_a_lora_run_knows_its_base(base, tuned, tmp_path):
     moved = tmp_path / "moved"
     moved.mkdir()
@@ -340,9 +346,16 @@ def test_an_unfinished_base_is_refused_unless_its_checkpoint_is_named(base, tmp_
         _finetune(raw)
     named, _, _ = settle(decode(FinetuneConfig, {**raw, "checkpoint_step": 11}))
     assert named.checkpoint_step == 11
+    # Of a run that was stopped; its own training would remove it.
+    record = unfinished / "checkpoints" / "step-11" / "metadata.json"
+    record.write_text(json.dumps(json.loads(record.read_text()) | {"is_temporary": True}))
+    kept = _finetune({**raw, "checkpoint_step": 11})
+    assert json.loads(record.read_text())["is_temporary"] is False
+    assert load_run(kept).step == 0
+    raw["trainer"]["id"] = "from-nothing"
     shutil.rmtree(unfinished / "checkpoints")
     with pytest.raises(UserError, match="no checkpoint yet"):
-        _finetune({**raw, "trainer": {**raw["trainer"], "id": "from-nothing"}})
+        _finetune(raw)
 
 
 @SLOW

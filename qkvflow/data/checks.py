@@ -26,7 +26,8 @@ def check_enough_tokens(data: LmDataConfig, seq_len: int) -> TokenCounts:
 
     Raises:
         UserError: a training component, or its validation part, has less than one sequence, or
-            `num_validation_sequences` leaves nothing for training; the message gives the numbers.
+            `num_validation_sequences` leaves nothing for training; the message gives the numbers. Or
+            `max_train_batches` names no component.
     """
     train = _counts(data, data.build_caches("train"), seq_len, "training")
     # Components in `num_validation_sequences` are evaluated on part of their training sequences instead.
@@ -44,6 +45,12 @@ def check_enough_tokens(data: LmDataConfig, seq_len: int) -> TokenCounts:
                 f"component {missing[0]!r} has no training data. Give it some, or set its weight in "
                 "`train_weights` to 0 if it is for validation only."
             )
+    unknown = sorted(set(data.max_train_batches or {}) - set(data.components))
+    if unknown:
+        raise UserError(
+            f"max_train_batches has {', '.join(unknown)}, which no component is called. Components:"
+            f" {', '.join(data.components)}."
+        )
     for name, held_out in (data.num_validation_sequences or {}).items():
         available = train.get(name, 0) // seq_len
         if not 0 < held_out < available:
@@ -65,7 +72,7 @@ def is_trained_on(data: LmDataConfig, name: str) -> bool:
 def _counts(data: LmDataConfig, caches: Mapping[str, TreeCache[dict]], seq_len: int, purpose: str) -> dict[str, int]:
     counts = {}
     for name, cache in caches.items():
-        component = _component(data, name)
+        component = component_of(data, name)
         tokens = cache.flat_field_length(component.format.token_data_key) if len(cache) else 0
         # Packed and chat data is padded: each document is one sequence.
         is_stream = isinstance(component.format, TextLmDatasetFormat) and not component.pack
@@ -82,7 +89,8 @@ def _too_short(name: str, purpose: str, tokens: int, needed: int) -> str:
     return f"{found}. Give {more}" + (f", or set train_seq_len to at most {tokens}." if tokens > 1 else ".")
 
 
-def _component(data: LmDataConfig, name: str) -> DatasetComponent:
+def component_of(data: LmDataConfig, name: str) -> DatasetComponent:
+    """That of a cache."""
     if name in data.components:
         return data.components[name]
     parent, child = name.split("/", 1)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from levanter.data.mixture import StopStrategy
 from levanter.data.text import (
     ConcatDatasetComponent,
     DatasetComponent,
@@ -63,6 +64,9 @@ class DataConfig(LmDataConfig):
     def __post_init__(self):
         super().__post_init__()
         check_ranges(self)
+        if self.stop_strategy not in StopStrategy:
+            choices = ", ".join(map(str, StopStrategy))
+            raise UserError(f"stop_strategy: {self.stop_strategy!r} is not known. Choices: {choices}.")
         if self.validation is not None and self.train is None:
             raise UserError("`validation` is given without `train`: also give `train`.")
 

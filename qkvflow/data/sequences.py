@@ -4,9 +4,11 @@ Levanter makes each by two calls of compiled functions, which hold Python's lock
 takes on a GPU.
 """
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
+import haliax as hax
 import jax
 import numpy as np
 from haliax import Axis
@@ -67,7 +69,24 @@ class Sequences(AtOnce[LmExample]):
             dataset, Pos, eos_id=eos_id, block_cross_document_attention=block_cross_document_attention
         )
         named = NamedLmDataset(dataset, Pos)
-        super().__init__(dataset, lambda item: named.fn(causal.fn(item) if isinstance(item, dict) else item))
+
+        def example(item: Any) -> LmExample:
+            return named.fn(causal.fn(item)) if isinstance(item, dict) else _within_documents(named.fn(item), Pos)
+
+        super().__init__(dataset, example)
+
+
+def _within_documents(example: LmExample, Pos: Axis) -> LmExample:
+    """Without loss on padding, and on the first token of a document, which is predicted from another one.
+
+    Differs from Levanter, whose packed sequences count both.
+    """
+    ids = None if example.attn_mask is None else example.attn_mask.segment_ids
+    if ids is None:
+        return example
+    own = ids[0]
+    is_inside = (own >= 0) & (hax.roll(own, -1, Pos) == own)
+    return dataclasses.replace(example, loss_weight=example.loss_weight * is_inside)
 
 
 def without_examples(dataset: AsyncDataset) -> AsyncDataset:

@@ -165,6 +165,10 @@ class Base(abc.ABC):
     def load(self) -> LmHeadModel:
         """Its parameters, on every device."""
 
+    def keep(self) -> None:
+        """Sees to it that the parameters stay where they are, as far as training its own run on would remove them."""
+        return  # only a run goes on
+
     @property
     def checkpoint_step(self) -> int | None:
         """The step of a run's checkpoint."""

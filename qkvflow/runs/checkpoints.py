@@ -121,6 +121,15 @@ def clean_up(folder: Folder) -> None:
             place.write(_METADATA, json.dumps(record).encode())
 
 
+def keep(folder: Folder, step: int) -> None:
+    """Makes a checkpoint permanent, so that Levanter does not remove it when newer ones are there."""
+    place = Place.of(folder) / f"step-{step}"
+    if _is_sound(place, step):
+        record = json.loads(place.read(_METADATA))
+        if record.get("is_temporary"):
+            place.write(_METADATA, json.dumps(record | {"is_temporary": False}).encode())
+
+
 def remove_checkpoint(checkpoint: Folder) -> None:
     """Removes a checkpoint, which stops being complete before anything of it is gone."""
     place = Place.of(checkpoint)

@@ -30,7 +30,7 @@ from qkvflow.named import is_named
 from qkvflow.places import Place
 from qkvflow.runs.base import Base, BaseRecord, OfficialBase
 from qkvflow.runs.buckets import bucket_errors_are_told
-from qkvflow.runs.checkpoints import Damaged, all_damaged, checkpoint_steps, newest_good
+from qkvflow.runs.checkpoints import Damaged, all_damaged, checkpoint_steps, keep, newest_good
 from qkvflow.runs.config import FinetuneConfig, TrainConfig
 from qkvflow.runs.directory import RunDirectory
 from qkvflow.runs.disk import disk_errors_are_told
@@ -143,6 +143,10 @@ class RunBase(Base):
 
     def load(self) -> LmHeadModel:
         return _read_run(find_run(self.path), self.step).model
+
+    def keep(self) -> None:
+        with contextlib.suppress(PermissionError):  # of somebody else
+            keep(find_run(self.path).checkpoints, self.step)
 
     @property
     def checkpoint_step(self) -> int | None:

@@ -7,7 +7,7 @@ import re
 import shutil
 import stat
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -36,6 +36,7 @@ from qkvflow.runs.directory import RunDirectory, location_of, log_name, run_id
 from qkvflow.runs.growth import check_depth_goes_on
 from qkvflow.runs.mirror import LOCK
 from qkvflow.runs.processes import damage_found_with_followers, follow, let_others_wait, tell_others
+from qkvflow.tracking import read_metrics
 
 C = TypeVar("C", bound=TrainConfig)
 _ATTEMPTS = 10
@@ -258,8 +259,9 @@ def _begin(directory: RunDirectory, config: C) -> PreparedRun[C]:
 
 
 def _has_begun(directory: RunDirectory) -> bool:
-    """Whether there is a metric of any step, or a checkpoint, complete or not."""
-    has_metrics = directory.metrics.is_file() and directory.metrics.stat().st_size > 0
+    """Whether there is a training loss of any step, or a checkpoint, complete or not. What a fine-tune says of its base
+    comes before."""
+    has_metrics = directory.metrics.is_file() and any("train/loss" in r for r in read_metrics(directory.metrics))
     return has_metrics or bool(directory.checkpoints.names() or directory.damaged.names())
 
 
@@ -276,7 +278,10 @@ def _follow(directory: RunDirectory, config: C) -> PreparedRun[C]:
 def _continued(config: C, stored: C) -> C:
     """With what an earlier start has settled, where it is not given."""
     size = stored.vocab_size if config.vocab_size is None else config.vocab_size
-    return dataclasses.replace(config.settled(stored), vocab_size=size)
+    batch = config.trainer.train_batch_size
+    batch = stored.trainer.train_batch_size if batch == -1 else batch  # whatever devices there are now
+    trainer = dataclasses.replace(config.trainer, train_batch_size=batch)
+    return dataclasses.replace(config.settled(stored), vocab_size=size, trainer=trainer)
 
 
 def _reopen(directory: RunDirectory, config: C, phase: Phase | None) -> PreparedRun[C]:
@@ -284,11 +289,7 @@ def _reopen(directory: RunDirectory, config: C, phase: Phase | None) -> Prepared
     config, stored = _continued(config, stored), stored.settled(stored)
     changes = differences(stored, config, FREE_KEYS)
     if changes and not config.accept_changes:
-        raise UserError(
-            f"the run {directory} was started with another configuration:\n{listed(changes)}\n"
-            "Nothing was changed. For a new run, add --trainer.id NAME; to continue this one with the new "
-            "values, add --accept_changes true"
-        )
+        raise _is_another(directory, changes, "; to continue this one with the new values, add --accept_changes true")
     good, damaged = newest_good(directory.checkpoints, phase, damage_found_with_followers)
     if good is None and damaged:
         raise all_damaged(damaged)
@@ -305,6 +306,21 @@ def _reopen(directory: RunDirectory, config: C, phase: Phase | None) -> Prepared
         _tell_damage(checkpoint, set_aside(checkpoint, directory.damaged), last_step)
     clean_up(directory.checkpoints)
     return PreparedRun(directory, config, last_step, changes)
+
+
+def _is_another(directory: RunDirectory, changes: Mapping[str, str], more: str = "") -> UserError:
+    return UserError(
+        f"the run {directory} was started with another configuration:\n{listed(changes)}\nNothing was changed. For a"
+        f" new run, add --trainer.id NAME{more}"
+    )
+
+
+def check_is_same(directory: RunDirectory, config: TrainConfig) -> None:
+    """Raises: UserError: `config` is not that of the finished run in `directory`."""
+    stored = read_config(directory.config, type(config))
+    changes = differences(stored.settled(stored), _continued(config, stored), FREE_KEYS)
+    if changes:
+        raise _is_another(directory, changes)
 
 
 def _tell_damage(damaged: Damaged, target: Place, last_step: int) -> None:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import jax
+import numpy as np
 from haliax import Axis
 from levanter.data import AsyncDataset
 from levanter.data.text import DatasetComponent, LmDataConfig, TextLmDatasetFormat
@@ -11,8 +12,10 @@ from levanter.tokenizers import MarinTokenizer
 from levanter.trainer import TrainerConfig
 
 from qkvflow.data import TokenCounts, check_enough_tokens
+from qkvflow.data.checks import component_of
 from qkvflow.data.control.records import check_some_control
 from qkvflow.data.statistics import token_counts, unigram_entropy
+from qkvflow.errors import UserError
 from qkvflow.runs.config import TrainConfig
 from qkvflow.runs.prepare import PreparedRun
 
@@ -57,7 +60,10 @@ def open_corpus(run: PreparedRun[TrainConfig], trainer: TrainerConfig, Pos: Axis
         check_some_control(data.build_caches("train").values(), data.control)
     tokenizer = data.the_tokenizer
     with trainer.use_device_mesh():
-        train = data.train_set(Pos, trainer.batch_schedule, key=key)
+        try:
+            train = data.train_set(Pos, trainer.batch_schedule, key=key)
+        except (AssertionError, ValueError) as error:  # such as max_train_batches beyond the end of a component
+            raise UserError(f"the training set of `data` cannot be made: {error}") from error
         validation = data.tagged_eval_sets(Pos)
     tokens, unigram = sum(counts.train.values()), _unigram(data, len(tokenizer))
     return Corpus(tokenizer, train, validation, tokens, _sequences(data, counts, Pos), unigram)
@@ -74,7 +80,11 @@ def _sequences(data: LmDataConfig, counts: TokenCounts, Pos: Axis) -> int | None
 
 
 def _unigram(data: LmDataConfig, vocab_size: int) -> float | None:
-    train, validation = (
-        token_counts(data.build_caches(split).values(), vocab_size) for split in ("train", "validation")
-    )
+    def counts(split: str) -> np.ndarray:
+        found = np.zeros(vocab_size, np.int64)
+        for name, cache in data.build_caches(split).items():
+            found += token_counts([cache], vocab_size, field=component_of(data, name).format.token_data_key)
+        return found
+
+    train, validation = counts("train"), counts("validation")
     return unigram_entropy(train, validation).nats_per_token if validation.any() else None

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 from levanter.trainer import TrainerConfig
 
-from qkvflow.errors import Notice
+from qkvflow.errors import Notice, UserError
 from qkvflow.runs.checkpoints import Phase, sound_checkpoint
 from qkvflow.runs.config import TrainConfig
 from qkvflow.runs.directory import location_of
@@ -25,7 +25,7 @@ def levanter_trainer(run: PreparedRun[TrainConfig], phase: Phase) -> TrainerConf
     """A copy of the trainer's configuration that writes into the run directory and reads a checked checkpoint.
 
     Raises:
-        UserError: the checkpoints of `trainer.initialize_from` are damaged.
+        UserError: the checkpoints of `trainer.initialize_from` are damaged, or there is none to load.
     """
     config, trainer = run.config, run.config.trainer
     # Absolute: Levanter takes what is before the first colon of a relative path for the name of a protocol.
@@ -36,7 +36,12 @@ def levanter_trainer(run: PreparedRun[TrainConfig], phase: Phase) -> TrainerConf
         checkpoint = checkpoints / f"step-{run.last_step}"
         changes |= {"load_checkpoint": True, "load_checkpoint_path": str(checkpoint)}
     else:
-        changes["load_checkpoint"] = trainer.load_checkpoint or False  # None: it would look by itself
+        if trainer.load_checkpoint:
+            raise UserError(
+                f"`trainer.load_checkpoint: true`, but {run.directory} has no checkpoint yet. Leave it out: a run"
+                " resumes from its newest checkpoint where there is one"
+            )
+        changes["load_checkpoint"] = False  # None: it would look by itself
         if trainer.initialize_from is not None:
             with phase(f"Checking {trainer.initialize_from}"):
                 source, damaged = sound_checkpoint(location_of(trainer.initialize_from), damage_found_together)

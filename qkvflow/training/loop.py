@@ -193,7 +193,7 @@ def train(
             tokens = tokens_per_example * config.batch_schedule.batch_size_at_step(info.step)
             # The first step of a process is mostly compilation; its speed says nothing.
             progress.step(done, info.loss, None if is_first else tokens / info.step_duration)
-            is_first, is_last = False, done == total
+            is_first, is_last = False, done >= total
             # Differs from Levanter: counted in steps made, as the bar counts them, so that the last
             # validation is one of the regular ones if `steps_per_eval` divides `num_train_steps`.
             if validation.is_possible and (is_last or done % config.steps_per_eval == 0):

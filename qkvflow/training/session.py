@@ -17,6 +17,7 @@ from levanter.trainer_state import TrainerState
 from levanter.utils.jax_utils import parameter_count
 
 from qkvflow.config import encode
+from qkvflow.errors import UserError
 from qkvflow.models import NeuralOdeConfig
 from qkvflow.places import Place
 from qkvflow.progress import Console, Progress, describe_loss
@@ -191,7 +192,8 @@ def _opened(
         share = TrainedShare.of(shape, start.trainable(shape), optimizer)
         check_memory(levanter_config, config.model, config.Pos, share.checkpoint_bytes, copies)
         run.require_space(copies * share.checkpoint_bytes)
-    run.commit(dataclasses.replace(config, vocab_size=vocab.size))
+    trainer = dataclasses.replace(config.trainer, train_batch_size=levanter_config.train_batch_size)  # if it was -1
+    run.commit(dataclasses.replace(config, vocab_size=vocab.size, trainer=trainer))
 
     tracker = start_trackers(
         directory.metrics, directory.tensorboard, run.last_step, config.trainer.tracker, directory.path.name
@@ -219,8 +221,9 @@ def _initial_state(
     model = start.continued(mapping, key=key)
     try:
         if model is None:
-            return trainer.initial_state(training_key, model_init=lambda: start.local_model.build(vocab, key=key))
-        return trainer.initial_state(training_key, model=model, is_trainable=start.trainable(model))
+            state = trainer.initial_state(training_key, model_init=lambda: start.local_model.build(vocab, key=key))
+        else:
+            state = trainer.initial_state(training_key, model=model, is_trainable=start.trainable(model))
     except (ValueError, FileNotFoundError) as error:
         source = trainer.config.initialize_from
         if run.last_step >= 0:
@@ -228,6 +231,14 @@ def _initial_state(
         if source is None:
             raise
         raise unreadable_checkpoint(source, error) from error
+    total = trainer.config.num_train_steps
+    if int(state.step) >= total:  # of another run: an own one is refused before
+        raise UserError(
+            f"the checkpoint of `trainer.initialize_from` is after {int(state.step)} steps, which count, so that none"
+            f" of the {total} is left. Set `trainer.num_train_steps` to more than that, or fine-tune the run: qkvflow"
+            " finetune --run FOLDER"
+        )
+    return state
 
 
 def _stages(config: TrainConfig, vocab_size: int) -> Stages:

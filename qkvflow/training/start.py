@@ -124,7 +124,8 @@ class FromBase(Start):
         return adapted_shape(self.base, self.mode, self.model)
 
     def fresh(self, Vocab: Axis, mapping: ResourceMapping, *, key: jax.Array) -> LmHeadModel:
-        """Also writes down what the base is."""
+        """Also writes down what the base is, and keeps it: the run needs it to go on."""
+        self.base.keep()
         loaded = self.base.load()
         self.base.record(self.directory, loaded).write(self.directory)
         return self._adapt(loaded, mapping, key)

@@ -224,11 +224,13 @@ def test_keys_that_cannot_change_numbers_may_differ(tmp_path):
         assert run.changes == {}
 
 
-@pytest.mark.parametrize("trace", [None, "metric", "checkpoint", "damaged"])
+@pytest.mark.parametrize("trace", [None, "base", "metric", "checkpoint", "damaged"])
 def test_before_the_first_step_a_configuration_may_change(tmp_path, trace):
     """A start that found too little memory leaves nothing to continue: the corrected command is a first start."""
     path, given = _start(tmp_path), _config(tmp_path, seed=5)
-    if trace is None:
+    if trace in (None, "base"):
+        if trace == "base":  # what a fine-tune says before its first step
+            (path / "metrics.jsonl").write_text('{"step": 0, "finetune/parameters": 9}\n')
         with prepare_run(given) as run:
             assert (run.last_step, run.changes, run.config.vocab_size) == (-1, {}, None)
             (path / "data.json").write_text('{"a.txt": "1"}')
@@ -239,7 +241,7 @@ def test_before_the_first_step_a_configuration_may_change(tmp_path, trace):
         assert not (path / "changes.jsonl").exists()
         return
     if trace == "metric":
-        (path / "metrics.jsonl").write_text('{"step": 0}\n')
+        (path / "metrics.jsonl").write_text('{"step": 0, "train/loss": 5.5}\n')
     else:
         (path / {"checkpoint": "checkpoints", "damaged": "damaged"}[trace] / "step-3").mkdir(parents=True)
     with pytest.raises(UserError, match=r"trainer\.seed: 0 before, 5 now"), prepare_run(given):

@@ -159,6 +159,13 @@ def test_a_run_begins_from_a_good_checkpoint_of_another(training, undisturbed, c
         assert (got == want).all()
 
 
+def test_a_run_begins_from_nothing_that_is_finished(training, undisturbed):
+    with pytest.raises(UserError, match="is after 8 steps, which count, so that none of the 8 is left"):
+        training.run("third", initialize_from=str(undisturbed / "checkpoints"))
+    begun = training.run("third", 9, initialize_from=str(undisturbed / "checkpoints"))
+    assert sorted(losses(begun)) == [8]
+
+
 def test_evaluation_says_that_it_took_an_older_checkpoint(training, undisturbed, capfd):
     from qkvflow.eval_lm import EvalConfig, main
 
