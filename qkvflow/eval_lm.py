@@ -14,11 +14,14 @@ the full model.
 """
 
 import contextlib
+import hashlib
+import json
 import re
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any
 
 from levanter.models.lm_model import LmExample
@@ -101,27 +104,26 @@ def main(
         with progress.phase(f"Loading {config.run}"):
             run = load_run(config.run, config.checkpoint_step)
         run = on_other_text(run, config.data or {})
-        text = _other_text(config.data or {})
-        suffix = "" if text is None else f"-{text}"
+        keys = config.data or {}
         if config.exit is not None:
             model = wanted.flow(run, "only a flow has exits")
             exits = read_exits(model, _examples(run, config), config.exit, progress, config.calibrate)
-            _tell(run, exits_table(exits), f"exits{suffix}.json", {"exits": [asdict(r) for r in exits]})
+            _tell(run, exits_table(exits), "exits.json", {"exits": [asdict(r) for r in exits]}, keys)
             return exits
         if caches:
             model = wanted.flow(run, "only a flow can share its cache")
             shared = read_caches(model, _examples(run, config), caches, progress)
-            _tell(run, caches_table(shared), f"cache{suffix}.json", {"caches": [asdict(r) for r in shared]})
+            _tell(run, caches_table(shared), "cache.json", {"caches": [asdict(r) for r in shared]}, keys)
             return shared
         if config.continuity:
             found = _continuity(run, config, progress)
-            _tell(run, continuity_table(found), f"continuity{suffix}.json", found.as_json())
+            _tell(run, continuity_table(found), "continuity.json", found.as_json(), keys)
             return found
         models = wanted.models(run)  # before any is evaluated, so that an impossible one costs nothing
         readings = read_all(run, models, _evaluator(run, config), progress)
-        if text is None:
+        if _other_text(keys) is None:
             warn_of_lost(run, {f"{r.solver} with {r.steps} steps": r.loss for r in readings})
-    _tell(run, table(readings), f"depth{suffix}.json", {"readings": [asdict(r) for r in readings]}, readings)
+    _tell(run, table(readings), "depth.json", {"readings": [asdict(r) for r in readings]}, keys, readings)
     return readings
 
 
@@ -163,17 +165,29 @@ def _examples(run: Run, config: EvalConfig) -> list[LmExample]:
     return list(_evaluator(run, config).examples())
 
 
-def _tell(run: Run, shown: str, name: str, content: dict[str, Any], readings: Sequence[Reading] = ()) -> None:
-    """Prints a table, and writes its content to the run's folder `evaluation`; more than one reading is drawn too."""
+def _tell(
+    run: Run,
+    shown: str,
+    name: str,
+    content: dict[str, Any],
+    keys: Mapping[str, Any] = MappingProxyType({}),
+    readings: Sequence[Reading] = (),
+) -> None:
+    """Prints a table, and writes its content to the run's folder `evaluation`; more than one reading is drawn too.
+
+    keys: of `data`, which choose another text; it is part of the name.
+    """
     print(shown)
-    target = run.path / "evaluation" / name
+    target = _place(run.path / "evaluation" / name, keys)
+    if _other_text(keys) is not None:
+        content = {"data": _plain(keys), **content}
     try:
         target.parent.mkdir(exist_ok=True)
         write_text(target, json_text({"checkpoint_step": run.step, **content}))
         if len(readings) > 1:
             draw(readings, target.with_suffix(".png"))
         run.directory.push()
-        print(f"Written to {run.directory.location / 'evaluation' / name}")
+        print(f"Written to {run.directory.location / 'evaluation' / target.name}")
     except OSError as error:
         warnings.warn(Notice(f"the results cannot be written to {target}: {error.strerror}"), stacklevel=1)
 
@@ -209,6 +223,25 @@ def _continuity(run: Run, config: EvalConfig, progress: Progress) -> Continuity:
             phases.enter_context(progress.phase(name))
 
         return continuity(run.model, evaluator.example(), evaluator.loss, step=step)
+
+
+def _place(path: Path, keys: Mapping[str, Any]) -> Path:
+    """The file for results on the text that these keys of `data` choose: not that of another text of the same name."""
+    text = _other_text(keys)
+    if text is None:
+        return path
+    named, own = path.with_stem(f"{path.stem}-{text}"), _plain(keys)
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        if json.loads(named.read_text(encoding="utf-8")).get("data", own) != own:
+            digest = hashlib.sha256(json.dumps(own, sort_keys=True).encode()).hexdigest()[:6]
+            return named.with_stem(f"{named.stem}-{digest}")
+    return named
+
+
+def _plain(keys: Mapping[str, Any]) -> dict[str, Any]:
+    """As JSON has them."""
+    plain = {key: value.as_text if isinstance(value, Typed) else value for key, value in keys.items()}
+    return json.loads(json.dumps(plain, default=str))
 
 
 def _other_text(keys: Mapping[str, Any]) -> str | None:

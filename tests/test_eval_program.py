@@ -48,6 +48,15 @@ def test_another_text_is_read_by_the_runs_tokenizer(place):
     written = json.loads((place / "runs/flow/evaluation/depth-other.json").read_text())
     assert written["readings"][0]["loss"] == reading.loss
     assert not (place / "runs/flow/evaluation/depth.json").exists()
+    folder = place / "elsewhere"
+    folder.mkdir()
+    (folder / "other.txt").write_text(OTHER[::-1])
+    before = {path.name: path.read_text() for path in (place / "runs/flow/evaluation").glob("*.json")}
+    evaluate("--data.validation", "elsewhere/other.txt")
+    after = {path.name: path.read_text() for path in (place / "runs/flow/evaluation").glob("*.json")}
+    assert before.items() < after.items(), "results on another text of the same name are not replaced"
+    evaluate("--data.validation", "elsewhere/other.txt")
+    assert after.keys() == {path.name for path in (place / "runs/flow/evaluation").glob("*.json")}
 
 
 @pytest.mark.parametrize(

@@ -195,7 +195,7 @@ def _snapshot(
         data["conclusions"] = {
             "tokens": findings.of_tokens(data, text.labels, shuffled),
             "lens": findings.of_lens(data, describe, shuffled, untrained),
-            "echo": findings.echo(data, describe, own["tied"]),
+            "echo": findings.echo(data, describe, own["tied"], own["around"]),
             "motion": findings.of_motion(data, shuffled, untrained),
             "attention": findings.of_attention(data, texts.uniform_places(len(text.ids)), untrained),
         }

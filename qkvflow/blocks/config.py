@@ -54,6 +54,10 @@ class BlockConfig(draccus.ChoiceRegistry, abc.ABC):
     def flops_per_token(self, hidden_dim: int, context_length: int) -> float:
         """Forward floating point operations of one evaluation of B for one token."""
 
+    def flops_of_products(self, hidden_dim: int) -> float:
+        """The part of `flops_per_token` in products with weights, whose results `adjoint: selective` keeps."""
+        return self.flops_per_token(hidden_dim, 0)
+
     def kv_cache_width(self, hidden_dim: int) -> int:
         """Numbers that one evaluation of B keeps for each token in cached generation: keys and values of all heads."""
         return 2 * hidden_dim

@@ -184,4 +184,7 @@ class Gpt2BlockConfig(Gpt2LikeConfig):
         """Forward FLOPs of one evaluation of B: projections 2*12 d^2 (mlp_scale 4), attention 2*2*n*d, and 2 d for each
         place of a convolution."""
         convolution = 2 * (self.convolution or 0) * hidden_dim
-        return 2 * hidden_dim**2 * (4 + 2 * self.mlp_scale) + 4 * context_length * hidden_dim + convolution
+        return self.flops_of_products(hidden_dim) + 4 * context_length * hidden_dim + convolution
+
+    def flops_of_products(self, hidden_dim: int) -> float:
+        return 2 * hidden_dim**2 * (4 + 2 * self.mlp_scale)

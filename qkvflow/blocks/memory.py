@@ -132,5 +132,6 @@ def _write(memory: NamedArray, new: NamedArray, start: NamedArray) -> NamedArray
     sequences = new.rearrange((BATCH, ..., POSITION, HEAD_SIZE)).array.astype(memory.dtype)
     array = memory.array
     for i, sequence in enumerate(sequences):  # updates in place; one for all sequences would be a scatter
-        array = jax.lax.dynamic_update_slice(array, sequence, (i * len(sequence), start.array[i], 0))
+        at = (jnp.asarray(i * len(sequence), start.dtype), start.array[i], jnp.zeros((), start.dtype))
+        array = jax.lax.dynamic_update_slice(array, sequence, at)
     return hax.named(array, memory.axes)

@@ -85,7 +85,8 @@ class SsmBlockConfig(Gpt2LikeConfig):
         as XLA counts it: 9 N of the recurrence itself, and the rest of the exact hold (its series).
         """
         d, N = hidden_dim, self.state_size
-        attention = 8 * d**2 + 4 * context_length * d
-        if self.selective:
-            return attention + 4 * d * (delta_rank(d) + N) + 30 * N * d
-        return attention + 6 * N * d
+        return self.flops_of_products(d) + 4 * context_length * d + (30 if self.selective else 6) * N * d
+
+    def flops_of_products(self, hidden_dim: int) -> float:
+        d = hidden_dim
+        return 8 * d**2 + (4 * d * (delta_rank(d) + self.state_size) if self.selective else 0)

@@ -110,8 +110,9 @@ class SsmMixer(eqx.Module):
         return self._over_positions(x, mask, fast=False)
 
     def initial_state(self, *batch: Axis) -> NamedArray:
-        """The state before the first position: zeros {batch, state, embed}, fp32."""
-        return hax.zeros((*batch, *self.space.A_raw.axes), dtype=jnp.float32)
+        """The state before the first position: zeros {batch, state, embed}, fp32 (fp64 if the parameters are)."""
+        dtype = jnp.promote_types(self.space.A_raw.dtype, jnp.float32)
+        return hax.zeros((*batch, *self.space.A_raw.axes), dtype=dtype)
 
     def _over_positions(self, x: NamedArray, mask, *, fast: bool) -> NamedArray:
         Pos, Embed = x.resolve_axis(POSITION), x.resolve_axis(EMBED)

@@ -31,7 +31,6 @@ from qkvflow.generation.writer import Writer
 
 _NEW_TOKENS = 256  # if the task does not say: the harness's own default
 _LENGTHS = (64, 256)  # texts are padded to one of these, or to a multiple of the last: each is compiled once
-_SEED = 0
 
 
 class HarnessModel(TemplateLM):
@@ -39,7 +38,8 @@ class HarnessModel(TemplateLM):
 
     Texts are tokenized without special tokens; an empty context becomes the begin-of-text token, or the end-of-text
     token. Texts longer than the model's context are truncated from the left. Both match the harness's behaviour for
-    transformers models.
+    transformers models. Differs from it where a task does not say how many tokens it wants, and 256 would leave less
+    than half of the context for the prompt: it gets at least that half, or all that the prompt leaves.
     """
 
     def __init__(self, model: LmHeadModel, writer: Writer, batch_size: int):
@@ -116,7 +116,7 @@ class HarnessModel(TemplateLM):
 
     def generate_until(self, requests, disable_tqdm: bool = False) -> list[str]:
         """The texts generated after the contexts, each up to the first of its stop strings."""
-        jobs = [self._job(*request.args) for request in requests]
+        jobs = [self._job(seed, *request.args) for seed, request in enumerate(requests)]
         texts = [""] * len(jobs)
         longest_first = sorted(range(len(jobs)), key=lambda i: -len(jobs[i][0]))
         for start in range(0, len(jobs), self._size):
@@ -125,15 +125,25 @@ class HarnessModel(TemplateLM):
                 texts[i] = text
         return texts
 
-    def _job(self, context: str, options: dict[str, Any]) -> tuple[list[int], int, list[str], SamplingOptions]:
-        """The prompt, the number of new tokens, the stop strings, and the sampling options."""
+    def _job(
+        self, seed: int, context: str, options: dict[str, Any]
+    ) -> tuple[list[int], int, list[str], SamplingOptions]:
+        """The prompt, the number of new tokens, the stop strings, and the sampling options. seed: another for each
+        request, since a task that samples may repeat one."""
         until = options.get("until") or []
         stops = [until] if isinstance(until, str) else [stop for stop in until if stop]
-        new = min(int(options.get("max_gen_toks", _NEW_TOKENS)), self.max_length - 1)
-        prompt = (self.tok_encode(context) or [self.prefix_token_id])[-(self.max_length - new) :]
+        prompt = self.tok_encode(context) or [self.prefix_token_id]
+        default = min(_NEW_TOKENS, self.max_length - min(len(prompt), self.max_length // 2))
+        new = int(options.get("max_gen_toks", default))
+        if new >= self.max_length:
+            raise UserError(
+                f"a task asks for {new} new tokens (max_gen_toks), which leave nothing of the model's {self.max_length}"
+                " positions (model.max_seq_len) for a prompt"
+            )
+        prompt = prompt[-(self.max_length - new) :]
         is_greedy = not options.get("do_sample", options.get("temperature", 0) > 0)
         temperature = 0.0 if is_greedy else float(options.get("temperature", 1.0))
-        return prompt, new, stops, SamplingOptions(temperature, options.get("top_k"), options.get("top_p"), _SEED)
+        return prompt, new, stops, SamplingOptions(temperature, options.get("top_k"), options.get("top_p"), seed)
 
     def _write(self, jobs) -> list[str]:
         engine = self._writer.engine(self._size, max(len(prompt) + new for prompt, new, _, _ in jobs))

@@ -142,13 +142,18 @@ class PreparedModel:
         try:
             with np.errstate(over="ignore"):  # infinite then, and refused
                 array = np.asarray(control, np.float32)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             array = None
         if array is None or array.ndim not in (1, 2) or array.shape[-1] != self.control_dim:
             found = f"{control!r:.80}" if array is None else f"shape {array.shape}"
             raise UserError(f"A control is a list of {self.control_dim} numbers (`model.control.dim`), got {found}.")
         if not np.isfinite(array).all():
             raise UserError(f"A control must be finite numbers, got {control!r:.80}.")
+        if array.ndim == 2 and len(array) > self.max_seq_len:
+            raise UserError(
+                f"A control has {len(array)} rows, one for each position, but the model was trained with"
+                f" {self.max_seq_len} positions (model.max_seq_len). Give at most that many."
+            )
         return array
 
     def _check_drafting(self, model: LmHeadModel, drafting: Drafting) -> None:

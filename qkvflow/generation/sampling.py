@@ -158,7 +158,8 @@ def _restricted(scaled, sampling: Sampling):
     probability = jax.nn.softmax(jnp.where(keep, ranked, -jnp.inf), axis=-1)
     likelier = jnp.cumsum(probability, axis=-1) - probability
     # At p = 1 all tokens stay, although the sum of rounded probabilities may reach 1 before the last one.
-    keep &= (likelier < sampling.top_p[:, None]) | (sampling.top_p[:, None] >= 1.0)
+    p = sampling.top_p[:, None]  # as small as it may be, or 0 in fp32: the likeliest token stays
+    keep &= (likelier < p) | (p >= 1.0) | (jnp.arange(scaled.shape[-1])[None] == 0)
     rank_of_token = jnp.argsort(order, axis=-1)
     return jnp.where(jnp.take_along_axis(keep, rank_of_token, axis=-1), scaled, -jnp.inf)
 

@@ -61,8 +61,8 @@ def flops(config: NeuralOdeConfig, model: NeuralOdeLMHeadModel, vocab_size: int,
     if forward is None or plan.recomputed is None or plan.weight_evaluations is None:
         return None
     again = config.block.flops_per_token(config.hidden_dim, context_length)
-    if plan.keeps_products:  # only products between positions are made again, whose number grows with the context
-        again -= config.block.flops_per_token(config.hidden_dim, 0)
+    if plan.keeps_products:  # products between positions, recurrences and convolutions are made again
+        again -= config.block.flops_of_products(config.hidden_dim)
     ordinary = (config.prelude_layers + config.coda_layers) * config.gradient_checkpointing
     recomputed = float(again * (ordinary + plan.recomputed))
     generation = plan.weight_evaluations * evaluation_flops(model.transformer.flow.weights)

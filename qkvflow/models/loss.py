@@ -17,11 +17,19 @@ def next_token_loss(
     """Levanter's loss, with its options, of what the head makes of x.
 
     Differs from Levanter: devices that divide the heads of attention among them all hold all of x. There each would
-    compute the whole head, a fifth of the work of a small model; here each takes a part of the positions.
+    compute the whole head, a fifth of the work of a small model; here each takes a part of the positions. And the mean
+    of no token, where all have the weight 0, is 0 with a gradient of 0; there it is NaN.
     """
+    weight = options.get("loss_weight")
+    is_mean = options.get("reduction", hax.mean) is hax.mean and options.get("reduction_axis") is None
+    some = None
+    if weight is not None and is_mean and weight.resolve_axis(POSITION).size > 1:
+        some = hax.any(weight[POSITION, :-1] > 0)  # the last position predicts nothing
+        options["loss_weight"] = hax.where(some, weight, 1.0)
     x = hax.auto_sharded(x)  # as in the layers: what follows must not change how those are divided
     with _positions_divided(x.resolve_axis(POSITION)):
-        return maybe_fused_next_token_loss(Pos, Embed, Vocab, hax.auto_sharded(x), head, tokens, **options)
+        loss = maybe_fused_next_token_loss(Pos, Embed, Vocab, hax.auto_sharded(x), head, tokens, **options)
+    return loss if some is None else loss * some
 
 
 @contextlib.contextmanager

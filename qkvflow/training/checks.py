@@ -37,6 +37,8 @@ def check_config(config: TrainConfig) -> None:
     if isinstance(model, NeuralOdeConfig):
         model.depth.first_steps(trainer.num_train_steps)  # refuses stages without a step
     config.data.control_field(config.control_dim)
+    if config.Pos.size < 2:
+        raise UserError("`model.max_seq_len` is 1, but training needs at least 2 positions: a token, and the next one")
     length = config.train_seq_len
     if length is not None and length > model.max_seq_len:
         raise UserError(f"`train_seq_len` is {length}, but must be at most `model.max_seq_len`, {model.max_seq_len}")

@@ -159,6 +159,8 @@ def test_the_lens_concludes_beside_both_nulls():
     assert "does not use the order" in findings.of_lens(data, describe, [{"loss": [5, 4, 1]}], None)
     assert "2 of 3 tokens are predicted to repeat" in findings.echo(data, describe, tied=True)
     assert "same matrix" not in findings.echo(data, describe, tied=False)
+    hybrid = findings.echo(data, describe, tied=True, around=(2, 1))
+    assert "has passed the 2 layers before the flow, and is read through the 1 after it: 2 of 3 tokens" in hybrid
 
 
 def test_training_and_depth_conclude():

@@ -64,6 +64,13 @@ def test_each_sequence_has_its_own_options():
         np.testing.assert_array_equal(log_probabilities(logits[i : i + 1], Sampling.of([o]))[0], together[i])
 
 
+@pytest.mark.parametrize("top_p", [1e-6, 1e-37, 1e-45, 1e-50])
+def test_the_likeliest_token_stays_however_small_top_p_is(top_p):
+    options = Sampling.of([SamplingOptions(1.0, top_p=top_p)])
+    kept = jnp.isfinite(log_probabilities(jnp.asarray([[0.0, 1.0, 9.0, 2.0]]), options))
+    assert np.flatnonzero(kept[0]).tolist() == [2]
+
+
 def test_equal_logits_keep_exactly_k():
     kept = jnp.isfinite(log_probabilities(jnp.zeros((1, 10)), Sampling.of([SamplingOptions(1.0, top_k=3)])))
     assert np.flatnonzero(kept[0]).tolist() == [0, 1, 2]

@@ -155,6 +155,18 @@ def test_selective_recomputation_makes_no_product_with_weights_again():
     assert counts["checkpoint"] - counts["selective"] == 3  # fused q, k, v; what attention gives; the MLP's first
 
 
+def test_selective_recomputation_makes_recurrences_again():
+    """All but the products with weights of what `checkpoint` makes again."""
+    found = {}
+    for adjoint in ("selective", "checkpoint"):
+        config = config_of("ssm_selective", "per_layer", depth=DepthConfig(steps=3, adjoint=adjoint))
+        _, shape = lowered(config, backward=True)
+        found[adjoint] = cost.flops(config, shape, VOCAB.size, LENGTH).recomputed
+    d, N = 512, 16
+    assert found["selective"] == 3 * (4 * LENGTH * d + 30 * N * d)
+    assert found["checkpoint"] - found["selective"] == 3 * (8 * d**2 + 4 * d * (d // 16 + N))
+
+
 def test_selective_recomputation_stores_products_only():
     """One step more takes 8 numbers of the width for each token: the state, queries, keys and values, and the MLP's
     four; and W(t) only where it is batched."""

@@ -50,3 +50,22 @@ def test_blocks_of_the_vocabulary_change_nothing(dtype, tolerance, block_size):
     for without in ({"loss_weight": None}, {"logsumexp_weight": None}):
         other = plain_loss(Pos, Vocab, hax.dot(*exact, axis=Embed), tokens, **options | without).scalar()
         assert abs(other - expected[0]) > 1e-3 * expected[0]
+
+
+def test_no_token_has_no_loss_and_no_gradient():
+    """As a part of a batch in which no token counts; Levanter's gradient is NaN there."""
+    x = hax.random.normal(jax.random.PRNGKey(0), (Batch, Pos, Embed))
+    head = hax.random.normal(jax.random.PRNGKey(1), (Embed, Vocab))
+    tokens = hax.zeros((Batch, Pos), jnp.int32)
+
+    def loss(xs, weight):
+        return next_token_loss(Pos, Embed, Vocab, *xs, tokens, loss_weight=weight).scalar()
+
+    nothing = hax.zeros((Batch, Pos))
+    last = nothing.at[Pos, -1].set(1.0)  # it predicts nothing
+    for weight in (nothing, last):
+        found = jax.tree.leaves(eqx.filter_value_and_grad(loss)((x, head), weight))
+        assert all((np.asarray(leaf) == 0).all() for leaf in found)
+    one = nothing.at[Pos, 3].set(1.0)
+    expected = plain_loss(Pos, Vocab, hax.dot(x, head, axis=Embed), tokens, loss_weight=one).scalar()
+    assert loss((x, head), one) == pytest.approx(float(expected), rel=1e-5)

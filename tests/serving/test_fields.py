@@ -41,6 +41,8 @@ WRONG = [
     ("control", [1]),
     ("control", [1e300] * 3),
     ("control", "x"),
+    ("control", [[0.0, 0.0]] * 600),
+    ("control", [10**400, 0]),
     ("frequency_penalty", 0.5),
     ("min_p", 0.1),
     ("service_tier", "priority"),

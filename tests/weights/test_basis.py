@@ -46,6 +46,17 @@ def test_values_and_derivatives(name, dim):
     np.testing.assert_allclose(found / scale, slopes / scale, atol=1e-5)
 
 
+@pytest.mark.parametrize("name", ["linear", "spline"])
+def test_a_rounding_error_beyond_an_end_is_the_end(name):
+    """Sums of steps come there, such as nine times 1/9."""
+    basis = FunctionBasis(name, 4)
+    ends = np.array([0.0, 1.0])
+    beyond = np.array([-1e-17, np.cumsum([1 / 9] * 9)[-1]])
+    assert beyond[1] > 1.0
+    for function in (basis.values, basis.derivatives):
+        np.testing.assert_array_equal(np.asarray(function(beyond)), np.asarray(function(ends)))
+
+
 def test_splines_are_scipys():
     basis = FunctionBasis("spline", 7)
     knots = np.concatenate([np.zeros(3), np.linspace(0, 1, 5), np.ones(3)])

@@ -99,10 +99,15 @@ def of_lens(data: Data, describe: Data, shuffled: Sequence[Data], fresh: Data | 
     return "; ".join([text, *nulls]) + "."
 
 
-def echo(data: Data, describe: Data, tied: bool) -> str:
-    """Explains the first row of the lens."""
+def echo(data: Data, describe: Data, tied: bool, around: tuple[int, int] = (0, 0)) -> str:
+    """Explains the first row of the lens. around: the numbers of layers before and after the flow."""
     ids, top = describe["ids"], data["lens"]["top"][0]
     same = sum(own == row[0] for own, row in zip(ids, top, strict=True))
+    if any(around):
+        return (
+            f"At t = 0 the state has passed the {around[0]} layers before the flow, and is read through the {around[1]}"
+            f" after it: {same} of {len(ids)} tokens are predicted to repeat."
+        )
     if tied:
         return (
             f"At t = 0 the state is the token's own embedding and the head is the same matrix: {same} of {len(ids)}"

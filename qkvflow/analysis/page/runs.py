@@ -31,6 +31,8 @@ def describe_run(run: Run, name: str) -> Data:
         depth = config.depth
         steps = "adaptive" if depth.is_adaptive else depth.reading_steps
         rows |= {**choice, "form": getattr(config.block, "form", "-"), "depth": f"{depth.solver}, {steps} steps"}
+        if config.prelude_layers or config.coda_layers:
+            rows["layers around"] = f"{config.prelude_layers} and {config.coda_layers}, {config.ordinary_form}"
     rows |= {"width": config.Embed.size, "context": config.max_seq_len, "vocabulary": run.model.Vocab.size}
     ours = enter(run.model)
     rows["evaluations of the block per token"] = evaluations(ours.config)
@@ -38,8 +40,9 @@ def describe_run(run: Run, name: str) -> Data:
     rows |= {"data": _data_name(run), "tokenizer": data.tokenizer}
     rows |= {"checkpoint": f"step {run.step}", "written": _date(run)}
     groups = {group: count for group, count in parameters_by_group(ours).items() if count}
-    tied = ours.config.block.tie_word_embeddings
-    return {"name": name, "facts": rows, "parameters": groups, "tied": tied, "uniform": math.log(run.model.Vocab.size)}
+    tied, around = ours.config.block.tie_word_embeddings, (ours.config.prelude_layers, ours.config.coda_layers)
+    about = {"name": name, "facts": rows, "parameters": groups, "tied": tied, "around": around}
+    return about | {"uniform": math.log(run.model.Vocab.size)}
 
 
 def curves(run: Run) -> Data:
@@ -93,7 +96,9 @@ def _evaluation(run: Run, name: str, read: Callable[[Data], T], missing: T) -> T
     if not path.is_file():
         return missing
     try:
-        return read(json.loads(path.read_text(encoding="utf-8")))
+        found = json.loads(path.read_text(encoding="utf-8"))
+        is_of_another = found.get("checkpoint_step", run.step) != run.step
+        return missing if is_of_another else read(found)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{path} cannot be read ({error}): delete it, or run eval_lm again") from None
 

@@ -1,0 +1,53 @@
+"""What a task of lm-evaluation-harness becomes, without the harness: prompts, lengths, seeds."""
+
+import importlib
+import sys
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+from qkvflow.errors import UserError
+
+
+@pytest.fixture
+def harness(monkeypatch):
+    """A model with 128 positions, whose tokens are characters."""
+    names = {"lm_eval": "simple_evaluate", "lm_eval.api": "", "lm_eval.api.model": "TemplateLM"}
+    names |= {"lm_eval.tasks": "TaskManager", "lm_eval.utils": "get_rolling_token_windows make_disjoint_window"}
+    for name, needed in names.items():
+        module = ModuleType(name)
+        for attribute in needed.split():
+            setattr(module, attribute, type(attribute, (), {}))
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.delitem(sys.modules, "qkvflow.generation.harness", raising=False)
+    module = importlib.import_module("qkvflow.generation.harness")
+    writer = SimpleNamespace(tokenizer=None, prepared=SimpleNamespace(max_seq_len=128))
+    model = module.HarnessModel(None, writer, batch_size=2)
+    model.tok_encode = lambda text: [ord(c) for c in text]
+    yield model
+    sys.modules.pop("qkvflow.generation.harness", None)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "asked", "new", "kept"),
+    [(39, None, 89, 39), (200, None, 64, 64), (10, None, 118, 10), (200, 4, 4, 124), (39, 100, 100, 28)],
+)
+def test_prompts_are_cut_to_leave_room_but_not_away(harness, prompt, asked, new, kept):
+    options = {"until": ["x"]} | ({} if asked is None else {"max_gen_toks": asked})
+    tokens, length, stops, _ = harness._job(0, "a" * (prompt - 1) + "b", options)
+    assert (len(tokens), length, stops) == (kept, new, ["x"])
+    assert tokens[-1] == ord("b")
+    assert len(tokens) + length <= 128
+
+
+def test_a_task_that_leaves_no_room_for_its_prompt_is_refused(harness):
+    with pytest.raises(UserError, match=r"asks for 128 new tokens .* 128 positions"):
+        harness._job(0, "a", {"max_gen_toks": 128})
+
+
+def test_repeated_requests_are_drawn_with_other_seeds(harness):
+    seen = []
+    harness._write = lambda jobs: [seen.append(options.seed) or str(options.seed) for *_, options in jobs]
+    request = SimpleNamespace(args=("a", {"do_sample": True, "max_gen_toks": 4}))
+    assert harness.generate_until([request] * 5) == ["0", "1", "2", "3", "4"]
+    assert sorted(seen) == [0, 1, 2, 3, 4]
