@@ -112,7 +112,8 @@ def _against(first: tuple[Call, int], model: str, size: Size, policy: str) -> di
 
 
 def decoding(size: Size) -> Rows:
-    """Tokens per second for one text: Levanter's GPT-2 and the flow in qkvflow's engine, and the flow with drafts."""
+    """New tokens per second of one text, with the time in which its prompt is read: Levanter's GPT-2 and the flow in
+    qkvflow's engine, and the flow with drafts, whose coarse grid reads the prompt too."""
     vocab = hax.Axis("vocab", size.vocab)
     gpt2, flow = (inference_mode(build(models(size)[name], vocab), True) for name in (BASELINE, "flow, checkpoint"))
     cases = {

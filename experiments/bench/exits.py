@@ -44,12 +44,13 @@ def at_width(width: int, rounds: int = ROUNDS) -> Rows:
     def decoding(own: Engine) -> Callable[[], object]:
         return lambda: own.decode(NEW)
 
+    before = {name: own.exited() for name, own in engines.items()}  # after the prompt
     rows = {}
     for name, row in interleaved({name: decoding(own) for name, own in engines.items()}, rounds).items():
         rows[f"width {width}, {name}"] = found = dict(row)
-        exited = engines[name].exited()
-        if exited is not None:
-            found["evaluations"] = exited.mean / STEPS
+        exited, first = engines[name].exited(), before[name]
+        if exited is not None and first is not None:
+            found["evaluations"] = (exited.steps - first.steps) / (exited.tokens - first.tokens) / STEPS
             found["over"] = row["ratio"] / found["evaluations"] - 1
     return rows
 

@@ -31,6 +31,9 @@ KINDS = {
         **SMALL, rope_scaling={"rope_type": "linear", "factor": 2.0}
     ),
     "llama with yarn positions": transformers.LlamaConfig(**SMALL, rope_scaling=YARN, tie_word_embeddings=True),
+    "llama with yarn positions of its own length": transformers.LlamaConfig(
+        **SMALL, rope_scaling={"rope_type": "yarn", "factor": 4.0}
+    ),
     "llama with wide heads": transformers.LlamaConfig(**SMALL, head_dim=12),
     "mistral": transformers.MistralConfig(**SMALL, sliding_window=16),
     "qwen2": transformers.Qwen2Config(**SMALL),
@@ -98,6 +101,13 @@ def test_a_window_shortens_the_context(tmp_path):
             "gpt_neox",
         ),
         (transformers.LlamaConfig(**SMALL, attention_bias=True), "attention_bias is True"),
+        (transformers.LlamaConfig(**SMALL, rope_scaling=YARN | {"attention_factor": 1.0}), "attention_factor: 1.0"),
+        (
+            transformers.LlamaConfig(**SMALL, rope_scaling=YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}),
+            "mscale_all_dim",
+        ),
+        (transformers.LlamaConfig(**SMALL, rope_scaling=YARN | {"truncate": False}), "truncate: False"),
+        (transformers.GemmaConfig(**SMALL, head_dim=8, hidden_act="silu"), "hidden_act is 'silu'"),
         (
             transformers.GPT2Config(vocab_size=257, n_embd=16, n_layer=1, n_head=2, scale_attn_weights=False),
             "scale_attn",
