@@ -50,7 +50,7 @@ def at_width(width: int, rounds: int = ROUNDS) -> Rows:
         rows[f"width {width}, {name}"] = found = dict(row)
         exited, first = engines[name].exited(), before[name]
         if exited is not None and first is not None:
-            found["evaluations"] = (exited.steps - first.steps) / (exited.tokens - first.tokens) / STEPS
+            found["evaluations"] = (exited - first).mean / STEPS
             found["over"] = row["ratio"] / found["evaluations"] - 1
     return rows
 
