@@ -113,7 +113,8 @@ def generate(
     end = Pos.size + max_new_tokens
     text = np.pad(text[:, :end], ((0, 0), (0, max(0, end - text.shape[1]))))
     text = np.where(np.arange(end) < ends[:, None], text, 0 if stop_token is None else stop_token)
-    named = hax.named(jnp.asarray(text, tokens.dtype), (Batch, Pos.resize(end)))
+    dtype = tokens.dtype if tokens.dtype.itemsize >= 4 else jnp.int32  # narrower ones may not hold every token
+    named = hax.named(jnp.asarray(text, dtype), (Batch, Pos.resize(end)))
     return named if others else named[BATCH, 0]
 
 

@@ -20,9 +20,9 @@ from qkvflow.runs.adam import ScaledAdamConfig
 from qkvflow.runs.base import OfficialConfig
 from qkvflow.runs.modes import FinetuneMode
 
-# Keys (with everything below them) that cannot change a run's numbers, apart from rounding, and from the masks of
-# dropout, of which each part of an accumulated batch has its own: where it computes, how often it is evaluated, and
-# where it writes. They may differ when a run is resumed.
+# Keys (with everything below them) that cannot change a run's numbers: where it computes, how often and on how much it
+# is evaluated, and where it writes. They may differ when a run is resumed. Apart from rounding, and from what each part
+# of an accumulated batch has for itself: masks of dropout, and the mean over the tokens that count (in plain text all).
 FREE_KEYS = (
     "accept_changes",
     "config_path",
