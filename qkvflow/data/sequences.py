@@ -8,14 +8,16 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
-import haliax as hax
 import jax
+import jax.numpy as jnp
 import numpy as np
 from haliax import Axis
 from levanter.data import AsyncDataset
 from levanter.data.dataset import MapFunction, MappedAsyncDataset
 from levanter.data.mixture import ConcatDataset
 from levanter.data.text import CausalLmDataset, NamedLmDataset
+from levanter.data.text.datasets import PackedTokenDataset
+from levanter.data.text.examples import GrugLmExample
 from levanter.models.lm_model import LmExample
 
 _AT_ONCE = 256  # items; a power of two
@@ -70,27 +72,27 @@ class Sequences(AtOnce[LmExample]):
         )
         named = NamedLmDataset(dataset, Pos)
 
-        def example(item: Any) -> LmExample:
-            return named.fn(causal.fn(item)) if isinstance(item, dict) else _within_documents(named.fn(item), Pos)
-
-        super().__init__(dataset, example)
+        super().__init__(dataset, lambda item: named.fn(causal.fn(item) if isinstance(item, dict) else item))
 
 
-def _within_documents(example: LmExample, Pos: Axis) -> LmExample:
+def _within_documents(example: GrugLmExample) -> GrugLmExample:
     """Without loss on padding, and on the first token of a document, which is predicted from another one.
 
     Differs from Levanter, whose packed sequences count both.
     """
-    ids = None if example.attn_mask is None else example.attn_mask.segment_ids
-    if ids is None:
+    ids = example.attn_mask.segment_ids
+    if ids is None:  # documents that see each other
         return example
     own = ids[0]
-    is_inside = (own >= 0) & (hax.roll(own, -1, Pos) == own)
+    is_inside = (own >= 0) & (jnp.roll(own, -1) == own)
     return dataclasses.replace(example, loss_weight=example.loss_weight * is_inside)
 
 
 def without_examples(dataset: AsyncDataset) -> AsyncDataset:
-    """The tokens from which a component's `CausalLmDataset` makes examples; other datasets as they are."""
+    """The tokens from which a component's `CausalLmDataset` makes examples; packed documents as examples whose loss
+    stays within a document; other datasets as they are."""
     if isinstance(dataset, ConcatDataset):
         return ConcatDataset({name: without_examples(part) for name, part in dataset.datasets.items()})
+    if isinstance(dataset, PackedTokenDataset):
+        return AtOnce(dataset, _within_documents)
     return dataset.dataset if type(dataset) is CausalLmDataset else dataset
