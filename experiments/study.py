@@ -64,29 +64,26 @@ class Study(Generic[C, R]):
         runs = config.runs(self.name)
         output = config.results(runs)
         path = output / "results.json"
-        if config.redraw and not path.is_file():
-            raise UserError(
-                f"there are no results in {output}: run the experiment first, without --redraw, or name their folder by"
-                " --output"
-            )
-        if not config.redraw:
+        if config.redraw:
+            if not path.is_file():
+                raise UserError(
+                    f"there are no results in {output}: run the experiment first, without --redraw, or name their"
+                    " folder by --output"
+                )
+            results = path.read_text()
+        else:
             config.check()
-        content = path.read_text() if config.redraw else written(made_here(self.make(config, runs), self.module))
-        record = read(self.record, json.loads(content))
+            results = written(made_here(self.make(config, runs), f"experiments.{self.name}"))
+        record = read(self.record, json.loads(results))
         page, tables = self.filled_page(record), self.files(record)  # before earlier results are replaced
         output.mkdir(parents=True, exist_ok=True)
         if not config.redraw:
-            write_text(path, content)
+            write_text(path, results)
         for name, content in {**tables, self.page_name: page}.items():
             write_text(output / name, content.csv() if isinstance(content, Table) else content)
         style.save(self.figures(record), output)
         print(f"{page}\nWritten to {output}", flush=True)
         return record
-
-    @property
-    def module(self) -> str:
-        """Its program."""
-        return f"experiments.{self.name}"
 
     def filled_page(self, record: R) -> str:
         """`page.md` with its values."""

@@ -154,9 +154,8 @@ def over_training(
             tick(done + 1, len(steps))
     heads = ("heads",) if values[0].ndim == 3 else ()
     names = ("checkpoints", "times", *heads, "eigenvalues")
-    return OverTraining(
-        tuple(sorted(steps)), tuple(float(t) for t in (() if at is None else at)), NamedArray(np.stack(values), names)
-    )
+    times = () if at is None else tuple(map(float, at))
+    return OverTraining(tuple(sorted(steps)), times, NamedArray(np.stack(values), names))
 
 
 @dataclass

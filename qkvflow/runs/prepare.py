@@ -36,7 +36,6 @@ from qkvflow.runs.directory import RunDirectory, location_of, log_name, run_id
 from qkvflow.runs.growth import check_depth_goes_on
 from qkvflow.runs.mirror import LOCK
 from qkvflow.runs.processes import damage_found_with_followers, follow, let_others_wait, tell_others
-from qkvflow.tracking import read_metrics
 
 C = TypeVar("C", bound=TrainConfig)
 _ATTEMPTS = 10
@@ -261,8 +260,12 @@ def _begin(directory: RunDirectory, config: C) -> PreparedRun[C]:
 def _has_begun(directory: RunDirectory) -> bool:
     """Whether there is a training loss of any step, or a checkpoint, complete or not. What a fine-tune says of its base
     comes before."""
-    has_metrics = directory.metrics.is_file() and any("train/loss" in r for r in read_metrics(directory.metrics))
-    return has_metrics or bool(directory.checkpoints.names() or directory.damaged.names())
+    if directory.checkpoints.names() or directory.damaged.names():
+        return True
+    if not directory.metrics.is_file():
+        return False
+    with open(directory.metrics, encoding="utf-8", errors="replace") as lines:
+        return any('"train/loss"' in line for line in lines)
 
 
 def _follow(directory: RunDirectory, config: C) -> PreparedRun[C]:
@@ -289,7 +292,9 @@ def _reopen(directory: RunDirectory, config: C, phase: Phase | None) -> Prepared
     config, stored = _continued(config, stored), stored.settled(stored)
     changes = differences(stored, config, FREE_KEYS)
     if changes and not config.accept_changes:
-        raise _is_another(directory, changes, "; to continue this one with the new values, add --accept_changes true")
+        raise _started_otherwise(
+            directory, changes, "; to continue this one with the new values, add --accept_changes true"
+        )
     good, damaged = newest_good(directory.checkpoints, phase, damage_found_with_followers)
     if good is None and damaged:
         raise all_damaged(damaged)
@@ -308,7 +313,7 @@ def _reopen(directory: RunDirectory, config: C, phase: Phase | None) -> Prepared
     return PreparedRun(directory, config, last_step, changes)
 
 
-def _is_another(directory: RunDirectory, changes: Mapping[str, str], more: str = "") -> UserError:
+def _started_otherwise(directory: RunDirectory, changes: Mapping[str, str], more: str = "") -> UserError:
     return UserError(
         f"the run {directory} was started with another configuration:\n{listed(changes)}\nNothing was changed. For a"
         f" new run, add --trainer.id NAME{more}"
@@ -320,7 +325,7 @@ def check_is_same(directory: RunDirectory, config: TrainConfig) -> None:
     stored = read_config(directory.config, type(config))
     changes = differences(stored.settled(stored), _continued(config, stored), FREE_KEYS)
     if changes:
-        raise _is_another(directory, changes)
+        raise _started_otherwise(directory, changes)
 
 
 def _tell_damage(damaged: Damaged, target: Place, last_step: int) -> None:
