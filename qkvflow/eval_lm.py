@@ -21,7 +21,6 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Annotated, Any
 
 from levanter.models.lm_model import LmExample
@@ -170,7 +169,7 @@ def _tell(
     shown: str,
     name: str,
     content: dict[str, Any],
-    keys: Mapping[str, Any] = MappingProxyType({}),
+    keys: Mapping[str, Any] = {},
     readings: Sequence[Reading] = (),
 ) -> None:
     """Prints a table, and writes its content to the run's folder `evaluation`; more than one reading is drawn too.
@@ -239,7 +238,7 @@ def _place(path: Path, keys: Mapping[str, Any]) -> Path:
 
 
 def _plain(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """As JSON has them."""
+    """The keys as JSON has them."""
     plain = {key: value.as_text if isinstance(value, Typed) else value for key, value in keys.items()}
     return json.loads(json.dumps(plain, default=str))
 

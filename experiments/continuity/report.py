@@ -114,13 +114,13 @@ def page(record: Continuity) -> Mapping[str, object]:
         return f"{share:.2f}{few}" if reached else "not reached"
 
     work = {f"FLOPs to the loss of {p.reference}": lambda line: to_reference(line.what.arm)}
+    search = p.about_search if record.selection and p.search_width else p.about_rates("each arm")
+    edges = f" {about_edges(found)}" if record.selection else ""
     columns = known("trained", "rate", "FLOPs"), against(p.reference), work, known("ms per step", "peak MiB")
     places = {arm: [*(record.at(arm, steps) for steps in p.shown_at), p.rk4] for arm in record.flows}
     rows = [[arm, own[0][0], *(f"{record.loss(arm, place).mean:.3f}" for place in own)] for arm, own in places.items()]
     return {
-        "rates": f"{p.about_search if p.search_width else p.about_rates('each arm')}. {about_edges(found)}"
-        if record.selection
-        else f"{p.about_rates('each arm')}.",
+        "rates": f"{search}.{edges}",
         "missing": ", ".join(sorted(set(p.arms) - set(record.costs))) or "none",
         "losses": table("arm", record.lines, *columns),
         "stacks": any("stack" in p.arms[arm] for arm in record.costs) or None,

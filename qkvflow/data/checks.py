@@ -90,7 +90,7 @@ def _too_short(name: str, purpose: str, tokens: int, needed: int) -> str:
 
 
 def component_of(data: LmDataConfig, name: str) -> DatasetComponent:
-    """That of a cache."""
+    """The component whose tokens the cache `name` holds; `parent/child` for a part of a joined one."""
     if name in data.components:
         return data.components[name]
     parent, child = name.split("/", 1)

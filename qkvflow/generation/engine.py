@@ -247,10 +247,8 @@ class Engine:
         if self._control_dim is not None:
             given = np.zeros((self.length, self._control_dim), np.float32)
             if control is not None:
-                control = (
-                    control[: self.length] if control.ndim == 2 else control
-                )  # of positions beyond the end: unused
-                given[: len(control) if control.ndim == 2 else None] = control
+                rows = control[: self.length] if control.ndim == 2 else [control] * self.length
+                given[: len(rows)] = rows
         limit = min(len(tokens) + max_new_tokens, self.length)
         return text, len(tokens), limit, (Sampling.of([options]), Bias.of([options])), given
 

@@ -93,10 +93,8 @@ def _qwen3(settings: Any) -> LmConfig:
 
 def _gemma(settings: Any) -> LmConfig:
     _require(settings, attention_bias=False)
-    if settings.hidden_act not in (
-        "gelu",
-        "gelu_new",
-    ):  # Levanter does not read it: tanh, as which `gelu` is known here
+    # Levanter does not read it, and has the tanh form, which Gemma's older files call `gelu`.
+    if settings.hidden_act not in ("gelu", "gelu_new"):
         raise UserError(f"hidden_act is {settings.hidden_act!r}, but only 'gelu_pytorch_tanh' is supported")
     return GemmaConfig.from_hf_config(settings)
 
@@ -128,19 +126,15 @@ def _settle_rope(settings: Any) -> None:
     """Fills in what transformers does where rotary positions are scaled, and refuses what Levanter does not have."""
     scaling = getattr(settings, "rope_scaling", None) or {}
     kind = scaling.get("rope_type", scaling.get("type", "default"))
-    ignored = {
-        "attention_factor": None,
-        "mscale_all_dim": None,
-        "mscale": 1.0,
-        "truncate": True,
-    }  # values without effect
-    values = {"yarn": ignored, "default": {"factor": 1.0}}.get(kind, {})
-    for name, value in values.items():
+    without_effect = {
+        "yarn": {"attention_factor": None, "mscale_all_dim": None, "mscale": 1.0, "truncate": True},
+        "default": {"factor": 1.0},
+    }
+    for name, value in without_effect.get(kind, {}).items():
         if scaling.get(name, value) not in (value, None):
             raise UserError(f"rope_scaling of type {kind!r} has {name}: {scaling[name]!r}, which is not supported")
     if kind == "yarn" and not scaling.get("original_max_position_embeddings"):
-        more = {"original_max_position_embeddings": settings.max_position_embeddings}
-        settings.rope_scaling = scaling | more
+        settings.rope_scaling = scaling | {"original_max_position_embeddings": settings.max_position_embeddings}
 
 
 def _check_numbers(settings: Any) -> None:

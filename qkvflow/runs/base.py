@@ -166,7 +166,7 @@ class Base(abc.ABC):
         """Its parameters, on every device."""
 
     def keep(self) -> None:
-        """Sees to it that the parameters stay where they are, as far as training its own run on would remove them."""
+        """Keeps the parameters from being removed when a run that they belong to is trained on."""
         return  # only a run goes on
 
     @property
