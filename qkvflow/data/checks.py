@@ -3,9 +3,10 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from levanter.data.text import ConcatDatasetComponent, DatasetComponent, LmDataConfig, TextLmDatasetFormat
+from levanter.data.text import ConcatDatasetComponent, DatasetComponent, LmDataConfig
 from levanter.store.cache import TreeCache
 
+from qkvflow.data.packing import is_stream, tell_what_is_cut
 from qkvflow.errors import UserError
 
 
@@ -74,11 +75,10 @@ def _counts(data: LmDataConfig, caches: Mapping[str, TreeCache[dict]], seq_len: 
     for name, cache in caches.items():
         component = component_of(data, name)
         tokens = cache.flat_field_length(component.format.token_data_key) if len(cache) else 0
-        # Packed and chat data is padded: each document is one sequence.
-        is_stream = isinstance(component.format, TextLmDatasetFormat) and not component.pack
-        needed = seq_len if is_stream else 1
+        needed = seq_len if is_stream(component) else 1  # elsewhere each document may be one padded sequence
         if tokens < needed:
             raise UserError(_too_short(name, purpose, tokens, needed))
+        tell_what_is_cut(component, cache, seq_len, f"the {purpose} text of component {name!r}")
         counts[name] = tokens
     return counts
 

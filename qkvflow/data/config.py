@@ -20,6 +20,7 @@ from qkvflow.data.control.field import ControlField
 from qkvflow.data.control.records import with_control
 from qkvflow.data.fingerprint import cache_fingerprint, source_record
 from qkvflow.data.formats import DocumentFormat
+from qkvflow.data.packing import check_pack
 from qkvflow.data.resolved import ResolvedDataConfig
 from qkvflow.data.sources import BuiltinSource, FilesSource
 from qkvflow.data.tokenizers import resolve_tokenizer, tokenizer_fingerprint
@@ -178,6 +179,8 @@ def _resolve_component(
             for child_name, child in component.children.items()
         }
         return dataclasses.replace(component, children=children)
+    if isinstance(component, DatasetComponent):
+        check_pack(name, component)
     # Without a source, or with `flat_cache`, the component names an existing cache, which stays unchanged.
     if not isinstance(component, DatasetComponent) or component.source is None or component.flat_cache:
         return component if control is None else with_control(name, component, control)

@@ -7,13 +7,14 @@ import jax
 import numpy as np
 from haliax import Axis
 from levanter.data import AsyncDataset
-from levanter.data.text import DatasetComponent, LmDataConfig, TextLmDatasetFormat
+from levanter.data.text import DatasetComponent, LmDataConfig
 from levanter.tokenizers import MarinTokenizer
 from levanter.trainer import TrainerConfig
 
 from qkvflow.data import TokenCounts, check_enough_tokens
 from qkvflow.data.checks import component_of
 from qkvflow.data.control.records import check_some_control
+from qkvflow.data.packing import is_stream
 from qkvflow.data.statistics import token_counts, unigram_entropy
 from qkvflow.errors import UserError
 from qkvflow.runs.config import TrainConfig
@@ -72,8 +73,7 @@ def open_corpus(run: PreparedRun[TrainConfig], trainer: TrainerConfig, Pos: Axis
 def _sequences(data: LmDataConfig, counts: TokenCounts, Pos: Axis) -> int | None:
     """Sequences in an epoch of a single text that is cut into sequences without gaps."""
     component = next(iter(data.components.values()))
-    is_stream = isinstance(component, DatasetComponent) and isinstance(component.format, TextLmDatasetFormat)
-    if len(data.components) > 1 or not is_stream or component.pack:
+    if len(data.components) > 1 or not isinstance(component, DatasetComponent) or not is_stream(component):
         return None
     held_out = sum((data.num_validation_sequences or {}).values())
     return max(1, sum(counts.train.values()) // Pos.size - held_out)

@@ -15,7 +15,7 @@ from levanter.trainer import TrainerConfig
 
 from experiments.bench.loading import LevantersData
 from qkvflow.data import BuiltinSource, DataConfig, FilesSource
-from qkvflow.data import sequences as module
+from qkvflow.data import at_once as module
 
 Pos = hax.Axis("position", 64)
 PROMPTS = '{"input": "one question ", "target": "two answers"}\n' * 60

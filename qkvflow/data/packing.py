@@ -1,0 +1,85 @@
+"""Packed documents: whole ones side by side in a sequence, filled up with padding, instead of one stream of tokens."""
+
+import dataclasses
+import warnings
+from collections.abc import Mapping
+
+import jax.numpy as jnp
+import numpy as np
+from levanter.data.text import (
+    ChatLmDatasetFormat,
+    DatasetComponent,
+    SupervisedLmDatasetFormat,
+    TextLmDatasetFormat,
+)
+from levanter.data.text.datasets import ChatDataset, PackedTokenDataset
+from levanter.data.text.examples import GrugLmExample
+from levanter.store.cache import TreeCache
+
+from qkvflow.data.at_once import AtOnce
+from qkvflow.errors import Notice, UserError
+
+
+def check_pack(name: str, component: DatasetComponent):
+    """
+    Raises:
+        UserError: Levanter does not have this kind of packing, or not for this format.
+    """
+    pack = component.pack
+    is_chat = isinstance(component.format, ChatLmDatasetFormat)
+    if isinstance(component.format, ChatLmDatasetFormat) and pack is None:
+        pack = True if component.format.pack is None else component.format.pack
+    if pack == "pad" or (isinstance(pack, int) and pack < (1 if is_chat else 0)):
+        raise UserError(
+            f"component {name!r}: `pack: {pack}` is not available. Choices: true (up to 64 documents in a sequence) or"
+            " their greatest number: `pack: 1` gives each document a padded sequence of its own"
+            + ("." if is_chat else "; false is one stream of tokens without padding.")
+        )
+
+
+def is_stream(component: DatasetComponent) -> bool:
+    """Whether the tokens of all documents are one stream, cut into sequences without gaps."""
+    return isinstance(component.format, TextLmDatasetFormat | SupervisedLmDatasetFormat) and not component.pack
+
+
+def tell_what_is_cut(component: DatasetComponent, cache: TreeCache[dict], seq_len: int, what: str):
+    """A notice where packed documents are longer than a sequence: Levanter cuts them.
+
+    Args:
+        what: the text, for the notice.
+    """
+    is_prebuilt = not isinstance(
+        component.format, TextLmDatasetFormat | SupervisedLmDatasetFormat | ChatLmDatasetFormat
+    )
+    if is_prebuilt or is_stream(component) or not len(cache):
+        return
+    offsets = cache.jagged_array_tree()[component.format.token_data_key].offsets
+    lengths = np.diff(np.asarray(offsets[1 : len(cache) + 1].read().result()), prepend=0)
+    lost = int(np.maximum(lengths - seq_len, 0).sum())
+    if lost:
+        text = (
+            f"{what}: {int((lengths > seq_len).sum()):,} of {len(lengths):,} documents are longer than a sequence of"
+            f" {seq_len} tokens, and `pack` cuts them there: {lost:,} of {int(lengths.sum()):,} tokens are not read."
+            " Raise train_seq_len"
+        )
+        is_chat = isinstance(format, ChatLmDatasetFormat)
+        warnings.warn(Notice(text + ("." if is_chat else ", or read all of them with `pack: false`.")), stacklevel=2)
+
+
+class Packed(AtOnce[GrugLmExample]):
+    """Levanter's packed sequences, without loss on padding and on the first token of a document, which is predicted
+    from another one; documents that see each other (`block_cross_document_attention: false`) keep the latter.
+
+    Differs from Levanter, whose packed sequences count both.
+    """
+
+    def __init__(self, levanters: PackedTokenDataset | ChatDataset):
+        block = levanters.block_cross_document_attention
+
+        def example(item: tuple[Mapping, Mapping]) -> GrugLmExample:
+            made, document = levanters.fn(item), item[1]["input_ids"]
+            following = jnp.roll(document, -1)
+            is_counted = (document >= 0) & (following >= 0) & ((following == document) | (not block))
+            return dataclasses.replace(made, loss_weight=made.loss_weight * is_counted)
+
+        super().__init__(levanters.packed, example)

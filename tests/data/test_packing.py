@@ -1,0 +1,123 @@
+"""Packed documents: which tokens count, what is cut, and what is refused."""
+
+import json
+import re
+import warnings
+from pathlib import Path
+
+import haliax as hax
+import jax
+import numpy as np
+import pytest
+from levanter.data.text import (
+    ChatLmDatasetFormat,
+    DatasetComponent,
+    LmDataConfig,
+    SupervisedLmDatasetFormat,
+    TextLmDatasetFormat,
+)
+from levanter.schedule import BatchSchedule
+
+from qkvflow.data import DataConfig, FilesSource, check_enough_tokens
+from qkvflow.errors import Notice, UserError
+
+Pos = hax.Axis("position", 64)
+LENGTHS = (20, 9, 63, 1, 64, 30, 100)  # with the token at a document's end; the last is longer than a sequence
+TEMPLATE = (
+    "{% for m in messages %}{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }}{% endgeneration %}"
+    "{% else %}{{ m['content'] }}{% endif %}{% endfor %}"
+)
+
+
+@pytest.fixture(autouse=True)
+def own_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def component(kind, **settings):
+    def record(size):
+        text = "a" * (size // 2), "b" * (size - size // 2)
+        return {
+            "text": {"text": "".join(text)[1:]},
+            "prompts": {"input": text[0], "target": text[1][2:]},
+            "chat": {"messages": [{"role": r, "content": t} for r, t in zip(("user", "assistant"), text, strict=True)]},
+        }[kind]
+
+    sizes = LENGTHS if kind == "text" else [max(size, 4) for size in LENGTHS]
+    Path("a.jsonl").write_text("".join(json.dumps(record(size)) + "\n" for size in sizes * 4))
+    formats = {
+        "text": TextLmDatasetFormat(),
+        "prompts": SupervisedLmDatasetFormat(),
+        "chat": ChatLmDatasetFormat(chat_template=TEMPLATE, mask_user_turns=False),
+    }
+    return DatasetComponent(source=FilesSource(train=["a.jsonl"]), format=formats[kind], **settings)
+
+
+def examples_of(part, blocked, *, by_levanter=False):
+    data = DataConfig(components={"c": part}, block_cross_document_attention=blocked).resolve(Path("tokenizer"))
+    if by_levanter:
+        caches = data.build_caches("train")
+        made = LmDataConfig.build_token_datasets(data, caches, Pos, split="train")["c"]
+        return made.as_sync_dataset().get_batch(range(6))
+    # In the order of the text.
+    made = data.build_token_datasets(data.build_caches("train"), Pos, split="train")["c"]
+    return made.as_sync_dataset().get_batch(range(6))
+
+
+@pytest.mark.parametrize("blocked", [True, False])
+@pytest.mark.parametrize("kind", ["text", "prompts", "chat"])
+def test_neither_padding_nor_the_first_token_of_another_document_counts(kind, blocked):
+    part = component(kind, pack=True)
+    documents = [np.asarray(e.attn_mask.segment_ids[0]) for e in examples_of(part, True, by_levanter=True)]
+    levanters = examples_of(part, blocked, by_levanter=True)
+    counted = 0
+    for own, other, document in zip(examples_of(part, blocked), levanters, documents, strict=True):
+        expected = np.array(other.loss_weight)
+        for k in range(Pos.size - 1):
+            is_inside = document[k] >= 0 and document[k + 1] >= 0
+            expected[k] *= is_inside and (document[k] == document[k + 1] or not blocked)
+        np.testing.assert_array_equal(own.loss_weight, expected)
+        np.testing.assert_array_equal(own.tokens, other.tokens)
+        assert (own.attn_mask.segment_ids is None) == (not blocked)
+        counted += expected.sum()
+    assert 0 < counted < 6 * 63  # something is left, and something is padding
+
+
+@pytest.mark.parametrize("pack", [True, 1, 3])
+def test_a_notice_says_how_much_of_the_text_is_cut(pack):
+    data = DataConfig(components={"c": component("text", pack=pack)}).resolve(Path("tokenizer"))
+    total = 4 * sum(LENGTHS)
+    with pytest.warns(Notice, match=f"training text of component 'c': 4 of 28 documents.* 64 .*: 144 of {total:,}"):
+        assert check_enough_tokens(data, Pos.size).train == {"c": total}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check_enough_tokens(data, 100)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        stream = DataConfig(components={"c": component("text")}).resolve(Path("tokenizer"))
+        check_enough_tokens(stream, Pos.size)
+
+
+@pytest.mark.parametrize(
+    ("kind", "pack", "refused"),
+    [
+        ("text", "pad", True),
+        ("prompts", "pad", True),
+        ("chat", "pad", True),
+        ("text", -1, True),
+        ("chat", False, True),
+        ("chat", 0, True),
+        ("text", 0, False),
+        ("prompts", False, False),
+        ("chat", None, False),
+    ],
+)
+def test_packings_that_levanter_does_not_have_are_refused_before_any_work(kind, pack, refused):
+    data = DataConfig(components={"c": component(kind, pack=pack)})
+    if refused:
+        with pytest.raises(UserError, match=re.escape(f"component 'c': `pack: {pack}` is not available")):
+            data.resolve(Path("tokenizer"))
+        assert not Path("cache").exists()
+    else:
+        resolved = data.resolve(Path("tokenizer"))
+        assert resolved.train_set(Pos, BatchSchedule(4), key=jax.random.PRNGKey(0)).as_sync_dataset()[0] is not None
