@@ -35,7 +35,7 @@ from qkvflow.runs.made import new_folder, refuse_existing
 from qkvflow.tracking import read_metrics
 from qkvflow.weights import PerLayerConfig
 
-_FILES = (CONFIG, "generation_config.json", "*.safetensors", "*.safetensors.index.json", *TOKENIZER_FILES, *OLD_FILES)
+_FILES = (CONFIG, "*.safetensors", "*.safetensors.index.json", *TOKENIZER_FILES, *OLD_FILES)
 
 
 @dataclass

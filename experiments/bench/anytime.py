@@ -8,7 +8,6 @@ Evaluations: sequential evaluations of the field per generated token: a pass ove
 once. Speed: decoding of one text at a time, all ways in turn, with prompts from validation texts.
 """
 
-import json
 import statistics
 import time
 from collections.abc import Iterator, Sequence
@@ -27,7 +26,7 @@ from experiments.tables import Table
 from qkvflow.axes import BATCH, POSITION
 from qkvflow.cli import run_program
 from qkvflow.errors import UserError
-from qkvflow.files import write_text
+from qkvflow.files import json_text, write_text
 from qkvflow.generation import Engine, SamplingOptions
 from qkvflow.generation.drafting import Drafting
 from qkvflow.generation.forced import ForcedReader, read_with_cache
@@ -105,7 +104,7 @@ def main(config: AnytimeConfig) -> dict[str, Any]:
     }
     target = run.path / "evaluation" / "anytime.json"
     target.parent.mkdir(exist_ok=True)
-    write_text(target, json.dumps(record, indent=2) + "\n")
+    write_text(target, json_text(record))
     shown = ("loss", "evaluations", "tokens_per_second", "speed", "speed_low", "speed_high")
     print(Table.of({"": f"{row['kind']} {row['name']}"} | {k: f"{row[k]:.4g}" for k in shown} for row in rows))
     print(f"Written to {target}")

@@ -17,7 +17,7 @@ from qkvflow.analysis.corpus import CorpusExponents, mean_interval
 from qkvflow.analysis.exponents import Tick
 from qkvflow.analysis.exponents import kaplan_yorke as kaplan_yorke
 from qkvflow.analysis.opening import EncodedText, opened, output_folder, texts_of, validation_texts, write
-from qkvflow.analysis.reading import Reading, read, sequence
+from qkvflow.analysis.reading import Reading, position_in, read, sequence
 from qkvflow.analysis.tangent import Tangent
 from qkvflow.axes import LAYERS, POSITION
 from qkvflow.cli import run_program
@@ -51,9 +51,7 @@ def token_exponents(
     reading = _reading(model)
     tokens = sequence(reading, tokens)
     count = tokens.array.size
-    if not -count <= output_position < count:
-        raise UserError(f"output_position must lie in {-count}..{count - 1} for {count} tokens, got {output_position}.")
-    position = output_position % count
+    position = position_in("output_position", output_position, count)
     tangent = Tangent(reading, tokens)
     if not official_times:
         return exponents.token_logs(lambda n: np.asarray(tangent.jacobian_rows(n, position)), tangent.steps, tick)

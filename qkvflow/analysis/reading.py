@@ -201,3 +201,14 @@ def _plain(module):
     if not _is_attention(module):
         return module
     return dataclasses.replace(module, backend=AttentionBackend.VANILLA, flash_block_size=None)
+
+
+def position_in(name: str, position: int, count: int) -> int:
+    """A position in 0..count-1; negative ones count from the end.
+
+    Raises:
+        UserError: there is none such.
+    """
+    if not -count <= position < count:
+        raise UserError(f"{name} must lie in {-count}..{count - 1} for {count} tokens, got {position}.")
+    return position % count

@@ -187,7 +187,7 @@ def _snapshot(
         outputs = texts.output_positions(len(text.ids), config.outputs)
         data = texts.text_data(reading, text.ids, outputs, config.k, attention, step)
         data["shuffled"] = [
-            texts.null_data(reading, order.permutation(text.ids), config.k, step)
+            texts.null_data(reading, np.append(order.permutation(text.ids[:-1]), text.ids[-1]), config.k, step)
             for order in map(np.random.default_rng, range(config.shuffles))
         ]
         untrained = fresh and fresh["texts"][number]

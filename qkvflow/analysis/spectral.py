@@ -23,7 +23,7 @@ from qkvflow.analysis.matrices import FAMILIES, ThinProduct, factors, products, 
 from qkvflow.analysis.matrices import official_times as official_times
 from qkvflow.analysis.matrices import training_times as training_times
 from qkvflow.analysis.opening import opened, output_folder, texts_of, write
-from qkvflow.analysis.reading import Reading, read, sequence
+from qkvflow.analysis.reading import Reading, position_in, read, sequence
 from qkvflow.analysis.spectrum import Summary
 from qkvflow.analysis.tangent import Tangent
 from qkvflow.blocks import SsmBlockConfig
@@ -109,7 +109,7 @@ def jacobian_eigenvalues(model: LmHeadModel | Reading, tokens, position: int = -
     """
     reading = model if isinstance(model, Reading) else read(model)
     tangent = Tangent(reading, sequence(reading, tokens))
-    j = range(tangent.shape[0])[position]
+    j = position_in("position", position, tangent.shape[0])
     blocks = [np.asarray(tangent.jacobian_rows(n, j)[:, j], np.float64) for n in range(tangent.steps)]
     return spectrum.sort(each(np.linalg.eigvals, np.stack(blocks) / reading.step))
 

@@ -62,7 +62,7 @@ def singular_values(product: ThinProduct) -> np.ndarray:
 
 
 def summary(eigenvalues: np.ndarray, singular_values: np.ndarray) -> Summary:
-    """From complex [..., n] and float [..., m]; omitted zeros only affect `positive`."""
+    """From complex [..., n] and float [..., m]; `positive`, `real` and `imaginary` are over the n given eigenvalues."""
     norm2 = np.sum(singular_values**2, axis=-1)
     trace2 = np.sum(eigenvalues**2, axis=-1).real
     with np.errstate(invalid="ignore", divide="ignore"):

@@ -12,6 +12,7 @@ from levanter.tokenizers import load_tokenizer as load_levanter_tokenizer
 from tokenizers import Tokenizer
 
 from qkvflow.data.byte_level import END_OF_TEXT, byte_tokenizer
+from qkvflow.data.end_tokens import GENERATION
 from qkvflow.data.hub import download_tokenizer
 from qkvflow.errors import UserError
 from qkvflow.files import local_path, replacing
@@ -23,6 +24,7 @@ TOKENIZER_FILES = (
     "special_tokens_map.json",
     "added_tokens.json",
     "chat_template.jinja",
+    GENERATION,
 )
 # Records the spec from which a folder was made, so that a run can resume without its source.
 ORIGIN_FILE = "origin.json"

@@ -140,8 +140,9 @@ class PreparedModel:
                 " `model.control: {dim: N}`, or leave the control out."
             )
         try:
+            given = np.asarray(control)
             with np.errstate(over="ignore"):  # infinite then, and refused
-                array = np.asarray(control, np.float32)
+                array = np.asarray(control, np.float32) if given.dtype.kind in "iufO" else None
         except (TypeError, ValueError, OverflowError):
             array = None
         if array is None or array.ndim not in (1, 2) or array.shape[-1] != self.control_dim:

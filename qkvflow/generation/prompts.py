@@ -49,10 +49,11 @@ def read_prompts(prompt: str | None, file: str | None, stdin: TextIO | None = No
 
 
 def stop_strings(stop: str | list[str] | None) -> list[str]:
-    r"""One stop string, or several as a YAML list `["\n", "END"]`. In a single one \n, \t, \r and \\ are escapes."""
+    r"""One stop string, or several as a list of quoted texts `["\n", "END"]`. In a single one \n, \t, \r and \\ are
+    escapes."""
     if stop is None:
         return []
-    if isinstance(stop, str) and stop.startswith("["):
+    if isinstance(stop, str) and stop.startswith(('["', "['")):
         import yaml
 
         try:

@@ -7,6 +7,7 @@ from functools import cached_property
 from levanter.models.lm_model import LmHeadModel
 from levanter.tokenizers import MarinTokenizer
 
+from qkvflow.data.end_tokens import end_tokens
 from qkvflow.depth import solver_by_name
 from qkvflow.errors import UserError
 from qkvflow.generation.drafting import Drafting
@@ -28,7 +29,7 @@ class Writer:
 
     Attributes:
         step: of the checkpoint.
-        stop_tokens: the end-of-text token, if the tokenizer has one.
+        stop_tokens: of the end of a text, if there is one.
     """
 
     name: str
@@ -96,6 +97,6 @@ def writer_of(
     exits_vary: bool = False,
 ) -> Writer:
     """A run's model with these options, prepared for generation."""
-    end = run.tokenizer.eos_token_id
+    ends = end_tokens(run.directory.tokenizer, run.tokenizer)
     prepared = PreparedModel(model, use_cache, dtype, drafting, exits, sharing, exits_vary)
-    return Writer(run.path.name, run.step, prepared, run.tokenizer, () if end is None else (end,))
+    return Writer(run.path.name, run.step, prepared, run.tokenizer, ends)

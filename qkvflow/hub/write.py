@@ -12,6 +12,7 @@ from levanter.utils.tree_utils import inference_mode
 from safetensors.numpy import save_file
 
 from qkvflow.data import load_tokenizer
+from qkvflow.data.end_tokens import GENERATION, end_tokens
 from qkvflow.data.tokenizers import TOKENIZER_FILES
 from qkvflow.hub.custom import MODELING, custom
 from qkvflow.hub.folder import CONFIG, INDEX, WEIGHTS
@@ -42,13 +43,14 @@ def write_folder(
     settings, arrays = (custom if reason else native)(config, arrays, model.Vocab.size)
     special = _special_tokens(tokenizer)
     write_json(folder / CONFIG, settings | special | {"torch_dtype": "float32"})
-    # Not in config.json, where Llama would treat it as a token without an embedding.
-    filler = {"pad_token_id": special["eos_token_id"]}
-    write_json(folder / "generation_config.json", special | filler | {"do_sample": False})
     _save(arrays, folder, shard_bytes)
     for name in TOKENIZER_FILES:
         if (tokenizer / name).is_file():
             shutil.copyfile(tokenizer / name, folder / name)
+    # Not in config.json, where Llama would treat it as a token without an embedding.
+    filler, ends = {"pad_token_id": special["eos_token_id"]}, end_tokens(tokenizer, load_tokenizer(tokenizer))
+    several = {"eos_token_id": ends} if len(ends) > 1 else {}
+    write_json(folder / GENERATION, special | several | filler | {"do_sample": False})
     if reason:
         shutil.copyfile(MODELING, folder / MODELING.name)
     return reason

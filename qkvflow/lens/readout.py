@@ -65,9 +65,15 @@ def logit_lens(
         inputs: as in `lens.run_with_cache`.
 
     Raises:
-        UserError: top is not in 1..vocab.
+        UserError: top is not in 1..vocab, or `tuned` is of another width or number of steps.
     """
     ours = opened(model)
+    steps, width = ours.transformer.flow.plan.steps, ours.Embed.size
+    if tuned is not None and tuned.bias.shape != (steps, width):
+        raise UserError(
+            f"`tuned` translates the states of {tuned.bias.shape[0]} steps with {tuned.bias.shape[1]} components, but"
+            f" the model takes {steps} steps with {width}. Train one for it: lens.tuned_lens(model, batches)."
+        )
     if not 1 <= top <= ours.Vocab.size:
         raise UserError(f"top must lie in 1..{ours.Vocab.size}, the size of the vocabulary, got {top}.")
     x, batch = _states(ours, tokens, inputs)

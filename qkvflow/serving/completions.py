@@ -43,8 +43,7 @@ def read(raw: Any, writer: Writer, max_length: int) -> Order:
     given = _listed(values.get("prompt", ""))
     common = order.check_common(values, writer, len(given) * best_of, of="prompt" if best_of == n else "best_of")
     prompts = [_prompt(prompt, writer, max_length) for prompt in given]
-    max_tokens = values.get("max_tokens") if "max_tokens" in raw else 16
-    new = [order.room(len(prompt.tokens), max_tokens, max_length, "prompt") for prompt in prompts]
+    new = [order.room(len(prompt.tokens), values.get("max_tokens", 16), max_length, "prompt") for prompt in prompts]
     return Order(prompts, new, values, common, best_of, values.get("echo", False), values.get("logprobs"))
 
 

@@ -13,7 +13,13 @@ class RequestError(Exception):
     @property
     def body(self) -> dict[str, Any]:
         kind = "invalid_request_error" if self.status < 500 else "server_error"
-        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+        param = self.param and _sendable(self.param)
+        return {"error": {"message": _sendable(str(self)), "type": kind, "param": param, "code": self.code}}
+
+
+def _sendable(text: str) -> str:
+    """With lone surrogates, which UTF-8 cannot encode and JSON can contain, as escapes."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 def wrong(param: str, message: str, code: str | None = None) -> RequestError:

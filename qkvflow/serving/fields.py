@@ -12,6 +12,7 @@ from qkvflow.generation.sampling import MAX_BIASES
 from qkvflow.serving.errors import RequestError, wrong
 
 MAX_STOPS = 16
+_HUGE = 10**18
 Check = Callable[[str, Any], Any]  # (name, value) -> what it means; raises `RequestError`
 
 
@@ -64,11 +65,12 @@ def truth(name: str, value: Any) -> bool:
 
 
 def integer(low: int | None = None, high: int | None = None) -> Check:
-    """An integer within bounds."""
+    """An integer within bounds; without `high`, of at most 18 digits where there is a `low`."""
 
     def check(name: str, value: Any) -> int:
         is_integer = isinstance(value, int) and not isinstance(value, bool)
-        if not is_integer or (low is not None and value < low) or (high is not None and value > high):
+        is_huge = is_integer and low is not None and value >= _HUGE
+        if not is_integer or (low is not None and value < low) or (high is not None and value > high) or is_huge:
             raise wrong(name, f"`{name}` must be a whole number{_between(low, high)}, got {_show(value)}.")
         return value
 

@@ -17,9 +17,7 @@ from qkvflow.errors import UserError
 from qkvflow.inside.levanter import settle_devices
 from qkvflow.models import NeuralOdeConfig
 from qkvflow.ranges import check_ranges
-from qkvflow.runs.checkpoints import has_checkpoint
 from qkvflow.runs.config import TrainConfig
-from qkvflow.runs.directory import location_of
 from qkvflow.units import in_bytes
 
 
@@ -147,11 +145,6 @@ def _check_levanter_paths(trainer: TrainerConfig) -> None:
             "`trainer.load_checkpoint_path` cannot be set: a run resumes from its own newest checkpoint. To start from"
             " another run's state, use `trainer.initialize_from`"
         )
-    if trainer.initialize_from is not None and not _has_checkpoint(trainer.initialize_from):
-        raise UserError(
-            f"`trainer.initialize_from` is {trainer.initialize_from}, which has no checkpoint; give a run's folder"
-            " `checkpoints`, or one `step-N` in it"
-        )
     if trainer.load_checkpoint is False:
         raise UserError(
             "`trainer.load_checkpoint: false` would overwrite the run's checkpoints. For a new run, use "
@@ -159,10 +152,6 @@ def _check_levanter_paths(trainer: TrainerConfig) -> None:
         )
     if trainer.shutdown_at_exit is not False:
         raise UserError("`trainer.shutdown_at_exit` is not supported: shut the machine down after the program")
-
-
-def _has_checkpoint(source: str) -> bool:
-    return has_checkpoint(location_of(source))
 
 
 def _assertion_line(error: BaseException) -> str:

@@ -8,7 +8,7 @@ import jax
 from levanter.trainer import TrainerConfig
 
 from qkvflow.errors import Notice, UserError
-from qkvflow.runs.checkpoints import Phase, sound_checkpoint
+from qkvflow.runs.checkpoints import Phase, has_checkpoint, sound_checkpoint
 from qkvflow.runs.config import TrainConfig
 from qkvflow.runs.directory import location_of
 from qkvflow.runs.prepare import PreparedRun
@@ -43,8 +43,14 @@ def levanter_trainer(run: PreparedRun[TrainConfig], phase: Phase) -> TrainerConf
             )
         changes["load_checkpoint"] = False  # None: it would look by itself
         if trainer.initialize_from is not None:
+            location = location_of(trainer.initialize_from)
+            if not has_checkpoint(location):
+                raise UserError(
+                    f"`trainer.initialize_from` is {trainer.initialize_from}, which has no checkpoint; give a run's"
+                    " folder `checkpoints`, or one `step-N` in it"
+                )
             with phase(f"Checking {trainer.initialize_from}"):
-                source, damaged = sound_checkpoint(location_of(trainer.initialize_from), damage_found_together)
+                source, damaged = sound_checkpoint(location, damage_found_together)
             for checkpoint in damaged:
                 warnings.warn(Notice(f"{checkpoint}. Using {source.name}, the newest good one, instead"), stacklevel=2)
             changes["initialize_from"] = str(source)

@@ -134,12 +134,28 @@ def test_spectra_conclude_beside_the_untrained():
 
 
 def test_tokens_conclude_beside_the_shuffled():
-    labels, null = list("abcdefghijk"), [{"scores": [0.5] * 11}, {"scores": [0.4] * 11}]
+    labels, null = list("abcdefghijk"), [{"scores": [0.5] * 11}, {"scores": [0.4] * 10 + [None]}]
     data = {"scores": [[[1.0] * 10 + [9.0]]]}
-    assert "10 of 10 tokens score above all 2 shuffled texts" in findings.of_tokens(data, labels, null)
-    assert "depends on the words" in findings.of_tokens(data, labels, null)
-    assert "of position alone" in findings.of_tokens({"scores": [[[1.0] * 3 + [0.1] * 8]]}, labels, null)
+    two = findings.of_tokens(data, labels, null)
+    assert "median score is 1; with the tokens before the last one shuffled (2 times), it is 0.4 to 0.5." in two
+    assert "allow no conclusion; `--shuffles 39` would" in two
+    for many, told in ((38, "allow no conclusion"), (39, "has an effect (p = 0.05)")):
+        assert told in findings.of_tokens(data, labels, null[:1] * many)
+    inside = {"scores": [[[1.0] * 3 + [0.45] * 8]]}
+    assert "no detectable effect" in findings.of_tokens(inside, labels, null * 40)
     assert "allows no conclusion" in findings.of_tokens(data, labels, [])
+    unmoved = {"scores": [[[None] * 10 + [9.0]]]}
+    assert "median score is -inf" in findings.of_tokens(unmoved, labels, null)
+
+
+def test_words_have_an_effect_as_rarely_as_they_should():
+    """Texts that are shuffled texts themselves, whose positions move together."""
+    rng, labels, found = np.random.default_rng(0), list("abcdefghijk"), 0
+    for _ in range(400):
+        texts = rng.normal(size=(40, 1)) + 0.1 * rng.normal(size=(40, 11))
+        nulls = [{"scores": scores} for scores in texts[1:].tolist()]
+        found += "has an effect" in findings.of_tokens({"scores": [[texts[0].tolist()]]}, labels, nulls)
+    assert 8 <= found <= 34  # 20 expected, SD 4.4
 
 
 def test_the_lens_concludes_beside_both_nulls():

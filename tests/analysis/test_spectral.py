@@ -177,6 +177,8 @@ def test_jacobian_eigenvalues():
 
     dense = np.linalg.eigvals(np.asarray(jax.jacrev(field)(states[0])[:, 4], np.float64))
     np.testing.assert_allclose(np.sort(np.abs(ours[1])), np.sort(np.abs(dense)), rtol=1e-4, atol=1e-5)
+    with pytest.raises(UserError, match=r"position must lie in -\d+\.\.\d+ for \d+ tokens, got 99"):
+        spectral.jacobian_eigenvalues(model, tokens, position=99)
 
 
 def test_refusals():

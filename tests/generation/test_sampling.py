@@ -123,3 +123,13 @@ def test_seed_and_position_fix_the_draw():
 def test_bad_options(bad):
     with pytest.raises(UserError):
         SamplingOptions(**bad)
+
+
+def test_options_may_be_numpys():
+    given = {"temperature": 0.7, "top_k": 5, "top_p": 0.5, "seed": 3}
+    numpys = {"temperature": np.float32(0.7), "top_k": np.int64(5), "top_p": np.float32(0.5), "seed": np.int64(3)}
+    one, other = (jax.tree.leaves(Sampling.of([SamplingOptions(**options)])) for options in (given, numpys))
+    for ours, theirs in zip(one, other, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    with pytest.raises(UserError, match="seed"):
+        SamplingOptions(seed=np.float32(1))

@@ -199,6 +199,8 @@ def test_stop_option():
     assert stop_strings("END") == ["END"]
     assert stop_strings(r"\n\n") == ["\n\n"]
     assert stop_strings(r'["\n", "END"]') == ["\n", "END"]
-    for bad in ("", '["a", ""]', "[a", "[1]"):
+    for one in ("[/INST]", "[END]", "[a", "[1]"):  # not lists
+        assert stop_strings(one) == [one]
+    for bad in ("", '["a", ""]', '["a", 1]', '["a'):
         with pytest.raises(UserError, match="stop"):
             stop_strings(bad)

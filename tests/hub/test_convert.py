@@ -15,6 +15,7 @@ from qkvflow.analysis import lyapunov, report, spectral
 from qkvflow.cli import parse
 from qkvflow.data import resolve_tokenizer
 from qkvflow.errors import UserError
+from qkvflow.generation.writer import open_writer
 from qkvflow.hub.write import write_folder
 from qkvflow.models.levanter_twin import enter
 from qkvflow.runs import load_run
@@ -252,3 +253,19 @@ def test_large_models_take_several_files(tmp_path):
         write_folder(enter(run.model).discretise(), tokenizer, tmp_path / name, limit)
     assert len(list((tmp_path / "parts").glob("*.safetensors"))) > 2
     assert_same_arrays(*(load_run(tmp_path / name).model for name in ("whole", "parts")))
+
+
+@pytest.mark.parametrize("places", [("generation_config.json",), ("config.json",)])
+def test_generation_ends_at_any_end_token(folder, own, tmp_path, places):
+    """Chat models have several; they survive an import and an export."""
+    (own / "generation_config.json").unlink()
+    for name in places:
+        settings = json.loads((folder / name).read_text()) | {"eos_token_id": [65, 66, 10**6]}
+        (own / name).write_text(json.dumps(settings))
+    end = load_run(folder).tokenizer.eos_token_id
+    run = run_convert("--from_hf", own, "--run", tmp_path / "run")
+    again = run_convert("--run", run, "--to_hf", tmp_path / "again")
+    for place in (own, run, again):
+        assert open_writer(place).stop_tokens == (end, 65, 66)
+    assert open_writer(folder).stop_tokens == (end,)
+    assert json.loads((again / "generation_config.json").read_text())["eos_token_id"] == [end, 65, 66]

@@ -114,6 +114,9 @@ def test_logit_and_tuned_lens():
     for call in (lambda: lens.logit_lens(model, TOKENS, 65), lambda: lens.tuned_lens(model, [])):
         with pytest.raises(UserError, match=r"1\.\.64|at least one batch"):
             call()
+    for steps in (2, 6):
+        with pytest.raises(UserError, match=f"states of 3 steps .* takes {steps} steps"):
+            lens.logit_lens(model.with_depth(model.config.depth.on_grid(steps)), TOKENS, 3, tuned=tuned)
 
 
 class Affine(eqx.Module):

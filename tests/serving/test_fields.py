@@ -1,5 +1,7 @@
 """Fields of requests: served, accepted because they ask for nothing, or refused by name. None is ignored."""
 
+import json
+
 import httpx
 import openai
 import pytest
@@ -43,6 +45,11 @@ WRONG = [
     ("control", "x"),
     ("control", [[0.0, 0.0]] * 600),
     ("control", [10**400, 0]),
+    ("control", ["1", "2"]),
+    ("control", [True, False]),
+    ("max_tokens", int("9" * 4300)),
+    ("n", int("9" * 4300)),
+    ("draft_tokens", int("9" * 4300)),
     ("frequency_penalty", 0.5),
     ("min_p", 0.1),
     ("service_tier", "priority"),
@@ -150,6 +157,31 @@ def test_more_texts_than_there_is_room_for(writer):
         assert (
             httpx.post(f"{url}/v1/completions", json={**ask, "prompt": ["a"] * 7}).json()["error"]["param"] == "prompt"
         )
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status"),
+    [
+        (COMPLETIONS, {"\ud800": 1}, 400),
+        (COMPLETIONS, {"model": "\ud800"}, 404),
+        (COMPLETIONS, {"stream": True, "stream_options": {"\ud800": 1}}, 400),
+        (COMPLETIONS, {"exit": {"\ud800": 1}}, 400),
+        (CHAT, {"messages": [{"role": "user", "content": "a", "\ud800": 1}]}, 400),
+    ],
+)
+def test_texts_that_utf8_does_not_have_are_told_back(server, path, body, status):
+    given = {"prompt": "a"} if path == COMPLETIONS else {"messages": MESSAGES}
+    with httpx.Client(base_url=server[0], timeout=60) as client:
+        headers = {"Content-Type": "application/json"}
+        answer = client.post(path, content=json.dumps(given | body), headers=headers)
+        assert answer.status_code == status
+        assert "\\ud800" in answer.json()["error"]["message"]
+        assert client.get("/v1/models").status_code == 200  # on the same connection
+
+
+def test_null_is_absent(client):
+    lengths = [complete(client, "Once", **given).usage.completion_tokens for given in ({"max_tokens": None}, {})]
+    assert lengths[0] == lengths[1] <= 16
 
 
 def test_nothing_to_make(client):

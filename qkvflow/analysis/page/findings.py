@@ -3,6 +3,7 @@
 Each function takes the page's own data and returns text. If the null case gives the same result, the sentence says so.
 """
 
+import math
 from collections.abc import Sequence
 from statistics import median
 
@@ -13,6 +14,7 @@ from qkvflow.analysis.page.numbers import Data
 NAMES = {"qk": "QK", "ov": "OV", "ff": "FF"}
 _MEASURES = {"radius": "spectral radius", "positive": "share of positive real parts", "symmetric": "symmetric share"}
 _MARGIN = 0.05  # nats; smaller differences in loss are reported as equal
+_RARE = 0.05  # the probability below which a rank among shuffled texts is an effect
 _OFTEN = 0.1  # fraction of layer-times; quantities outside the untrained range less often are not reported
 
 
@@ -40,7 +42,7 @@ def last_loss(curves: Data) -> float | None:
 
 def of_spectra(family: str, own: Data, band: Data | None, times: Sequence[float]) -> str:
     """Eigenvalues of one family; null: untrained models with the same configuration."""
-    middle = {name: [median(row) for row in own[name]] for name in _MEASURES}
+    middle = {name: [_median(row) for row in own[name]] for name in _MEASURES}
     text = f"{NAMES[family]}: the spectral radius (median over heads) {_course(middle['radius'], times)}"
     positive = f"{middle['positive'][-1]:.0%} of the real parts are positive at the end"
     if band is None:
@@ -55,23 +57,26 @@ def of_spectra(family: str, own: Data, band: Data | None, times: Sequence[float]
 
 
 def of_tokens(data: Data, labels: Sequence[str], shuffled: Sequence[Data]) -> str:
-    """Sensitivity of the last token; null: the same positions in shuffled texts."""
+    """Sensitivity of the last token, by the median score; null: the tokens before it, shuffled.
+
+    The positions of one text do not vary independently of each other: a text is one observation. Its rank among K
+    shuffled texts has p = 2 / (K + 1) at both ends.
+    """
     output = len(labels) - 1
     if not shuffled or output < 2:
         return "Without shuffled texts, one example allows no conclusion."
-    last = [x if x is not None else float("-inf") for x in data["scores"][-1][-1]]
+    last = _finite(data["scores"][-1][-1])
     best = sorted(range(output), key=lambda i: -last[i])[:3]
-    above = sum(all(last[i] > (null["scores"][i] or 0.0) for null in shuffled) for i in range(output))
-    chance = 1 / (len(shuffled) + 1)
-    expected, spread = output * chance, (output * chance * (1 - chance)) ** 0.5
+    own, others = median(last[:output]), [median(_finite(null["scores"])[:output]) for null in shuffled]
     top = ", ".join(f"“{_seen(labels[i])}” ({i})" for i in best)
-    lead = (
-        f"Most sensitive to {top}. {above} of {output} tokens score above all {len(shuffled)} shuffled texts at their"
-    )
-    lead += f" position; {expected:.0f} would by chance"
-    if above > expected + 2 * spread:
-        return f"{lead}: the effect depends on the words, not only on their positions."
-    return f"{lead}: this may be an effect of position alone."
+    count, p = len(shuffled), 2 / (len(shuffled) + 1)
+    text = f"Most sensitive to {top}. The median score is {_short(own)}; with the tokens before the last one shuffled"
+    text += f" ({count} times), it is {_short(min(others))} to {_short(max(others))}"
+    if min(others) <= own <= max(others):
+        return f"{text}: no detectable effect of the order of the words."
+    if p > _RARE:
+        return f"{text}. That many shuffled texts allow no conclusion; `--shuffles {round(2 / _RARE) - 1}` would."
+    return f"{text}: the order of the words has an effect (p = {p:.2g})."
 
 
 def of_lens(data: Data, describe: Data, shuffled: Sequence[Data], fresh: Data | None) -> str:
@@ -194,12 +199,16 @@ def of_depth(sweep: Sequence[Data], exits: Sequence[Data], anytime: Sequence[Dat
 
 def _of_speed(anytime: Sequence[Data]) -> str:
     """The fastest setting of each kind with almost no increase in loss."""
+    known = [r for r in anytime if r["loss"] is not None]  # null: it is not finite
+    full = next(iter(anytime), None)
+    if full not in known:
+        return ""
     told = []
     for kind, words in (("steps", "at {} steps"), ("exit", "with exits by {}"), ("draft", "with drafts of {}")):
-        good = [r for r in anytime[1:] if r["kind"] == kind and r["loss"] - anytime[0]["loss"] < _MARGIN]
+        good = [r for r in known[1:] if r["kind"] == kind and r["loss"] - full["loss"] < _MARGIN]
         if good:
             best = max(good, key=lambda r: r["speed"])
-            cost = "no loss" if kind == "draft" else f"{best['loss'] - anytime[0]['loss']:+.3f} nats"
+            cost = "no loss" if kind == "draft" else f"{best['loss'] - full['loss']:+.3f} nats"
             told.append(f"{best['speed']:.2f} times {words.format(best['name'])} ({cost})")
     return f"Speed relative to plain decoding at full depth: {', '.join(told)}." if told else ""
 
@@ -220,7 +229,19 @@ def opening(runs: Sequence[Data]) -> list[str]:
 
 
 def _outside(values, low, high) -> float:
-    return sum(not a <= x <= b for x, a, b in zip(values, low, high, strict=True)) / len(values)
+    rows = [row for row in zip(values, low, high, strict=True) if None not in row and not math.isnan(row[0])]
+    return sum(not a <= x <= b for x, a, b in rows) / len(values)
+
+
+def _median(row: Sequence[float | None]) -> float:
+    """Of the known values; null: a matrix of zeros has no symmetric share."""
+    known = [x for x in row if x is not None]
+    return median(known) if known else math.nan
+
+
+def _finite(scores: Sequence[float | None]) -> list[float]:
+    """Scores of the page, where -inf (no influence at all) is null."""
+    return [float("-inf") if x is None else x for x in scores]
 
 
 def _share(share: float) -> str:

@@ -166,6 +166,17 @@ def test_a_run_begins_from_nothing_that_is_finished(training, undisturbed):
     assert sorted(losses(begun)) == [8]
 
 
+def test_only_the_beginning_of_a_run_needs_what_it_begins_from(training, undisturbed):
+    source = _copy(training, undisturbed, "for_a_while") / "checkpoints"
+    begun = training.run("fourth", 9, initialize_from=str(source))
+    shutil.rmtree(source.parent)
+    with pytest.raises(UserError, match=r"initialize_from` is .*, which has no checkpoint"):
+        training.run("fifth", 9, initialize_from=str(source))
+    assert not training.path("fifth").exists()
+    training.run("fourth", 10, initialize_from=str(source), accept_changes=True)
+    assert sorted(losses(begun)) == [8, 9]
+
+
 def test_evaluation_says_that_it_took_an_older_checkpoint(training, undisturbed, capfd):
     from qkvflow.eval_lm import EvalConfig, main
 
