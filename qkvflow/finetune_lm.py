@@ -23,7 +23,7 @@ from qkvflow.runs.load import find_run
 from qkvflow.runs.merge import merge_run
 from qkvflow.runs.prepare import check_is_same
 from qkvflow.training.finetune import finetune_directory, settle
-from qkvflow.training.session import train_run
+from qkvflow.training.session import join, train_run
 from qkvflow.training.start import FromBase
 from qkvflow_command import called
 
@@ -42,6 +42,7 @@ def main(config: FinetuneConfig) -> Path | Place:
         if config.run is None:
             raise UserError("name the LoRA run to merge: --run runs/<id> --merge")
         return _merge(find_run(config.run), config)
+    join(config.trainer)  # an official base has arrays
     settled, base, mode = settle(config)
     directory = finetune_directory(config)
     if config.merge:

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -224,6 +225,22 @@ def test_a_lora_run_knows_its_base(base, tuned, tmp_path):
         load_run(moved / "tuned-lora")
 
 
+def test_a_start_without_a_step_binds_the_next_one_to_nothing(base, tuned, tmp_path):
+    """Neither to its base nor to its tokenizer."""
+    other = shutil.copytree(base / "runs" / "flow", tmp_path / "other")
+    kept = checkpoint_steps(other / "checkpoints")
+    run = Path(shutil.copytree(tuned("lora"), base / "runs" / "unbegun"))
+    for name in ("checkpoints", "tensorboard"):
+        shutil.rmtree(run / name, ignore_errors=True)
+    (run / "metrics.jsonl").unlink()
+    record = json.loads((run / "base.json").read_text())
+    (run / "base.json").write_text(json.dumps({**record, "checkpoint_step": 3}))
+    (run / "tokenizer" / "origin.json").write_text('{"spec": "another"}')
+    _finetune(_raw(base, "unbegun", "lora", train_steps=1, run=str(other)))
+    found = json.loads((run / "base.json").read_text())
+    assert (found["checkpoint_step"], found["path"]) == (kept[-1], str(other.resolve()))
+
+
 @SLOW
 def test_a_base_of_another_seed_is_refused(base, tuned, tmp_path):
     other = _train_base(base, "impostor", FLOW, seed=1)
@@ -275,21 +292,40 @@ def test_levanter_models_are_bases_too(base):
 
 
 @SLOW
-def test_an_official_checkpoint_is_a_base_too(base, tmp_path):
-    """Written as the official code's Levanter did: one zarr folder per array."""
+def _official(base: Path, folder: Path) -> dict:
+    """A base as the official code's Levanter wrote it: one zarr folder per array."""
     model = load_run(base / "runs" / "flow").model
     for name, array in official.to_arrays(model).items():
-        path = tmp_path / "step-10" / "model" / name.replace(".", "/")
+        path = folder / "step-10" / "model" / name.replace(".", "/")
         store = {"driver": "zarr", "kvstore": {"driver": "file", "path": str(path)}, "create": True}
         ts.open(store, dtype=array.dtype, shape=array.shape).result().write(array).result()
-    source = {"path": str(tmp_path / "step-10"), "num_heads": 2, "steps": 3, "block": {"resid_pdrop": 0.1}}
-    raw = _raw(base, "from-official", "lora", train_steps=1, run=None, official=source)
+    return {"path": str(folder / "step-10"), "num_heads": 2, "steps": 3, "block": {"resid_pdrop": 0.1}}
+
+
+def test_an_official_checkpoint_is_a_base_too(base, tmp_path):
+    raw = _raw(base, "from-official", "lora", train_steps=1, run=None, official=_official(base, tmp_path))
     with pytest.raises(UserError, match=r"does not name its tokenizer.*data\.tokenizer"):
         _finetune(raw)
     run = _finetune({**raw, "data": {**raw["data"], "tokenizer": "byte"}})
     before = read_metrics(run / "metrics.jsonl")[0]["finetune/eval_loss_before"]
     assert before == pytest.approx(_loss(base / "runs" / "flow"), abs=1e-4)
     assert np.isfinite(_loss(run))
+
+
+@SLOW
+@pytest.mark.program
+def test_an_official_checkpoint_is_a_base_in_a_run_of_several_processes(base, tmp_path):
+    """Its arrays are read after the processes have met, which JAX asks for."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{sock.getsockname()[1]}"
+    met = {"coordinator_address": address, "num_processes": 1, "process_id": 0}
+    raw = _raw(base, "met", "lora", train_steps=1, run=None, official=_official(base, tmp_path))
+    raw["data"], raw["trainer"] = raw["data"] | {"tokenizer": "byte"}, raw["trainer"] | {"distributed": met}
+    (tmp_path / "met.yaml").write_text(yaml.safe_dump(raw))
+    command = [sys.executable, "-m", "qkvflow.finetune_lm", "--config_path", str(tmp_path / "met.yaml")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
 
 
 def _char_tokenizer(folder: Path) -> Path:

@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+import jax
 from levanter.data import BatchProcessor
 from levanter.data.sharded_datasource import ShardedDataSource
 from levanter.data.text import HfDatasetSourceConfig, LmDatasetSourceConfigBase
@@ -73,7 +74,9 @@ def load_or_build(
                 if shards is None:
                     absent.touch()
                 else:
-                    _build(folder / f"{split}.building", target, source, shards, processor, options)
+                    # Each process of a run in a folder of its own, where file locks do not reach other machines.
+                    own = f".{jax.process_index()}" if jax.process_index() else ""
+                    _build(folder / f"{split}.building{own}", target, source, shards, processor, options)
     if absent.is_file():
         return None
     what = soundness.damage(target, whole=verify)
@@ -119,8 +122,19 @@ def _build(
         for entry in filter(_is_shard, [*building.iterdir()]):
             shutil.rmtree(entry)  # the joined arrays contain all of it
     soundness.seal(building)
-    shutil.rmtree(target, ignore_errors=True)
-    building.rename(target)
+    if not _is_good(target):
+        shutil.rmtree(target, ignore_errors=True)
+        try:
+            building.rename(target)
+            return
+        except OSError:
+            if not _is_good(target):
+                raise
+    shutil.rmtree(building)  # another process was first
+
+
+def _is_good(target: Path) -> bool:
+    return _is_finished(target) and soundness.damage(target) is None
 
 
 def _write_tokens(
@@ -209,7 +223,7 @@ def _lock(folder: Path, split: str) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            # On a file system without locks, the last process to finish replaces the cache with an equal one.
+            # On a file system without locks, the first process of a run to finish is the one whose cache is used.
             stack.enter_context(locked(folder / f"{split}.lock", wait=True))
         except OSError as error:
             raise UserError(

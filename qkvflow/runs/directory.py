@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,6 +62,20 @@ class RunDirectory:
         if self.mirror is not None:
             with bucket_errors_are_told(self.place):
                 self.mirror.pull()
+
+    def forget(self) -> None:
+        """Removes what a start without any step says of its base and its tokenizer: the next one may have others.
+
+        Raises:
+            UserError: the bucket cannot be written.
+        """
+        self.base.unlink(missing_ok=True)
+        shutil.rmtree(self.tokenizer, ignore_errors=True)
+        if self.mirror is not None:
+            with bucket_errors_are_told(self.place):
+                if self.place.has(self.base.name):
+                    self.place.remove(self.base.name)
+                (self.place / self.tokenizer.name).remove()
 
     def push(self, wanted: Callable[[str], bool] = lambda name: True) -> None:
         """Of a run in a bucket: copies there what has changed here.

@@ -98,9 +98,9 @@ class PreparedRun(Generic[C]):
             self.lock.check()
         self.directory.push(lambda name: index == 0 or name == log_name(index))
 
-    def commit(self, config: C) -> None:
+    def commit(self) -> None:
         """Writes `config.yaml`; from now on this is a run that can be continued."""
-        self.config, self.is_committed = config, True
+        self.is_committed = True
         if jax.process_index() > 0:
             return
         if self.changes:
@@ -108,7 +108,8 @@ class PreparedRun(Generic[C]):
             record["changed"] = {key: {"from": old, "to": new} for key, (old, new) in self.changes.items()}
             with open(self.directory.changes, "a", encoding="utf-8") as file:
                 file.write(json.dumps(record) + "\n")
-        write_config(self.directory.config, config)
+        # To continue from this file is not to accept changes again.
+        write_config(self.directory.config, dataclasses.replace(self.config, accept_changes=False))
         if self.data is not None:
             data_record.write(self.directory.data, self.data)
         self.keep()
@@ -161,9 +162,10 @@ def _lead(directory: RunDirectory, config: C, phase: Phase | None, stack: contex
         stack.enter_context(disk.disk_errors_are_told(directory.path))
         if not directory.config.exists():
             prepared = _begin(directory, config)
-        elif _has_begun(directory):
+        elif has_begun(directory):
             prepared = _reopen(directory, config, phase)
         else:  # it ended before its first step, perhaps because of the configuration that is now another
+            directory.forget()
             prepared = PreparedRun(directory, config.settled(), last_step=-1, changes={}, has_begun=False)
         prepared.lock = lock
     except BaseException:
@@ -257,9 +259,9 @@ def _begin(directory: RunDirectory, config: C) -> PreparedRun[C]:
     return PreparedRun(directory, config.settled(), last_step=-1, changes={})
 
 
-def _has_begun(directory: RunDirectory) -> bool:
-    """Whether there is a training loss of any step, or a checkpoint, complete or not. What a fine-tune says of its base
-    comes before."""
+def has_begun(directory: RunDirectory) -> bool:
+    """Whether an earlier start made a step: there is a training loss of any, or a checkpoint, complete or not. What a
+    fine-tune says of its base comes before."""
     if directory.checkpoints.names() or directory.damaged.names():
         return True
     if not directory.metrics.is_file():
@@ -269,13 +271,13 @@ def _has_begun(directory: RunDirectory) -> bool:
 
 
 def _follow(directory: RunDirectory, config: C) -> PreparedRun[C]:
-    has_begun = _has_begun(directory)
-    if has_begun and directory.config.exists():
+    begun = has_begun(directory)
+    if begun and directory.config.exists():
         config = _continued(config, read_config(directory.config, type(config)))
     else:
         config = config.settled()
     steps = checkpoint_steps(directory.checkpoints)
-    return PreparedRun(directory, config, steps[-1] if steps else -1, changes={}, has_begun=has_begun)
+    return PreparedRun(directory, config, steps[-1] if steps else -1, changes={}, has_begun=begun)
 
 
 def _continued(config: C, stored: C) -> C:

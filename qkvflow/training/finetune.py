@@ -14,6 +14,7 @@ from qkvflow.runs.config import FinetuneConfig
 from qkvflow.runs.directory import RunDirectory, location_of, run_id
 from qkvflow.runs.load import RunBase, find_run, is_adapter
 from qkvflow.runs.modes import FinetuneMode
+from qkvflow.runs.prepare import has_begun
 from qkvflow.training.start import FromBase, adapted_shape
 
 
@@ -81,7 +82,7 @@ def _open(config: FinetuneConfig, directory: RunDirectory) -> Base:
     if config.official is not None:
         return OfficialBase.open(config.official)
     assert config.run is not None
-    record = BaseRecord.read(directory)
+    record = BaseRecord.read(directory) if has_begun(directory) else None
     if config.checkpoint_step is None and record is not None:  # the base may have been trained on since this run began
         return RunBase.open(config.run, record.checkpoint_step, directory.location)
     return RunBase.open(config.run, config.checkpoint_step)

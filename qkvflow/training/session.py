@@ -13,6 +13,7 @@ import jax
 import levanter.tracker
 from haliax import Axis
 from levanter.callbacks import StepInfo
+from levanter.trainer import TrainerConfig
 from levanter.trainer_state import TrainerState
 from levanter.utils.jax_utils import parameter_count
 
@@ -87,6 +88,8 @@ class Session(Generic[C]):
         model_key, training_key = self.keys
         with progress.phase(what):
             state = _initial_state(self.trainer, training_key, self.start, self.Vocab, run, key=model_key)
+        if not run.is_committed:  # accepted changes may not fit the checkpoint, and then the run stays as it was
+            run.commit()
         progress.say(_headline(run, parameter_count(state.model), self.corpus))
         if self.start.is_finetune:
             progress.say(self.share.describe(tree_bytes(state.opt_state)))
@@ -148,10 +151,15 @@ def begin_process(config: TrainConfig) -> None:
         UserError: a setting cannot work.
     """
     check_config(config)
-    configure_jax(config.trainer)
-    if config.trainer.jax_compilation_cache_dir is not None:
-        jax.config.update("jax_compilation_cache_dir", config.trainer.jax_compilation_cache_dir)
-    meet(config.trainer.distributed)
+    join(config.trainer)
+
+
+def join(trainer: TrainerConfig) -> None:
+    """Options of JAX, and the other processes of the run: before the first array, and then no more."""
+    configure_jax(trainer)
+    if trainer.jax_compilation_cache_dir is not None:
+        jax.config.update("jax_compilation_cache_dir", trainer.jax_compilation_cache_dir)
+    meet(trainer.distributed)
 
 
 @contextlib.contextmanager
@@ -193,7 +201,9 @@ def _opened(
         check_memory(levanter_config, config.model, config.Pos, share.checkpoint_bytes, copies)
         run.require_space(copies * share.checkpoint_bytes)
     trainer = dataclasses.replace(config.trainer, train_batch_size=levanter_config.train_batch_size)  # if it was -1
-    run.commit(dataclasses.replace(config, vocab_size=vocab.size, trainer=trainer))
+    run.config = dataclasses.replace(config, vocab_size=vocab.size, trainer=trainer)
+    if run.last_step < 0:
+        run.commit()
 
     tracker = start_trackers(
         directory.metrics, directory.tensorboard, run.last_step, config.trainer.tracker, directory.path.name

@@ -64,6 +64,8 @@ def meet(distributed: DistributedConfig) -> None:
     Python's handlers run between its own instructions, so a process that waits in here would not hear them: half an
     hour, if another one has died.
     """
+    if jax.distributed.is_initialized():
+        return
     is_main = threading.current_thread() is threading.main_thread()
     before = signal.signal(signal.SIGTERM, signal.SIG_DFL) if is_main else None
     try:

@@ -1,15 +1,17 @@
 """A token cache that is not as it was built is never read, and is built again when asked."""
 
+import contextlib
 import itertools
 import random
 import shutil
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
 from qkvflow.checksums import CHECKSUMS
-from qkvflow.data import DataConfig, soundness
+from qkvflow.data import DataConfig, cache, soundness
 from qkvflow.errors import UserError
 
 TEXT = "".join(f"line {n} with some words\n" for n in range(400))
@@ -35,9 +37,9 @@ def resolve(folder, **settings):
 
 
 def tokens(folder, **settings) -> list[int]:
-    cache = resolve(folder, **settings).build_caches("train")["text"]
-    data = cache.jagged_array_tree()["input_ids"].data
-    return np.asarray(data[: cache.flat_field_length("input_ids")].read().result()).tolist()
+    found = resolve(folder, **settings).build_caches("train")["text"]
+    data = found.jagged_array_tree()["input_ids"].data
+    return np.asarray(data[: found.flat_field_length("input_ids")].read().result()).tolist()
 
 
 def move(folder) -> Path:
@@ -123,3 +125,28 @@ def test_of_a_big_cache_sizes_and_small_files_are_compared_and_all_of_it_on_dema
         tokens(place, verify_caches=True)
     victim.write_bytes(content[:-1])
     assert "bytes instead of" in (soundness.damage(cache) or "")
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_processes_of_a_run_that_do_not_see_each_others_locks_build_one_cache(tmp_path, monkeypatch, first):
+    """As on a mounted bucket: one process builds from beginning to end while another one is in the middle."""
+    (tmp_path / "a.txt").write_text(TEXT)
+    expected = [*TEXT.encode(), 256]
+    monkeypatch.setattr(cache, "locked", lambda *args, **options: contextlib.nullcontext())
+    monkeypatch.setattr(jax, "process_index", lambda: first)
+    batches, others = cache._batches, []
+
+    def interrupted(shards):
+        yield from batches(shards)
+        if not others:
+            others.append([])
+            monkeypatch.setattr(jax, "process_index", lambda: 1 - first)
+            others[0] = tokens(tmp_path)
+            monkeypatch.setattr(jax, "process_index", lambda: first)
+
+    monkeypatch.setattr(cache, "_batches", interrupted)
+    assert tokens(tmp_path) == expected
+    assert others == [expected]
+    assert tokens(tmp_path) == expected
+    (folder,) = (tmp_path / "cache").iterdir()
+    assert {path.name for path in folder.iterdir()} <= {"train", "train.lock"}

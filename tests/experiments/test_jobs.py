@@ -91,7 +91,8 @@ def finished(given: Recipe) -> None:
     with prepare_run(given.config) as run:
         data = run.config.data.resolve(run.directory.tokenizer, run.config.control_dim)
         run.check_data(data.record)
-        run.commit(dataclasses.replace(run.config, vocab_size=len(load_tokenizer(run.directory.tokenizer))))
+        run.config = dataclasses.replace(run.config, vocab_size=len(load_tokenizer(run.directory.tokenizer)))
+        run.commit()
     checkpoint = given.run.checkpoints / f"step-{given.steps - 1}"
     checkpoint.local.mkdir(parents=True)
     checkpoint.write("metadata.json", b"{}")

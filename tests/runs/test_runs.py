@@ -44,7 +44,8 @@ def _start(base: Path, *steps: int) -> Path:
     """A run directory with complete checkpoints of the given steps."""
     config = _config(base)
     with prepare_run(config) as run:
-        run.commit(dataclasses.replace(run.config, vocab_size=257))
+        run.config = dataclasses.replace(run.config, vocab_size=257)
+        run.commit()
     for step in steps:
         _checkpoint(base / "a", step)
     return base / "a"
@@ -235,7 +236,7 @@ def test_before_the_first_step_a_configuration_may_change(tmp_path, trace):
             assert (run.last_step, run.changes, run.config.vocab_size) == (-1, {}, None)
             (path / "data.json").write_text('{"a.txt": "1"}')
             run.check_data({"a.txt": "2"})
-            run.commit(run.config)
+            run.commit()
         assert read_config(path / "config.yaml", TrainConfig).trainer.seed == 5
         assert json.loads((path / "data.json").read_text()) == {"a.txt": "2"}
         assert not (path / "changes.jsonl").exists()
@@ -252,7 +253,7 @@ def test_accepted_changes_are_recorded(tmp_path):
     path = _start(tmp_path, 3)
     given = dataclasses.replace(_config(tmp_path, num_train_steps=20), accept_changes=True)
     with prepare_run(given) as run:
-        run.commit(run.config)
+        run.commit()
     record = json.loads((path / "changes.jsonl").read_text())
     assert record["changed"] == {"trainer.num_train_steps": {"from": 10, "to": 20}}
     assert record["after_step"] == 3

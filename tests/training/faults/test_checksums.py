@@ -166,6 +166,21 @@ def test_a_run_begins_from_nothing_that_is_finished(training, undisturbed):
     assert sorted(losses(begun)) == [8]
 
 
+def test_changes_that_do_not_fit_the_checkpoint_leave_the_run_as_it_was(training, undisturbed):
+    run = _copy(training, undisturbed, "kept")
+    before = {name: (run / name).read_bytes() for name in ("config.yaml", "metrics.jsonl")}
+    wider = training.raw("kept")["model"] | {"hidden_dim": 32}
+    with pytest.raises(UserError, match="cannot be loaded"):
+        training.run("kept", 9, model=wider, accept_changes=True)
+    assert {name: (run / name).read_bytes() for name in before} == before
+    assert not (run / "changes.jsonl").exists()
+    assert load_run(run).step == 7
+    training.run("kept", 9, accept_changes=True)
+    assert sorted(losses(run)) == [*range(9)]
+    assert (run / "changes.jsonl").exists()
+    assert not yaml.safe_load((run / "config.yaml").read_text())["accept_changes"], "asked for again each time"
+
+
 def test_only_the_beginning_of_a_run_needs_what_it_begins_from(training, undisturbed):
     source = _copy(training, undisturbed, "for_a_while") / "checkpoints"
     begun = training.run("fourth", 9, initialize_from=str(source))
