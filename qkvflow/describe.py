@@ -26,6 +26,7 @@ from qkvflow.cli.quiet import quiet_libraries
 from qkvflow.config.yaml_file import read_yaml
 from qkvflow.errors import UserError
 from qkvflow.files import json_text
+from qkvflow.generation.precision import dtype_by_name
 from qkvflow.meshes import MeshReport, MeshShape, Target, describe_mesh
 from qkvflow.meshes.compilers import compiler_environment
 from qkvflow.meshes.fitting import Change, Trial, as_record, changes, told, try_changes
@@ -38,6 +39,8 @@ from qkvflow.runs.directory import RunDirectory
 from qkvflow.training.description import Sections, change_over_time, describe, table, vocabulary_size
 from qkvflow.training.finetune import finetune_start
 from qkvflow.training.start import Start, start_of
+
+_SLOTS = 8
 
 
 @dataclass
@@ -53,7 +56,7 @@ class DescribeConfig:
         target: the machine to compile for, see `qkvflow.meshes.target`; without `mesh`, its devices are arranged as
             `trainer.mesh` says.
         serve: compile a decoding step for one device of the target instead of the training step.
-        slots: number of full-length texts to which a decoding step adds a token.
+        slots: number of full-length texts to which a decoding step adds a token; 8 by default.
         dtype: precision of a decoding step, f32 or bf16; by default that of the weights.
         suggest: if a configuration does not fit the target, also compile changes that may make it fit.
         json: a file to which all results are also written.
@@ -67,7 +70,7 @@ class DescribeConfig:
     mesh: str | None = None
     target: str | None = None
     serve: bool = False
-    slots: Count = 8
+    slots: Count | None = None
     dtype: str | None = None
     suggest: bool = True
     json: str | None = None
@@ -91,7 +94,13 @@ def main(config: DescribeConfig) -> None:
     shape = MeshShape(target.devices) if target is not None and shape is None else shape
     if target is not None:
         compiler_environment(target.chip.platform)  # refuses, if there is none
-    slots = config.slots if config.serve else None
+    if not config.serve and (config.slots is not None or config.dtype is not None):
+        raise UserError("--slots and --dtype are for a decoding step: add --serve and a --target, or leave them out")
+    slots = (config.slots or _SLOTS) if config.serve else None
+    if config.dtype is not None:
+        dtype_by_name(config.dtype)
+    if config.json is not None:
+        _check_writable(Path(config.json))
     columns: dict[str, Sections] = {}
     reports: dict[str, MeshReport] = {}
     trials: dict[str, list[Trial]] = {}
@@ -109,8 +118,8 @@ def main(config: DescribeConfig) -> None:
                     reports[name] = describe_mesh(sized, vocab, shape, run, target, slots, config.dtype)
                 columns[name] |= reports[name].sections()
 
-        for path in config.files:
-            train, start = _read(path, config.overrides)
+        read = [(path, *_read(path, config.overrides)) for path in config.files]  # errors before long work
+        for path, train, start in read:
             vocab = config.vocab_size or vocabulary_size(train)
             name = path.removesuffix(".yaml").removeprefix("configs/")
             add(name, train, vocab, start)
@@ -122,7 +131,7 @@ def main(config: DescribeConfig) -> None:
                 and not reports[name].fits_target
             ):
                 made = partial(_changed, path, config, vocab, shape, target, progress)
-                trials[name] = try_changes(changes(train, target.devices), made)
+                trials[name] = try_changes(changes(train, shape), made)
         for path in config.run:
             run = load_run(path, config.checkpoint_step)
             train, start = start_of(run.directory)
@@ -174,6 +183,12 @@ def _write(
         path.write_text(json_text(found, indent=1))
     except OSError as error:
         raise UserError(f"cannot write --json {path}: {error.strerror}") from None
+
+
+def _check_writable(path: Path) -> None:
+    """Before long work."""
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        raise UserError(f"cannot write --json {path}: {'it is a folder' if path.is_dir() else 'its folder is missing'}")
 
 
 def arguments(argv: Sequence[str]) -> list[str]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from levanter.tracker import CompositeTracker, Tracker, TrackerConfig
+from levanter.tracker import CompositeTracker, NoopTracker, Tracker, TrackerConfig
 from levanter.tracker.tensorboard import TensorboardConfig, TensorboardTracker
 
 from qkvflow.errors import UserError
@@ -111,8 +111,9 @@ class JsonlConfig(TrackerConfig):
     path: str = "metrics.jsonl"
     last_step: int | None = None
 
-    def init(self, run_id: str | None) -> JsonlTracker:
-        return JsonlTracker(self.path, self.last_step)
+    def init(self, run_id: str | None) -> Tracker:
+        # Of several processes of a run the first one writes.
+        return JsonlTracker(self.path, self.last_step) if jax.process_index() == 0 else NoopTracker()
 
 
 class _Tensorboard(TensorboardTracker):

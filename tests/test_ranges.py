@@ -13,7 +13,8 @@ from qkvflow.errors import UserError
 from qkvflow.models import ControlConfig, NeuralOdeConfig
 from qkvflow.ranges import Range, out_of_range
 from qkvflow.runs import TrainConfig
-from qkvflow.training.checks import check_config
+from qkvflow.training.checks import check_config, largest_batch
+from qkvflow.training.levanter_config import configure_jax
 from qkvflow.weights import BasisConfig, GeneratedConfig, ModulatedConfig
 
 
@@ -100,6 +101,47 @@ def test_training_looks_at_levanters_fields_once_more():
     object.__setattr__(config.optimizer, "min_lr_ratio", math.nan)
     with pytest.raises(UserError, match=r"`optimizer\.min_lr_ratio` must be finite, but is nan"):
         check_config(config)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            ("--trainer.train_batch_size", "[{start: 3, value: 4}]"),
+            r"steps \[3\]: the first must start at 0",
+        ),
+        (("--trainer.train_batch_size", "[{start: 0, value: 4}, {start: 0, value: 8}]"), r"sizes from steps \[0, 0\]"),
+        (("--trainer.train_batch_size", "[{start: 9, value: 4}, {start: 0, value: 8}]"), r"sizes from steps \[9, 0\]"),
+        (("--trainer.train_batch_size", "[]"), r"sizes from steps \[\]"),
+        (("--trainer.checkpointer.keep", "[{evry: 10}]"), r"evry"),
+        (("--trainer.checkpointer.keep", "[{every: 10}, {every: 5, until: 3}]"), r"checkpointer.*`until` is missing"),
+        (("--trainer.allow_nondivisible_batch_size", "true"), r"allow_nondivisible_batch_size` is not supported"),
+        (("--model.block", "{type: llama, rope: {type: default, theta: 0}}"), r"theta` must be above 0"),
+        (("--model.block", "{type: llama, rope: {type: linear, factor: -1}}"), r"factor` must be above 0"),
+        (
+            ("--model.block", "{type: llama, rope: {type: llama3, low_freq_factor: 4.0, high_freq_factor: 4.0}}"),
+            r"low_freq_factor \(4\) must be below high_freq_factor \(4\)",
+        ),
+    ],
+)
+def test_settings_that_would_fail_late_are_refused_at_once(words, said):
+    with pytest.raises(UserError, match=said):
+        check_config(parse(TrainConfig, [*TINY, *words])[0])
+
+
+def test_options_of_jax_are_named():
+    with pytest.raises(UserError, match=r"trainer\.jax_config: JAX does not take jax_no_such_option"):
+        configure_jax(parse(TrainConfig, [*TINY, "--trainer.jax_config", "{jax_no_such_option: 1}"])[0].trainer)
+
+
+def test_the_largest_batch_is_one_that_is_reached():
+    def largest(size, steps=10):
+        words = ("--trainer.train_batch_size", size, "--trainer.num_train_steps", str(steps))
+        return largest_batch(parse(TrainConfig, [*TINY, *words])[0].trainer)
+
+    assert largest("8") == 8
+    assert largest("[{start: 0, value: 8}, {start: 2, value: 256}, {start: 4, value: 16}]") == 256
+    assert largest("[{start: 0, value: 8}, {start: 10, value: 256}]") == 8
 
 
 def test_no_range_holds_what_is_not_finite():

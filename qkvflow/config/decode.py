@@ -106,6 +106,8 @@ def _decode_dataclass(cls: type, raw: Any, path: str, note: str = "") -> Any:
         raise UserError(outside)
     try:
         return cls(**values)
+    except KeyError as error:  # one of Levanter's own checks
+        raise UserError(f"`{path}`{note}: the key `{error.args[0]}` is missing in a part of it") from error
     except (TypeError, ValueError, AssertionError, ArithmeticError) as error:
         where = f"`{path}`{note}: " if path else ""
         raise UserError(f"{where}{first_line(error, 500) if not isinstance(error, UserError) else error}") from error

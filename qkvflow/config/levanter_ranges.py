@@ -2,6 +2,7 @@
 
 from levanter.callbacks.watch import WatchConfig
 from levanter.checkpoint import CheckpointerConfig
+from levanter.layers.rotary import RotaryEmbeddingsConfig
 from levanter.models.lm_model import LmConfig
 from levanter.optim import OptimizerConfig
 from levanter.store.cache import CacheOptions
@@ -25,6 +26,11 @@ _MODEL = {
 
 LEVANTER: Table = {
     LmConfig: _MODEL,
+    RotaryEmbeddingsConfig: {
+        **dict.fromkeys(("theta", "factor", "low_freq_factor", "high_freq_factor"), _POSITIVE),
+        **dict.fromkeys(("beta_fast", "beta_slow"), _POSITIVE),
+        "original_max_position_embeddings": _COUNT,
+    },
     TrainerConfig: {
         # JAX takes the last 32 bits of a seed, so that others would be the same.
         "seed": Range(at_least=0, below=2**32),

@@ -21,6 +21,7 @@ from qkvflow.data.control.field import ControlField
 from qkvflow.data.control.sequences import ControlledDataset, with_sequence_controls
 from qkvflow.data.sequences import Sequences, without_examples
 from qkvflow.data.tokenizers import load_tokenizer
+from qkvflow.errors import UserError, first_line
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,12 @@ class ResolvedDataConfig(LmDataConfig):
                 continue
             del left_to_levanter[name]
             for part_name, part in own:
-                processor = part.format.build_preprocessor(self.the_tokenizer, enforce_eos=self.enforce_eos)
+                try:
+                    processor = part.format.build_preprocessor(self.the_tokenizer, enforce_eos=self.enforce_eos)
+                except UserError:
+                    raise
+                except ValueError as error:  # a chat without a template, for example
+                    raise UserError(f"the format of component {part_name!r} cannot be used: {error}") from error
                 cache = load_or_build(
                     Path(part.cache_dir or ""),
                     split,
@@ -93,7 +99,13 @@ class ResolvedDataConfig(LmDataConfig):
                     caches[part_name] = cache
         if left_to_levanter:
             rest = dataclasses.replace(self, components=left_to_levanter, train_weights=None)
-            caches |= LmDataConfig.build_caches(rest, split)
+            try:
+                caches |= LmDataConfig.build_caches(rest, split)
+            except UserError:
+                raise
+            except ValueError as error:  # without a source there must be a cache
+                names = ", ".join(left_to_levanter)
+                raise UserError(f"the tokens of component {names} cannot be read: {first_line(error)}") from error
         return caches
 
 

@@ -13,6 +13,7 @@ from levanter.models.lm_model import LmHeadModel
 
 from qkvflow.axes import BATCH, CONTROL, EMBED, POSITION
 from qkvflow.blocks import Inputs, Window
+from qkvflow.models import NeuralOdeLMHeadModel
 
 
 class RecomputedModel(eqx.Module):
@@ -35,6 +36,10 @@ class RecomputedModel(eqx.Module):
         if inputs.control is not None:
             controls = _write(controls, inputs.control, window)
             whole["control"] = controls
+        if isinstance(self.model, NeuralOdeLMHeadModel) and text.axis_size(POSITION) > self.model.config.max_seq_len:
+            # Room that is only padding: its positions may be any.
+            places = hax.arange(text.resolve_axis(POSITION), dtype=jnp.int32)
+            whole["pos_ids"] = hax.minimum(places, self.model.config.max_seq_len - 1)
         x = self.model.activations(text, AttentionMask.causal(), **whole)
         x = x[0] if isinstance(x, tuple) else x  # some Levanter models add a loss
         New = tokens.resolve_axis(POSITION)

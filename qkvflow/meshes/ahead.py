@@ -25,7 +25,7 @@ from qkvflow.meshes.work import matrix_flops, memory_traffic
 from qkvflow.models import NeuralOdeConfig
 from qkvflow.named import is_named
 from qkvflow.runs.config import TrainConfig
-from qkvflow.training.checks import check_config, check_devices, model_shape, tree_bytes
+from qkvflow.training.checks import check_config, check_devices, largest_batch, model_shape, tree_bytes
 from qkvflow.training.mesh import check_mesh, complete_mesh
 from qkvflow.training.start import Start
 from qkvflow.training.step import batch_shape, make_trainer, state_shape, vocabulary
@@ -152,7 +152,7 @@ def _model_flops(config: TrainConfig, model: LmConfig, vocab_size: int) -> float
     """FLOPs of a step on all devices, as training counts them for its MFU: three times the forward pass of `model`,
     without the generation of W(t) and recomputation; 0 if the number of evaluations is unknown."""
     per_token = model.flops_per_token(vocab_size, config.Pos.size) or 0.0
-    return 3.0 * per_token * config.Pos.size * config.trainer.batch_schedule.batch_size_at_step(0)
+    return 3.0 * per_token * config.Pos.size * largest_batch(config.trainer)
 
 
 def _check_kernel(model: Any) -> None:

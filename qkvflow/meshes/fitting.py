@@ -7,11 +7,14 @@ own scheme.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 from qkvflow.errors import UserError
 from qkvflow.meshes.report import MeshReport
+from qkvflow.meshes.shape import MeshShape
 from qkvflow.runs.config import TrainConfig
+from qkvflow.training.checks import largest_batch
 from qkvflow.units import in_bytes
 
 
@@ -45,8 +48,8 @@ class Trial:
         return None if line is None else line.seconds
 
 
-def changes(config: TrainConfig, devices: int) -> Iterator[Change]:
-    """Changes that may help, for a configuration compiled for this number of devices."""
+def changes(config: TrainConfig, shape: MeshShape) -> Iterator[Change]:
+    """Changes that may help, for a configuration compiled for devices of this shape."""
     model: Any = config.model
     depth = getattr(model, "depth", None)
     if depth is not None and not depth.is_general:
@@ -58,13 +61,16 @@ def changes(config: TrainConfig, devices: int) -> Iterator[Change]:
             yield Change("adjoint", ("--model.depth.adjoint", "reversible"))
     elif getattr(model, "gradient_checkpointing", True) is False:
         yield Change("remat", ("--model.gradient_checkpointing", "true"))
-    batch, trainer = config.trainer.batch_schedule.batch_size_at_step(0), config.trainer
-    each = trainer.per_device_parallelism if trainer.per_device_parallelism > 0 else batch // devices
+    trainer, devices = shape.applied(config.trainer), shape.devices
+    others = prod(n for name, n in trainer.mesh.axes.items() if name not in ("data", "replica") and n > 0)
+    each = trainer.per_device_parallelism
+    if each < 0:
+        each = largest_batch(trainer) // (devices // others)
     for part in (2, 4, 8):
-        if each % part == 0:
+        if each >= part and each % part == 0:
             yield Change("batch", ("--trainer.per_device_parallelism", str(each // part)))
     for model_axis in (2, 4, 8):
-        if devices % model_axis == 0 and model_axis < devices:
+        if devices % model_axis == 0 and model_axis < devices and model_axis != others:
             yield Change("mesh", ("--mesh", f"{devices // model_axis}x{model_axis}"))
 
 

@@ -98,4 +98,9 @@ def _machines_of(kind: str, topology: str) -> str:
             f"--target {kind}:{shortened(topology)}: give a number of GPUs, `{kind}:16`, or machines x GPUs of each,"
             f" `{kind}:2x8`"
         )
+    if len(words) == 2 and int(words[1]) > GPUS_PER_MACHINE:
+        raise UserError(
+            f"--target {kind}:{topology}: a machine has at most {GPUS_PER_MACHINE} GPUs; for {words[0]} x {words[1]} of"
+            f" them, `{kind}:{int(words[0]) * int(words[1])}`"
+        )
     return _machines(int(words[0])) if len(words) == 1 else topology

@@ -137,7 +137,8 @@ class NeuralOdeConfig(LmConfig):
     @property
     def ordinary_block(self) -> BlockConfig:
         """The block of the prelude and coda."""
-        return dataclasses.replace(self.block, form=self.ordinary_form)
+        has_forms = any(field.name == "form" for field in dataclasses.fields(self.block))
+        return dataclasses.replace(self.block, form=self.ordinary_form) if has_forms else self.block
 
     def at_depth(self, steps: int) -> "NeuralOdeConfig":
         """The configuration of this model discretised at `steps` steps: per-layer weights on that grid."""

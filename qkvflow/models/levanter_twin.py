@@ -11,6 +11,7 @@ from levanter.adaptor.lora import LoraLinear, merge_lora_modules
 from levanter.models.gpt2 import Gpt2Config, Gpt2LMHeadModel
 from levanter.models.llama import LlamaConfig, LlamaLMHeadModel
 from levanter.models.lm_model import LmConfig, LmHeadModel
+from levanter.utils.activation import ActivationFunctionEnum
 
 from qkvflow.axes import HEADS, KV_HEAD, LAYERS, Q_HEADS_PER_GROUP
 from qkvflow.blocks import BlockConfig, Gpt2BlockConfig, LlamaBlockConfig
@@ -98,6 +99,8 @@ def _unknown(config: LmConfig) -> UserError:
 
 
 def _gpt2(config: Gpt2Config) -> BlockConfig | None:
+    if config.activation_function is ActivationFunctionEnum.xielu:
+        return None
     if config.scale_attn_by_inverse_layer_idx or config.upcast_attn:
         return None
     return Gpt2BlockConfig(
@@ -107,10 +110,14 @@ def _gpt2(config: Gpt2Config) -> BlockConfig | None:
         activation=config.activation_function,
         use_bias=config.use_bias,
         layer_norm_epsilon=config.layer_norm_epsilon,
+        embed_pdrop=config.embed_pdrop,
+        resid_pdrop=config.resid_pdrop,  # attn_pdrop: Levanter does not apply it
     )
 
 
 def _llama(config: LlamaConfig) -> BlockConfig | None:
+    if config.activation_function is ActivationFunctionEnum.xielu:
+        return None
     if config.hybrid_norm or config.use_qk_norm or config.input_embedding_norm:
         return None
     if not config.scan_layers or config.upcast_attn or config.actual_head_size * config.num_heads != config.hidden_dim:

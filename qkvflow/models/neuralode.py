@@ -15,7 +15,7 @@ from jaxtyping import PRNGKeyArray
 from levanter.layers.attention import AttentionMask
 from levanter.models.lm_model import LmExample, LmHeadModel
 
-from qkvflow.axes import CONTROL, EMBED
+from qkvflow.axes import CONTROL, EMBED, POSITION
 from qkvflow.blocks import Controlled, Inputs
 from qkvflow.depth import DepthConfig, Solution
 from qkvflow.errors import UserError
@@ -147,6 +147,12 @@ class NeuralOdeLMHeadModel(LmHeadModel[NeuralOdeConfig]):
         """The basis of the methods above: the flow's solution, and its end after coda and norm."""
         if inputs.control is not None:
             _check_control(self.config, input_ids, inputs.control)
+        length, longest = input_ids.axis_size(POSITION), self.config.max_seq_len
+        if length > longest and inputs.pos_ids is None and self.embeddings.position_embeddings is not None:
+            raise UserError(
+                f"the text has {length} tokens, but this model has embeddings of {longest} positions"
+                " (`model.max_seq_len`). Give at most that many tokens, or `pos_ids` within them."
+            )
         k_embed, k_transformer = maybe_rng_split(key, 2)
         x = inputs.see("embed", self.embeddings(input_ids, pos_ids=inputs.pos_ids, key=k_embed))
         return self.transformer.solve(x, inputs, key=k_transformer, trajectory=trajectory)

@@ -39,18 +39,19 @@ def write_a_trial(path: Path) -> None:
         trial.unlink(missing_ok=True)
 
 
-def require_space(path: Path, size: int) -> None:
+def require_space(path: Path, size: int, count: int) -> None:
     """Compares the free space of a disk with what checkpoints take.
 
     Raises:
-        UserError: the disk of `path` has no space for two checkpoints of `size` bytes in total.
+        UserError: the disk of `path` has no space for one or two checkpoints (`count`) of `size` bytes each.
     """
     free = shutil.disk_usage(path).free
-    if free < size:
-        there, needed = (scaled(count, 1000, DECIMAL, digits=3) for count in (free, size))
+    if free < count * size:
+        there, needed = (scaled(size, 1000, DECIMAL, digits=3) for size in (free, count * size))
+        take = "two checkpoints of this model take" if count == 2 else "the next checkpoint takes"
         raise UserError(
-            f"the disk of {path} has {there} free, but two checkpoints of this model take {needed}. Free some space, or"
-            " choose another --run_dir DIR"
+            f"the disk of {path} has {there} free, but {take} {needed}. Free some space, or choose another --run_dir"
+            " DIR"
         )
 
 

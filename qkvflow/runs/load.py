@@ -64,7 +64,9 @@ class Run:
         return iter((self.config, self.model, self.tokenizer))
 
 
-def load_run(path: str | os.PathLike, checkpoint_step: int | None = None, *, merge: bool = True) -> Run:
+def load_run(
+    path: str | os.PathLike, checkpoint_step: int | None = None, *, merge: bool = True, averaged: bool = False
+) -> Run:
     """Loads a run directory. First compares the files of its checkpoint with their checksums.
 
     Args:
@@ -74,18 +76,22 @@ def load_run(path: str | os.PathLike, checkpoint_step: int | None = None, *, mer
             newer one is damaged.
         merge: for a LoRA run: add its low-rank terms to the base's weights, which gives an ordinary model; otherwise
             they stay separate, as in training.
+        averaged: the average of the parameters over steps (`trainer.model_averaging`), instead of the last ones.
 
     Raises:
         UserError: there is no such run, no checkpoint, or no checkpoint of that step; that checkpoint or all are
-            damaged; or the base of a LoRA run is missing or has changed.
+            damaged; the base of a LoRA run is missing or has changed; or the run has no average.
     """
     directory = find_run(path)
     with disk_errors_are_told(directory.path), bucket_errors_are_told(directory.place):
-        return _read_run(directory, _choose_step(directory, checkpoint_step), merge)
+        return _read_run(directory, _choose_step(directory, checkpoint_step), merge, averaged)
 
 
-def _read_run(directory: RunDirectory, step: int, merge: bool = True) -> Run:
+def _read_run(directory: RunDirectory, step: int, merge: bool = True, averaged: bool = False) -> Run:
     config = stored_config(directory)
+    if averaged and (config.trainer.model_averaging is None or is_adapter(directory)):
+        why = "a LoRA run, whose average is not read" if is_adapter(directory) else "without trainer.model_averaging"
+        raise UserError(f"{directory} has no average to load: it is {why}. Leave `averaged` out")
     tokenizer = load_tokenizer(directory.tokenizer)
     if directory.hub is not None:
         model = read_hub_model(directory.hub, config, directory.tokenizer)
@@ -98,7 +104,9 @@ def _read_run(directory: RunDirectory, step: int, merge: bool = True) -> Run:
     else:
         model_config = with_local_tokenizer(config.model, directory.tokenizer)
         model = _read_arrays(
-            checkpoint, lambda key: config.trainer.mp.cast_to_param(model_config.build(vocab, key=key))
+            checkpoint,
+            lambda key: config.trainer.mp.cast_to_param(model_config.build(vocab, key=key)),
+            "model_averaging/model" if averaged else "model",
         )
     return Run(config, inference_mode(model, True), tokenizer, step, directory)
 
@@ -183,14 +191,14 @@ def _read_adapter(directory: RunDirectory, checkpoint: Place) -> LmHeadModel:
     return eqx.combine(_read_arrays(checkpoint, lambda key: trained), model, is_leaf=is_named)
 
 
-def _read_arrays(checkpoint: Place, build: Callable[[jax.Array], LmHeadModel]) -> LmHeadModel:
+def _read_arrays(checkpoint: Place, build: Callable[[jax.Array], LmHeadModel], subpath: str = "model") -> LmHeadModel:
     """The model part of a checkpoint, on the mesh of all devices, whatever mesh the run was trained on."""
     mesh = TrainerConfig().device_mesh
     with jax.set_mesh(mesh):
         shape = eqx.filter_eval_shape(build, jax.random.PRNGKey(0))
         try:
             with _without_warnings("levanter.tensorstore_serialization"):  # of parts that are None, as they should
-                return load_checkpoint(shape, str(checkpoint), subpath="model", axis_mapping={}, mesh=mesh)
+                return load_checkpoint(shape, str(checkpoint), subpath=subpath, axis_mapping={}, mesh=mesh)
         except (ValueError, FileNotFoundError) as error:
             raise unreadable_checkpoint(checkpoint, error) from error
 

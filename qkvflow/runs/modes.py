@@ -2,6 +2,7 @@
 
 import abc
 import dataclasses
+import warnings
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -11,7 +12,7 @@ import jax
 from levanter.models.lm_model import LmConfig, LmHeadModel
 from levanter.utils.types import FilterTree
 
-from qkvflow.errors import UserError
+from qkvflow.errors import Notice, UserError
 from qkvflow.models import NeuralOdeConfig, lora
 from qkvflow.ranges import Count, Positive, ProperShare
 from qkvflow.weights import BasisConfig, PerLayerConfig, refine
@@ -68,7 +69,9 @@ class FlowMode(FinetuneMode):
             final = base.depth.stages[-1]  # of one that grew, the last depth
             return base if len(base.depth.stages) == 1 else dataclasses.replace(base, depth=final)
         sampling = "fixed" if base.depth.is_adaptive else base.depth.time_sampling
-        kept = {"kinetic_weight": base.depth.kinetic_weight}
+        kept: dict[str, Any] = {"kinetic_weight": base.depth.kinetic_weight}
+        if not base.depth.is_adaptive:
+            kept["adjoint"] = base.depth.adjoint
         return dataclasses.replace(base, depth=base.depth.on_grid(steps, time_sampling=sampling, **kept))
 
     def adapt(self, base: LmHeadModel, config: Any, *, key: jax.Array) -> LmHeadModel:
@@ -101,6 +104,7 @@ class FullMode(FinetuneMode):
         if isinstance(base, NeuralOdeConfig):
             if steps is None and base.depth.is_adaptive:
                 raise UserError("an adaptive flow has no fixed number of steps: give `steps: M`.")
+            _tell_dropped(base, steps)
             return base.at_depth(base.depth.reading_steps if steps is None else steps)
         layers = getattr(base, "num_layers", None)
         if steps not in (None, layers):
@@ -115,6 +119,14 @@ class FullMode(FinetuneMode):
         if not isinstance(config, NeuralOdeConfig):
             return base
         return base.discretise(config.depth.steps)
+
+
+def _tell_dropped(base: NeuralOdeConfig, steps: int | None) -> None:
+    """A notice where ordinary layers are read at fewer times than there are."""
+    layers = base.depth.reading_steps
+    if isinstance(base.weights, PerLayerConfig) and steps is not None and steps < layers and layers % steps == 0:
+        kept = f"`steps` is {steps}, but the base has {layers} ordinary layers, of which {steps} are kept and the rest"
+        warnings.warn(Notice(f"{kept} dropped. To keep all, leave `steps` out."), stacklevel=2)
 
 
 @FinetuneMode.register_subclass("stack")

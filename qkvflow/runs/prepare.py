@@ -81,9 +81,10 @@ class PreparedRun(Generic[C]):
         self.data = data
 
     def require_space(self, checkpoint_bytes: int) -> None:
-        """Refuses a disk without room for two checkpoints (the newest is only deleted after the next)."""
+        """Refuses a disk without room for two checkpoints (the newest is only deleted after the next); for one, where
+        there is one already."""
         if self.directory.mirror is None:
-            disk.require_space(self.directory.path, 2 * checkpoint_bytes)
+            disk.require_space(self.directory.path, checkpoint_bytes, 2 if self.last_step < 0 else 1)
 
     def keep(self) -> None:
         """Of a committed run in a bucket: copies there what has changed in its folder on this machine.

@@ -1,5 +1,6 @@
 """Refuses settings that cannot work before any work: Levanter would fail late or obscurely."""
 
+import itertools
 import os
 from typing import Any
 
@@ -8,10 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from haliax import Axis
+from levanter.checkpoint import CheckpointInterval
 from levanter.models.lm_model import LmConfig
 from levanter.schedule import distinct_values
 from levanter.trainer import TrainerConfig
 
+from qkvflow.config import decode
 from qkvflow.config.levanter_ranges import LEVANTER
 from qkvflow.errors import UserError
 from qkvflow.inside.levanter import settle_devices
@@ -41,6 +44,28 @@ def check_config(config: TrainConfig) -> None:
     if length is not None and length > model.max_seq_len:
         raise UserError(f"`train_seq_len` is {length}, but must be at most `model.max_seq_len`, {model.max_seq_len}")
     _check_levanter_paths(trainer)
+    _check_batches(trainer)
+    for number, interval in enumerate(trainer.checkpointer.keep or []):
+        decode(CheckpointInterval, interval, f"trainer.checkpointer.keep[{number}]")
+
+
+def largest_batch(trainer: TrainerConfig) -> int:
+    """Sequences of the largest batch of a training."""
+    size = trainer.train_batch_size
+    if isinstance(size, int):
+        return size
+    return max(step.value for step in size if step.start < max(1, trainer.num_train_steps))
+
+
+def _check_batches(trainer: TrainerConfig) -> None:
+    if isinstance(trainer.train_batch_size, int):
+        return
+    starts = [step.start for step in trainer.train_batch_size]
+    if not starts or starts[0] != 0 or any(a >= b for a, b in itertools.pairwise(starts)):
+        raise UserError(
+            f"`trainer.train_batch_size` has sizes from steps {starts}: the first must start at 0, and each other one"
+            " later than the one before it"
+        )
 
 
 def check_devices(trainer: TrainerConfig) -> None:
@@ -52,7 +77,7 @@ def check_devices(trainer: TrainerConfig) -> None:
         raise UserError("`trainer.require_accelerator` is true, but JAX found no GPU or TPU")
     try:
         data_axis = trainer.data_axis_size
-    except ValueError as error:
+    except (ValueError, ArithmeticError) as error:
         raise UserError(f"`trainer.mesh` does not fit the {jax.device_count()} devices: {error}") from None
     for size in [] if trainer.train_batch_size == -1 else distinct_values(trainer.train_batch_size):
         if size < 1 or size % data_axis:
@@ -87,6 +112,8 @@ def check_memory(trainer: TrainerConfig, model: LmConfig, Pos: Axis, state_bytes
         return
     present = per_device * (jax.process_count() if jax.default_backend() == "cpu" else jax.device_count())
     at_once = trainer.per_device_parallelism * trainer.data_axis_size
+    if at_once < 0:  # a batch that grows is not divided
+        at_once = largest_batch(trainer)
     states = at_once * Pos.size * model.Embed.size * 4
     if copies * (state_bytes + states) > present:
         together, each, fewer = "", "", ""
@@ -149,6 +176,10 @@ def _check_levanter_paths(trainer: TrainerConfig) -> None:
         raise UserError(
             "`trainer.load_checkpoint: false` would overwrite the run's checkpoints. For a new run, use "
             "--trainer.id NAME"
+        )
+    if trainer.allow_nondivisible_batch_size:
+        raise UserError(
+            "`trainer.allow_nondivisible_batch_size` is not supported: the devices share the batch evenly. Leave it out"
         )
     if trainer.shutdown_at_exit is not False:
         raise UserError("`trainer.shutdown_at_exit` is not supported: shut the machine down after the program")

@@ -12,7 +12,7 @@ from qkvflow.errors import UserError
 from qkvflow.models import NeuralOdeConfig, NeuralOdeLMHeadModel, cost
 from qkvflow.models.levanter_twin import enter, enter_config
 from qkvflow.runs.config import TrainConfig
-from qkvflow.training.checks import model_shape, tree_bytes
+from qkvflow.training.checks import largest_batch, model_shape, tree_bytes
 from qkvflow.training.share import TrainedShare
 from qkvflow.training.start import Start
 from qkvflow.units import in_bytes, scaled
@@ -42,7 +42,7 @@ def describe(config: TrainConfig, vocab_size: int, start: Start | None = None) -
     config_of_ours, ours = enter_config(model_config), enter(shape)
     flops = cost.flops(config_of_ours, ours, vocab_size, length)
     cache = cost.kv_cache_width(config_of_ours)
-    batch = trainer.batch_schedule.batch_size_at_step(0)
+    batch = largest_batch(trainer)
     return {
         "model": {
             "kind": kind(model_config),

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 from levanter.trainer import TrainerConfig
 
-from qkvflow.errors import Notice, UserError
+from qkvflow.errors import Notice, UserError, first_line
 from qkvflow.runs.checkpoints import Phase, has_checkpoint, sound_checkpoint
 from qkvflow.runs.config import TrainConfig
 from qkvflow.runs.directory import location_of
@@ -16,9 +16,16 @@ from qkvflow.runs.processes import damage_found_together
 
 
 def configure_jax(trainer: TrainerConfig) -> None:
-    """Sets the options of JAX that `trainer.jax_config` names."""
+    """Sets the options of JAX that `trainer.jax_config` names.
+
+    Raises:
+        UserError: JAX has no such option, or another type of values.
+    """
     for key, value in trainer.jax_config.items():
-        jax.config.update(key, value)
+        try:
+            jax.config.update(key, value)
+        except (AttributeError, ValueError, TypeError) as error:
+            raise UserError(f"trainer.jax_config: JAX does not take {key}: {value!r} ({first_line(error)})") from None
 
 
 def levanter_trainer(run: PreparedRun[TrainConfig], phase: Phase) -> TrainerConfig:

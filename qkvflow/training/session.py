@@ -198,8 +198,9 @@ def _opened(
         levanter_config = complete_mesh(levanter_config, shape)
         check_mesh(levanter_config, shape, config.Pos)
         share = TrainedShare.of(shape, start.trainable(shape), optimizer)
-        check_memory(levanter_config, config.model, config.Pos, share.checkpoint_bytes, copies)
-        run.require_space(copies * share.checkpoint_bytes)
+        averages = 0 if config.trainer.model_averaging is None else share.trained_bytes
+        check_memory(levanter_config, config.model, config.Pos, share.checkpoint_bytes + averages, copies)
+        run.require_space(copies * (share.checkpoint_bytes + averages))
     trainer = dataclasses.replace(config.trainer, train_batch_size=levanter_config.train_batch_size)  # if it was -1
     run.config = dataclasses.replace(config, vocab_size=vocab.size, trainer=trainer)
     if run.last_step < 0:

@@ -23,7 +23,7 @@ from qkvflow.models import NeuralOdeLMHeadModel
 from qkvflow.models.metrics import penalised
 from qkvflow.named import is_named
 from qkvflow.runs.config import TrainConfig
-from qkvflow.training.checks import key_shape
+from qkvflow.training.checks import key_shape, largest_batch
 from qkvflow.training.finite import FiniteTrainer
 
 InStep = Callable[[LmHeadModel, jax.Array | None], LmHeadModel]
@@ -95,7 +95,7 @@ def state_shape(trainer: FiniteTrainer, model: eqx.Module, trainable: FilterTree
 
 
 def batch_shape(config: TrainConfig, trainer: FiniteTrainer) -> LmExample:
-    """A training batch as Levanter's loader gives it for running text, as shapes that know their sharding."""
+    """The largest training batch as Levanter's loader gives it for running text, as shapes that know their sharding."""
 
     Pos = config.Pos
 
@@ -109,7 +109,7 @@ def batch_shape(config: TrainConfig, trainer: FiniteTrainer) -> LmExample:
         control = hax.zeros((Pos, Axis(CONTROL, dim)))
         return ControlledExample(named.tokens, named.loss_weight, named.attn_mask, control)
 
-    Batch = trainer.config.batch_axis_at_step(0)
+    Batch = trainer.config.batch_axis_at_step(0).resize(largest_batch(trainer.config))
 
     def stacked(leaf):
         axes = (Batch, *leaf.axes) if isinstance(leaf, NamedArray) else ()

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 import pytest
 from levanter.data.text import (
+    ChatLmDatasetFormat,
     ConcatDatasetComponent,
     DatasetComponent,
     LmDataConfig,
@@ -229,6 +230,15 @@ def test_other_formats_get_whole_records():
     Path("a.jsonl").write_text('{"input": "one", "target": "two"}\n' * 3)
     component = DatasetComponent(source=FilesSource(train=["a.jsonl"]), format=SupervisedLmDatasetFormat())
     assert tokens(resolve(components={"c": component}), "train", "c") == [*b"onetwo ", EOS] * 3
+
+
+def test_components_that_cannot_be_read_are_named():
+    write_jsonl("a.jsonl", ["x"])
+    chats = DatasetComponent(source=FilesSource(train=["a.jsonl"]), format=ChatLmDatasetFormat())
+    with pytest.raises(UserError, match=r"the format of component 'c' cannot be used: .*template"):
+        resolve(components={"c": chats}).build_caches("train")
+    with pytest.raises(UserError, match="the tokens of component c cannot be read"):
+        resolve(components={"c": DatasetComponent()}).build_caches("train")
 
 
 def test_levanter_trains_and_evaluates_on_it():

@@ -2,6 +2,7 @@
 test_mesh_step."""
 
 import dataclasses
+import warnings
 from types import SimpleNamespace
 
 import haliax as hax
@@ -14,7 +15,7 @@ from support.tiny import FLOW, tiny
 from qkvflow import describe as program
 from qkvflow.cli import parse
 from qkvflow.config import decode
-from qkvflow.errors import UserError
+from qkvflow.errors import Notice, UserError
 from qkvflow.meshes.ahead import compile_ahead
 from qkvflow.meshes.collectives import Collective, collectives
 from qkvflow.meshes.hlo import Program
@@ -145,6 +146,12 @@ def trainer_of(axes, **mesh):
         (trainer_of({"context": 5}, compute_mapping={"position": "context"}), r"`position` of a sequence \(size 12\)"),
         (trainer_of({"data": 2}, param_mapping={"embed": "data", "mlp": "data"}), "twice over `data`"),
         (trainer_of({"data": 2}, param_mapping={"embed": "dta"}), "`dta`, which is not an axis of the mesh"),
+        (trainer_of({"data": 2}, param_mapping={"embed": ["data", "foo"]}), "`foo`, which is not an axis of the mesh"),
+        (trainer_of({"data": 2}, compute_mapping={"mlp": "foo"}), "maps `mlp` to `foo`"),
+        (trainer_of({"data": 2}, compute_mapping={"batch": "foo"}), "maps `batch` to `foo`"),
+        (trainer_of({"data": 2}, compute_mapping={"embed": "data"}), r"\{batch, position, embed\}.* twice over `data`"),
+        (trainer_of({"data": 2}, compute_mapping={"head_size": "data"}), r"heads, head_size\}.* twice over `data`"),
+        (trainer_of({"model": 2}, shared_mapping={"position": "model"}), "twice over `model`"),
     ],
 )
 def test_what_cannot_be_divided_is_named(trainer, said):
@@ -154,11 +161,26 @@ def test_what_cannot_be_divided_is_named(trainer, said):
     check_mesh(trainer_of({"data": 4, "model": 2}), model, hax.Axis("position", 12))
 
 
+def test_unknown_axes_are_named_before_a_mesh_is_completed():
+    model = model_shape(small_config(), VOCAB)
+    with pytest.raises(UserError, match="`foo`, which is not an axis of the mesh"):
+        complete_mesh(trainer_of({"data": 2}, param_mapping={"embed": ["data", "foo"]}), model)
+
+
+def test_an_axis_that_nothing_has_gets_a_notice():
+    model, Pos = model_shape(small_config(), VOCAB), hax.Axis("position", 12)
+    with pytest.warns(Notice, match="maps `embd`, but no array"):
+        check_mesh(trainer_of({"data": 2}, param_mapping={"embd": "data"}), model, Pos)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check_mesh(trainer_of({"data": 2}, shared_mapping={"mlp": "model", "kv_head": "model"}), model, Pos)
+
+
 def completed(shapes, **devices: int):
     """The mapping of parameters."""
 
     class Trainer(TrainerConfig):
-        device_mesh = SimpleNamespace(shape={"data": 1, "model": 1} | devices)
+        device_mesh = SimpleNamespace(shape={"data": 1, "replica": 1, "model": 1, "replica_dcn": 1} | devices)
 
     return complete_mesh(Trainer(), shapes).parameter_axis_mapping
 

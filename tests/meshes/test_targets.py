@@ -1,6 +1,7 @@
 """Machines that are not here: their names, the text of their compilers, what follows from it. With the compilers
 (`make setup EXTRA=dev,targets`) a step is compiled by each; without them those tests are skipped."""
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -10,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
+from levanter.utils.mesh import MeshConfig
 from support.configs import FILES, ROOT, TARGETS
 
 from experiments.bench import targets as bench
@@ -24,6 +26,7 @@ from qkvflow.meshes.groups import axes_of, first_group
 from qkvflow.meshes.hlo import Instruction, Program
 from qkvflow.meshes.report import TIGHT, MeshReport, summary
 from qkvflow.meshes.roofline import roofline
+from qkvflow.meshes.shape import MeshShape
 from qkvflow.meshes.target import Target
 from qkvflow.meshes.work import _positions, matrix_flops, memory_traffic
 from qkvflow.runs.config import TrainConfig
@@ -207,6 +210,7 @@ def test_targets(text, devices, expected):
         ("h100:0", None, "give a number of GPUs"),
         ("h100:1x2x3", None, "give a number of GPUs"),
         ("h100:²", None, "give a number of GPUs"),
+        ("h200:2x16", None, "a machine has at most 8 GPUs; for 2 x 16 of them, `h200:32`"),
     ],
 )
 def test_other_targets_are_refused(text, devices, said):
@@ -285,7 +289,7 @@ def test_what_a_target_is_told():
 
 def test_what_would_fit_is_tried_and_the_cheapest_named():
     config = parse(TrainConfig, ["--config_path", str(ROOT / "configs/openwebtext/llama_1b.yaml")])[0]
-    found = list(changes(config, 64))
+    found = list(changes(config, MeshShape.read("64")))
     assert {c.what for c in found} == {"evaluate", "adjoint", "batch", "mesh"}
     compiled = []
 
@@ -304,6 +308,21 @@ def test_what_would_fit_is_tried_and_the_cheapest_named():
     assert lines[-1] == "the cheapest change that fits: --mesh 32x2"
     assert any("this solver has no inverse" in line for line in lines)
     assert told(try_changes(iter(found[:1]), lambda _: report(temporary=20 * GIB)))[-1].startswith("none of these fits")
+
+
+def test_parts_of_a_batch_are_those_of_a_row_of_devices():
+    config = parse(TrainConfig, ["--config_path", str(ROOT / "configs/openwebtext/llama_1b.yaml")])[0]
+    assert config.trainer.train_batch_size == 256
+
+    def tried(shape: str, config=config) -> dict[str, list[str]]:
+        found = list(changes(config, MeshShape.read(shape)))
+        return {what: [c.words[-1] for c in found if c.what == what] for what in ("batch", "mesh")}
+
+    assert tried("8x8") == {"batch": ["16", "8", "4"], "mesh": ["32x2", "16x4"]}
+    assert tried("64x1")["batch"] == tried("64")["batch"] == ["2", "1"]
+    assert tried("256") == {"batch": [], "mesh": ["128x2", "64x4", "32x8"]}
+    trainer = dataclasses.replace(config.trainer, mesh=MeshConfig(axes={"model": 8}))
+    assert tried("64", dataclasses.replace(config, trainer=trainer)) == tried("8x8")
 
 
 def test_every_configuration_is_meant_for_a_machine():

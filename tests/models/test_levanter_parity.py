@@ -14,6 +14,7 @@ from levanter.models.lm_model import LmExample
 from qkvflow.blocks import Gpt2BlockConfig
 from qkvflow.depth import DepthConfig
 from qkvflow.models import NeuralOdeConfig
+from qkvflow.models.levanter_twin import enter_config
 from qkvflow.weights import PerLayerConfig
 
 Vocab = hax.Axis("vocab", 50)
@@ -89,3 +90,10 @@ def test_twenty_training_steps(pair):
     assert theirs[-1] < theirs[0] - 0.2, "the training must do something"
     assert np.abs(np.asarray(ours) - np.asarray(theirs)).max() <= 1e-4
     assert jnp.isfinite(jnp.asarray(ours)).all()
+
+
+def test_dropout_comes_along():
+    """For a lifted model, which is trained on; Levanter does not apply `attn_pdrop`."""
+    config = Gpt2Config(num_layers=2, hidden_dim=16, num_heads=2, resid_pdrop=0.1, embed_pdrop=0.2, attn_pdrop=0.3)
+    block = enter_config(config).block
+    assert (block.resid_pdrop, block.embed_pdrop, block.attn_pdrop) == (0.1, 0.2, 0.0)

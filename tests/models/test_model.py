@@ -124,6 +124,13 @@ def test_resize_vocab(tokens):
 
 def test_positions_can_be_given(tokens):
     model = build(small_config())
+    long = random_tokens(length=model.config.max_seq_len + 1)
+    with pytest.raises(UserError, match="13 tokens, but this model has embeddings of 12 positions"):
+        model(long)
+    with pytest.raises(UserError, match="13 tokens"):
+        eqx.filter_jit(model.activations)(long)
+    within = hax.arange(long.resolve_axis("position")) % 12
+    assert model(long, pos_ids=within).axis_size("position") == 13
     shifted = model(tokens, pos_ids=hax.arange(tokens.resolve_axis("position")) % 5)
     assert not np.allclose(shifted.array, model(tokens).array)
 

@@ -1,5 +1,7 @@
 """Modes of fine-tuning on models: what refinement keeps, and what it refuses."""
 
+import warnings
+
 import jax
 import numpy as np
 import pytest
@@ -7,8 +9,9 @@ from support.models import build, random_tokens, small_config
 
 from qkvflow.blocks import Inputs
 from qkvflow.depth import DepthConfig
-from qkvflow.errors import UserError
-from qkvflow.runs.modes import FlowMode, StackMode
+from qkvflow.errors import Notice, UserError
+from qkvflow.runs.modes import FlowMode, FullMode, StackMode
+from qkvflow.time import grid
 from qkvflow.weights import BasisConfig, at, refine
 
 
@@ -45,6 +48,28 @@ def test_weights_of_one_function_are_refined_whatever_their_initial_values(finer
     tuned = refined(base, finer)
     assert tuned.config == refine(base, finer).config
     np.testing.assert_allclose(tuned(random_tokens()).array, base(random_tokens()).array, atol=1e-5)
+
+
+def test_a_flow_keeps_its_adjoint_at_another_depth():
+    base = small_config(depth=DepthConfig(solver="euler", steps=3, endpoint="left", adjoint="backsolve"))
+    for steps in (None, 6):
+        assert FlowMode().model_config(base, steps).depth.adjoint == "backsolve"
+    adaptive = small_config(depth=DepthConfig(solver="heun", rtol=1e-3, atol=1e-3, adjoint="backsolve"))
+    assert FlowMode().model_config(adaptive, None).depth.is_adaptive
+    assert not FlowMode().model_config(adaptive, 6).depth.is_adaptive
+
+
+def test_layers_that_are_dropped_are_told():
+    base = small_config("per_layer", depth=DepthConfig(steps=4))
+    with pytest.warns(Notice, match="4 ordinary layers, of which 2 are kept and the rest dropped"):
+        config = FullMode().model_config(base, 2)
+    model = build(base)
+    kept = FullMode().adapt(model, config, key=jax.random.PRNGKey(0))
+    rows = model.transformer.flow.weights.at(grid([0.5, 1.0])).mlp.c_fc.weight.array
+    np.testing.assert_array_equal(kept.transformer.flow.weights.blocks.stacked.mlp.c_fc.weight.array, rows)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        FullMode().model_config(base, 4)
 
 
 def test_what_cannot_be_held_is_told():
