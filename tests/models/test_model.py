@@ -1,5 +1,8 @@
 """The language model as Levanter sees it: masks, dropout, dtype, vocabulary, configuration."""
 
+import dataclasses
+from typing import ClassVar
+
 import equinox as eqx
 import haliax as hax
 import jax
@@ -12,7 +15,7 @@ from levanter.models.lm_model import LmConfig, LmExample, LmHeadModel
 from levanter.utils.tree_utils import inference_mode
 from support.models import VOCAB, WEIGHTS, build, change, random_tokens, small_config
 
-from qkvflow.blocks import Gpt2BlockConfig, Inputs
+from qkvflow.blocks import BlockConfig, Gpt2BlockConfig, Inputs
 from qkvflow.depth import DepthConfig
 from qkvflow.errors import UserError
 from qkvflow.models import NeuralOdeConfig, NeuralOdeLMHeadModel
@@ -120,6 +123,33 @@ def test_resize_vocab(tokens):
     larger = model.resize_vocab(VOCAB.size + 6, key=jax.random.PRNGKey(0))
     assert larger.Vocab.size == VOCAB.size + 6
     np.testing.assert_allclose(larger(tokens)["vocab", 0 : VOCAB.size].array, model(tokens).array, atol=1e-6)
+
+
+@dataclasses.dataclass(frozen=True)
+class _OneForm(BlockConfig):
+    """A user's block, without the key `form`."""
+
+    learned_positions: ClassVar[bool] = True
+    tie_word_embeddings: ClassVar[bool] = True
+    inner: ClassVar[Gpt2BlockConfig] = Gpt2BlockConfig(num_heads=2)
+
+    def init(self, Embed, *, key):
+        return self.inner.init(Embed, key=key)
+
+    def norm(self, Embed):
+        return self.inner.norm(Embed)
+
+    def check(self, Embed):
+        self.inner.check(Embed)
+
+    def flops_per_token(self, hidden_dim, context_length):
+        return self.inner.flops_per_token(hidden_dim, context_length)
+
+
+def test_a_block_without_forms_may_have_ordinary_layers_around_it(tokens):
+    own = build(small_config(block=_OneForm(), prelude_layers=1))
+    ours = build(small_config(block=_OneForm.inner, prelude_layers=1, ordinary_form=_OneForm.inner.form))
+    np.testing.assert_array_equal(own(tokens).array, ours(tokens).array)
 
 
 def test_positions_can_be_given(tokens):

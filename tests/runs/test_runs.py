@@ -8,13 +8,16 @@ import logging
 import math
 import os
 import re
+import shutil
 import subprocess
 import sys
 import threading
 import time
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -32,7 +35,7 @@ from qkvflow.runs.checkpoints import checkpoint_steps, clean_up
 from qkvflow.runs.config import RunTrainerConfig
 from qkvflow.runs.directory import run_id
 from qkvflow.runs.disk import disk_errors_are_told
-from qkvflow.tracking import JsonlTracker, read_metrics, start_trackers
+from qkvflow.tracking import JsonlConfig, JsonlTracker, read_metrics, start_trackers
 
 
 def _config(base: Path, **trainer) -> TrainConfig:
@@ -292,6 +295,27 @@ def test_a_disk_without_room_for_two_checkpoints_is_refused(tmp_path):
         run.require_space(1)
         with pytest.raises(UserError, match=r"two checkpoints of this model take 2e\+03 TB"):
             run.require_space(10**15)
+
+
+def test_a_run_with_a_checkpoint_needs_room_for_one_more(tmp_path, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1.6))
+    with prepare_run(_config(tmp_path / "new")) as run, pytest.raises(UserError, match="two checkpoints"):
+        run.require_space(1)
+    _start(tmp_path / "begun", 3)
+    with prepare_run(_config(tmp_path / "begun")) as run:
+        run.require_space(1)
+        with pytest.raises(UserError, match="the next checkpoint takes 2 B"):
+            run.require_space(2)
+
+
+def test_only_the_first_process_writes_an_extra_file_of_metrics(tmp_path, monkeypatch):
+    config = JsonlConfig(str(tmp_path / "mine.jsonl"))
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    config.init("run").log({"x": 1.0}, step=0)
+    assert not (tmp_path / "mine.jsonl").exists()
+    monkeypatch.setattr(jax, "process_index", lambda: 0)
+    config.init("run").finish()
+    assert (tmp_path / "mine.jsonl").exists()
 
 
 def test_a_disk_that_becomes_full_is_told(tmp_path):
