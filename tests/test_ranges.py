@@ -113,7 +113,7 @@ def test_training_looks_at_levanters_fields_once_more():
         (("--trainer.train_batch_size", "[{start: 0, value: 4}, {start: 0, value: 8}]"), r"sizes from steps \[0, 0\]"),
         (("--trainer.train_batch_size", "[{start: 9, value: 4}, {start: 0, value: 8}]"), r"sizes from steps \[9, 0\]"),
         (("--trainer.train_batch_size", "[]"), r"sizes from steps \[\]"),
-        (("--trainer.checkpointer.keep", "[{evry: 10}]"), r"evry"),
+        (("--trainer.checkpointer.keep", "[{interval: 10}]"), r"keep\[0\].*`interval`|unknown key.*interval"),
         (("--trainer.checkpointer.keep", "[{every: 10}, {every: 5, until: 3}]"), r"checkpointer.*`until` is missing"),
         (("--trainer.allow_nondivisible_batch_size", "true"), r"allow_nondivisible_batch_size` is not supported"),
         (("--model.block", "{type: llama, rope: {type: default, theta: 0}}"), r"theta` must be above 0"),
