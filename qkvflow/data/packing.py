@@ -42,6 +42,10 @@ def is_stream(component: DatasetComponent) -> bool:
     return isinstance(component.format, TextLmDatasetFormat | SupervisedLmDatasetFormat) and not component.pack
 
 
+def _is_chat(component: DatasetComponent) -> bool:
+    return isinstance(component.format, ChatLmDatasetFormat)
+
+
 def tell_what_is_cut(component: DatasetComponent, cache: TreeCache[dict], seq_len: int, what: str):
     """A notice where packed documents are longer than a sequence: Levanter cuts them.
 
@@ -62,8 +66,9 @@ def tell_what_is_cut(component: DatasetComponent, cache: TreeCache[dict], seq_le
             f" {seq_len} tokens, and `pack` cuts them there: {lost:,} of {int(lengths.sum()):,} tokens are not read."
             " Raise train_seq_len"
         )
-        is_chat = isinstance(format, ChatLmDatasetFormat)
-        warnings.warn(Notice(text + ("." if is_chat else ", or read all of them with `pack: false`.")), stacklevel=2)
+        warnings.warn(
+            Notice(text + ("." if _is_chat(component) else ", or read all of them with `pack: false`.")), stacklevel=2
+        )
 
 
 class Packed(AtOnce[GrugLmExample]):

@@ -92,6 +92,9 @@ def test_a_notice_says_how_much_of_the_text_is_cut(pack):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         check_enough_tokens(data, 100)
+    chats = DataConfig(components={"c": component("chat", pack=pack)}).resolve(Path("tokenizer"))
+    with pytest.warns(Notice, match=r"tokens are not read\. Raise train_seq_len\.$"):  # chats cannot be a stream
+        check_enough_tokens(chats, Pos.size)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         stream = DataConfig(components={"c": component("text")}).resolve(Path("tokenizer"))
