@@ -19,56 +19,51 @@ from levanter.store.cache import TreeCache
 from qkvflow.data.at_once import AtOnce
 from qkvflow.errors import Notice, UserError
 
+_Stream = TextLmDatasetFormat | SupervisedLmDatasetFormat  # formats whose documents may be one stream of tokens
 
-def check_pack(name: str, component: DatasetComponent):
+
+def check_pack(name: str, component: DatasetComponent) -> None:
     """
     Raises:
         UserError: Levanter does not have this kind of packing, or not for this format.
     """
-    pack = component.pack
-    is_chat = isinstance(component.format, ChatLmDatasetFormat)
-    if isinstance(component.format, ChatLmDatasetFormat) and pack is None:
-        pack = True if component.format.pack is None else component.format.pack
-    if pack == "pad" or (isinstance(pack, int) and pack < (1 if is_chat else 0)):
+    pack, least, more = component.pack, 0, "; false is one stream of tokens without padding."
+    if isinstance(component.format, ChatLmDatasetFormat):
+        least, more = 1, "."
+        if pack is None:
+            pack = True if component.format.pack is None else component.format.pack
+    if pack == "pad" or (isinstance(pack, int) and pack < least):
         raise UserError(
             f"component {name!r}: `pack: {pack}` is not available. Choices: true (up to 64 documents in a sequence) or"
-            " their greatest number: `pack: 1` gives each document a padded sequence of its own"
-            + ("." if is_chat else "; false is one stream of tokens without padding.")
+            f" their greatest number: `pack: 1` gives each document a padded sequence of its own{more}"
         )
 
 
 def is_stream(component: DatasetComponent) -> bool:
     """Whether the tokens of all documents are one stream, cut into sequences without gaps."""
-    return isinstance(component.format, TextLmDatasetFormat | SupervisedLmDatasetFormat) and not component.pack
+    return isinstance(component.format, _Stream) and not component.pack
 
 
-def _is_chat(component: DatasetComponent) -> bool:
-    return isinstance(component.format, ChatLmDatasetFormat)
-
-
-def tell_what_is_cut(component: DatasetComponent, cache: TreeCache[dict], seq_len: int, what: str):
+def tell_what_is_cut(component: DatasetComponent, cache: TreeCache[dict], seq_len: int, what: str) -> None:
     """A notice where packed documents are longer than a sequence: Levanter cuts them.
 
     Args:
         what: the text, for the notice.
     """
-    is_prebuilt = not isinstance(
-        component.format, TextLmDatasetFormat | SupervisedLmDatasetFormat | ChatLmDatasetFormat
-    )
-    if is_prebuilt or is_stream(component) or not len(cache):
+    is_packed = isinstance(component.format, _Stream | ChatLmDatasetFormat) and not is_stream(component)
+    if not is_packed or not len(cache):
         return
     offsets = cache.jagged_array_tree()[component.format.token_data_key].offsets
     lengths = np.diff(np.asarray(offsets[1 : len(cache) + 1].read().result()), prepend=0)
     lost = int(np.maximum(lengths - seq_len, 0).sum())
     if lost:
+        instead = ", or read all of them with `pack: false`" if isinstance(component.format, _Stream) else ""
         text = (
             f"{what}: {int((lengths > seq_len).sum()):,} of {len(lengths):,} documents are longer than a sequence of"
             f" {seq_len} tokens, and `pack` cuts them there: {lost:,} of {int(lengths.sum()):,} tokens are not read."
-            " Raise train_seq_len"
+            f" Raise train_seq_len{instead}."
         )
-        warnings.warn(
-            Notice(text + ("." if _is_chat(component) else ", or read all of them with `pack: false`.")), stacklevel=2
-        )
+        warnings.warn(Notice(text), stacklevel=2)
 
 
 class Packed(AtOnce[GrugLmExample]):

@@ -29,7 +29,7 @@ class Writer:
 
     Attributes:
         step: of the checkpoint.
-        stop_tokens: of the end of a text, if there is one.
+        stop_tokens: any of these ends a text; none if the tokenizer has no such token.
     """
 
     name: str

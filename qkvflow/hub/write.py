@@ -41,14 +41,15 @@ def write_folder(
     }
     arrays = with_plain_embeddings(config, arrays)
     settings, arrays = (custom if reason else native)(config, arrays, model.Vocab.size)
-    special = _special_tokens(tokenizer)
+    loaded = load_tokenizer(tokenizer)
+    special = {"bos_token_id": loaded.bos_token_id, "eos_token_id": loaded.eos_token_id}
     write_json(folder / CONFIG, settings | special | {"torch_dtype": "float32"})
     _save(arrays, folder, shard_bytes)
     for name in TOKENIZER_FILES:
         if (tokenizer / name).is_file():
             shutil.copyfile(tokenizer / name, folder / name)
     # Not in config.json, where Llama would treat it as a token without an embedding.
-    filler, ends = {"pad_token_id": special["eos_token_id"]}, end_tokens(tokenizer, load_tokenizer(tokenizer))
+    filler, ends = {"pad_token_id": loaded.eos_token_id}, end_tokens(tokenizer, loaded)
     several = {"eos_token_id": ends} if len(ends) > 1 else {}
     write_json(folder / GENERATION, special | several | filler | {"do_sample": False})
     if reason:
@@ -75,12 +76,6 @@ def with_plain_embeddings(config: NeuralOdeConfig, arrays: Arrays) -> Arrays:
 def write_json(path: Path, content: dict[str, Any]) -> None:
     """Writes a human-readable JSON file."""
     path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-def _special_tokens(tokenizer: Path) -> dict[str, int | None]:
-    """Ids of the begin-of-text and end-of-text tokens."""
-    loaded = load_tokenizer(tokenizer)
-    return {"bos_token_id": loaded.bos_token_id, "eos_token_id": loaded.eos_token_id}
 
 
 def _save(arrays: Arrays, folder: Path, shard_bytes: int) -> None:

@@ -62,15 +62,15 @@ def changes(config: TrainConfig, shape: MeshShape) -> Iterator[Change]:
     elif getattr(model, "gradient_checkpointing", True) is False:
         yield Change("remat", ("--model.gradient_checkpointing", "true"))
     trainer, devices = shape.applied(config.trainer), shape.devices
-    others = prod(n for name, n in trainer.mesh.axes.items() if name not in ("data", "replica") and n > 0)
+    model_axes = prod(n for name, n in trainer.mesh.axes.items() if name not in ("data", "replica") and n > 0)
     each = trainer.per_device_parallelism
     if each < 0:
-        each = largest_batch(trainer) // (devices // others)
+        each = largest_batch(trainer) // (devices // model_axes)
     for part in (2, 4, 8):
         if each >= part and each % part == 0:
             yield Change("batch", ("--trainer.per_device_parallelism", str(each // part)))
     for model_axis in (2, 4, 8):
-        if devices % model_axis == 0 and model_axis < devices and model_axis != others:
+        if devices % model_axis == 0 and model_axis < devices and model_axis != model_axes:
             yield Change("mesh", ("--mesh", f"{devices // model_axis}x{model_axis}"))
 
 

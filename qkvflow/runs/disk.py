@@ -47,7 +47,7 @@ def require_space(path: Path, size: int, count: int) -> None:
     """
     free = shutil.disk_usage(path).free
     if free < count * size:
-        there, needed = (scaled(size, 1000, DECIMAL, digits=3) for size in (free, count * size))
+        there, needed = (scaled(number, 1000, DECIMAL, digits=3) for number in (free, count * size))
         take = "two checkpoints of this model take" if count == 2 else "the next checkpoint takes"
         raise UserError(
             f"the disk of {path} has {there} free, but {take} {needed}. Free some space, or choose another --run_dir"

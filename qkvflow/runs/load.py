@@ -89,8 +89,9 @@ def load_run(
 
 def _read_run(directory: RunDirectory, step: int, merge: bool = True, averaged: bool = False) -> Run:
     config = stored_config(directory)
-    if averaged and (config.trainer.model_averaging is None or is_adapter(directory)):
-        why = "a LoRA run, whose average is not read" if is_adapter(directory) else "without trainer.model_averaging"
+    adapter = is_adapter(directory)
+    if averaged and (config.trainer.model_averaging is None or adapter):
+        why = "a LoRA run, whose average is not read" if adapter else "without trainer.model_averaging"
         raise UserError(f"{directory} has no average to load: it is {why}. Leave `averaged` out")
     tokenizer = load_tokenizer(directory.tokenizer)
     if directory.hub is not None:
@@ -98,7 +99,7 @@ def _read_run(directory: RunDirectory, step: int, merge: bool = True, averaged: 
         return Run(config, inference_mode(model, True), tokenizer, step, directory)
     vocab = Axis("vocab", len(tokenizer) if config.vocab_size is None else config.vocab_size)
     checkpoint = directory.checkpoints / f"step-{step}"
-    if is_adapter(directory):
+    if adapter:
         model = _read_adapter(directory, checkpoint)
         model = lora.merge(model) if merge else model
     else:

@@ -32,7 +32,7 @@ def complete_mesh(trainer: TrainerConfig, model: eqx.Module) -> TrainerConfig:
     mesh = trainer.mesh
     for mapping in (trainer.compute_axis_mapping, trainer.parameter_axis_mapping):
         for name in mapping:
-            _over(name, mapping, trainer.device_mesh.shape)
+            _mesh_axes(name, mapping, trainer.device_mesh.shape)
     heads, features = _as(trainer, model, KV_HEAD, HEADS), _as(trainer, model, FEATURES, EMBED)
     shared, param = {**mesh.shared_mapping, **heads}, {**mesh.param_mapping, **features}
     return dataclasses.replace(trainer, mesh=dataclasses.replace(mesh, shared_mapping=shared, param_mapping=param))
@@ -44,7 +44,7 @@ def _as(trainer: TrainerConfig, model: eqx.Module, name: str, other: str) -> dic
     over = mapping.get(other)
     if over is None or name in mapping:
         return {}
-    count = prod(trainer.device_mesh.shape[axis] for axis in _over(other, mapping, trainer.device_mesh.shape))
+    count = prod(trainer.device_mesh.shape[axis] for axis in _mesh_axes(other, mapping, trainer.device_mesh.shape))
     if any(axis.name == name and axis.size % count for _, array in _arrays(model) for axis in array.axes):
         return {}
     return {name: over if isinstance(over, str) else list(over)}
@@ -66,7 +66,7 @@ def check_mesh(trainer: TrainerConfig, model: eqx.Module, Pos: Axis) -> None:
     def check(where: str, axes: Mapping[str, int | None], mapping: ResourceMapping) -> None:
         used: dict[str, str] = {}
         for name, size in axes.items():
-            over = _over(name, mapping, sizes)
+            over = _mesh_axes(name, mapping, sizes)
             count = prod(sizes[axis] for axis in over)
             if size is not None and size % count:
                 raise UserError(
@@ -82,7 +82,8 @@ def check_mesh(trainer: TrainerConfig, model: eqx.Module, Pos: Axis) -> None:
                     )
                 used[axis] = name
 
-    known = {BATCH, KEY_POSITION, *itertools.chain(*_COMPUTED)}
+    # The last two may have been mapped by `complete_mesh`.
+    known = {KEY_POSITION, *itertools.chain(*_COMPUTED), KV_HEAD, FEATURES}
     for path, array in _arrays(model):
         check(f"`{path}`", {axis.name: axis.size for axis in array.axes}, stored)
         known |= {axis.name for axis in array.axes}
@@ -90,12 +91,13 @@ def check_mesh(trainer: TrainerConfig, model: eqx.Module, Pos: Axis) -> None:
     for axes in _COMPUTED:
         check(f"the array {{{', '.join(axes)}}} of a step", dict.fromkeys(axes), compute)
     given = [trainer.mesh.shared_mapping, trainer.mesh.compute_mapping, trainer.mesh.param_mapping]
-    for name in sorted(set(itertools.chain(*given)) - known - {KV_HEAD, FEATURES, EMBED}):
+    for name in sorted(set(itertools.chain(*given)) - known):
         text = f"`trainer.mesh` maps `{name}`, but no array of this model has an axis of that name"
         warnings.warn(Notice(text), stacklevel=2)
 
 
-def _over(name: str, mapping: ResourceMapping, sizes: Mapping[str, int]) -> tuple[str, ...]:
+def _mesh_axes(name: str, mapping: ResourceMapping, sizes: Mapping[str, int]) -> tuple[str, ...]:
+    """The axes of the mesh that the axis `name` is divided over; sizes: of all that the mesh has."""
     over = mapping.get(name, ())
     over = (over,) if isinstance(over, str) else tuple(over)
     unknown = [axis for axis in over if axis not in sizes]

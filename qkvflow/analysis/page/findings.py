@@ -42,7 +42,7 @@ def last_loss(curves: Data) -> float | None:
 
 def of_spectra(family: str, own: Data, band: Data | None, times: Sequence[float]) -> str:
     """Eigenvalues of one family; null: untrained models with the same configuration."""
-    middle = {name: [_median(row) for row in own[name]] for name in _MEASURES}
+    middle = {name: [_middle(row) for row in own[name]] for name in _MEASURES}
     text = f"{NAMES[family]}: the spectral radius (median over heads) {_course(middle['radius'], times)}"
     positive = f"{middle['positive'][-1]:.0%} of the real parts are positive at the end"
     if band is None:
@@ -199,16 +199,16 @@ def of_depth(sweep: Sequence[Data], exits: Sequence[Data], anytime: Sequence[Dat
 
 def _of_speed(anytime: Sequence[Data]) -> str:
     """The fastest setting of each kind with almost no increase in loss."""
-    known = [r for r in anytime if r["loss"] is not None]  # null: it is not finite
-    full = next(iter(anytime), None)
-    if full not in known:
+    known = [r for r in anytime[1:] if r["loss"] is not None]  # null: it is not finite
+    full = anytime[0]["loss"] if anytime else None
+    if full is None:
         return ""
     told = []
     for kind, words in (("steps", "at {} steps"), ("exit", "with exits by {}"), ("draft", "with drafts of {}")):
-        good = [r for r in known[1:] if r["kind"] == kind and r["loss"] - full["loss"] < _MARGIN]
+        good = [r for r in known if r["kind"] == kind and r["loss"] - full < _MARGIN]
         if good:
             best = max(good, key=lambda r: r["speed"])
-            cost = "no loss" if kind == "draft" else f"{best['loss'] - full['loss']:+.3f} nats"
+            cost = "no loss" if kind == "draft" else f"{best['loss'] - full:+.3f} nats"
             told.append(f"{best['speed']:.2f} times {words.format(best['name'])} ({cost})")
     return f"Speed relative to plain decoding at full depth: {', '.join(told)}." if told else ""
 
@@ -231,12 +231,6 @@ def opening(runs: Sequence[Data]) -> list[str]:
 def _outside(values, low, high) -> float:
     rows = [row for row in zip(values, low, high, strict=True) if None not in row and not math.isnan(row[0])]
     return sum(not a <= x <= b for x, a, b in rows) / len(values)
-
-
-def _median(row: Sequence[float | None]) -> float:
-    """Of the known values; null: a matrix of zeros has no symmetric share."""
-    known = [x for x in row if x is not None]
-    return median(known) if known else math.nan
 
 
 def _finite(scores: Sequence[float | None]) -> list[float]:
@@ -262,6 +256,7 @@ def _course(values: Sequence[float], times: Sequence[float]) -> str:
 
 
 def _middle(row) -> float:
+    """The median of the known values; nan without any, such as the symmetric shares of matrices of zeros."""
     known = [x for x in row if x is not None]
     return median(known) if known else float("nan")
 
