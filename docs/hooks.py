@@ -20,6 +20,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "qkvflow"
 PAGES = {"index.md": "README.md", "changelog.md": "CHANGELOG.md", "contributing.md": "CONTRIBUTING.md"}
 _OUTSIDE = re.compile(r"(\]\()\.\./((?:experiments|qkvflow|tests|configs)/[^)#\s]*)")
+_NOTEBOOK = re.compile(r"(\]\([^):\s]*)\.ipynb(\)|#)")  # a page of the site, a file elsewhere
 _FIRST = (
     "models",
     "weights",
@@ -68,9 +69,11 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, **_) -> str:
-    """Links to files outside of docs/ lead to their copies; lists of files come last in the search."""
+    """Links to files outside of docs/ lead to their copies, those to notebooks to their pages; lists of files come last
+    in the search."""
     if page.file.src_uri == "code.md" or page.file.src_uri.startswith("repo/"):
         page.meta["search"] = {"boost": 0.1}
+    markdown = _NOTEBOOK.sub(r"\1.md\2", markdown)
     return _OUTSIDE.sub(r"\1repo/\2", markdown)
 
 

@@ -1,6 +1,6 @@
 """The keys of a study's YAML: where its results go, its seeds, its text or two texts, its learning rates."""
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -173,6 +173,17 @@ class RatesConfig(StudyConfig):
                 f"`selection_seeds` must be others than `seeds`, at least one and each once, but are {own}: what is"
                 " chosen by a training must not be reported of the same one"
             )
+
+    def recipe(self, base: str | Changes | None, text: Text, run_dir: Path, *changes: Changes) -> Recipe:
+        """As without a search, which refuses rates of its own for an arm: they would be replaced."""
+        for own in (self.overrides, *changes):
+            optimizer = own.get("optimizer")
+            if self.learning_rates and isinstance(optimizer, Mapping) and "learning_rate" in optimizer:
+                raise UserError(
+                    "`optimizer.learning_rate` is given, but `learning_rates` determines the rate of each arm. Leave"
+                    " one of them out"
+                )
+        return super().recipe(base, text, run_dir, *changes)
 
 
 @dataclass

@@ -16,6 +16,7 @@ from qkvflow.cli.quiet import quiet_libraries
 from qkvflow.config import differences, listed, read_config
 from qkvflow.errors import UserError
 from qkvflow.runs import data_record
+from qkvflow.runs.base import BaseRecord
 from qkvflow.runs.config import FREE_KEYS, FinetuneConfig, TrainConfig
 from qkvflow.runs.prepare import PreparedRun
 from qkvflow.training.finetune import settle
@@ -202,7 +203,9 @@ def _check_is_same(recipe: Recipe) -> None:
     if not run.config.is_file():
         return
     if isinstance(given, FinetuneConfig):
-        given, *_ = settle(given)  # including what it inherits from its base
+        given, base, _ = settle(given)  # including what it inherits from its base
+        if (record := BaseRecord.read(run)) is not None:
+            record.check(base, base.load())
     stored = read_config(run.config, type(given))
     given = dataclasses.replace(given.settled(), vocab_size=given.vocab_size or stored.vocab_size)
     changes = differences(stored.settled(stored), given, _FREE_KEYS)

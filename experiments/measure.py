@@ -36,7 +36,13 @@ from qkvflow.tracking import read_metrics
 from qkvflow.training.finite import Diverged
 
 _SEQUENCES = 2  # for the causality test
-_OF_TRAINING = {"recipe": "other settings", "base": "another start", "text": "another text"}  # key of a record
+# Keys of a record that tell trainings apart.
+_OF_TRAINING = {
+    "recipe": "other settings",
+    "base": "another start",
+    "basis": "another basis",
+    "text": "another text",
+}
 
 T = TypeVar("T", bound=Training)
 R = TypeVar("R")
@@ -180,7 +186,7 @@ class Measure(Generic[T]):
         """Other measurements of a training replace its record; another training does not."""
         path, _, asked = self._place(job)
         before, whole = asked_of(path), json.loads(json.dumps(asked))
-        other = [words for key, words in _OF_TRAINING.items() if before and before.get(key) != whole[key]]
+        other = [words for key, words in _OF_TRAINING.items() if before and before.get(key) != whole.get(key)]
         if other:
             raise UserError(
                 f"{path} is the record of a training with {' and '.join(other)}. Nothing was changed. Give another"

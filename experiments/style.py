@@ -104,8 +104,9 @@ def seeds(panel: Axes, x: float, values: Sequence[float], colour: Any) -> None:
 def span(own: Iterable[Interval], more: Iterable[float] = (), counts: Iterable[Mapping[str, float]] = ()) -> Span:
     """Limits with room for all intervals, `more`, and losses of n-grams with n >= 2: the axis of all panels of a page
     that show the same quantity."""
-    ends = [end for i in own for end in (i.mean, *i.bounds) if not np.isnan(end)] + list(more)
+    ends = [*(end for i in own for end in (i.mean, *i.bounds)), *more]
     ends += [loss for each in counts for n, loss in each.items() if n != "1"]
+    ends = [end for end in ends if np.isfinite(end)]
     room = 0.04 * (max(ends) - min(ends))
     return min(ends) - room, max(ends) + room
 

@@ -82,7 +82,7 @@ def _in(config: ConvertConfig, source: str, progress: Progress) -> Path | Place:
         raise UserError(f"{source} is not a folder with a {CONFIG}, so it has no model in Hugging Face format")
     if not is_path:
         with progress.phase(f"Fetching {source}"):
-            path = download(source, _FILES, CONFIG, "model", "Give a local folder.")
+            path = download(source, _FILES, HubFolder.is_whole, "model", "Give a local folder.")
     data = dataclasses.replace(config.data, tokenizer=str(path.resolve()) if is_path else source)
     with progress.phase(f"Reading {source}"):
         import_run(HubFolder(path), target, data)
@@ -103,14 +103,15 @@ def _out(config: ConvertConfig, progress: Progress) -> Path:
     with progress.phase(f"Loading {config.run}"):
         run = load_run(config.run, config.checkpoint_step)
     model = enter(run.model)
-    trained = None if isinstance(model.config.weights, PerLayerConfig) else model.config
+    is_ordinary = isinstance(model.config.weights, PerLayerConfig) and model.config.depth.step_size == "residual"
+    trained = None if is_ordinary else model.config
     ordinary = model.discretise(config.steps)
     with progress.phase(f"Writing {target}"), new_folder(target, "--to_hf") as made:
         reason = write_folder(ordinary, run.directory.tokenizer, made)
         steps = "" if config.steps is None else f" --steps {config.steps}"
         card = Card(
             name=target.name,
-            origin=f"the run `{run.directory.location.name}` after step {run.step}",
+            origin=f"the run `{run.directory.place.name}` after step {run.step}",
             made=f"qkvflow convert --run {shlex.quote(config.run)} --to_hf {shlex.quote(config.to_hf)}{steps}",
             trained=trained,
             exported=ordinary.config,

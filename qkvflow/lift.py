@@ -16,7 +16,7 @@ from qkvflow.cli import run_program
 from qkvflow.cli.quiet import quiet_libraries
 from qkvflow.config import Keys, encode
 from qkvflow.data import copy_tokenizer
-from qkvflow.errors import Notice
+from qkvflow.errors import Notice, UserError
 from qkvflow.files import json_text, write_text
 from qkvflow.models import NeuralOdeLMHeadModel
 from qkvflow.models.alignment import Roughness, layer_roughness
@@ -66,6 +66,9 @@ class LiftConfig:
 
 def main(config: LiftConfig) -> Path | Place:
     """Lifts, prints what was found and writes the run; returns where."""
+    for name in ("batch_size", "max_eval_batches"):
+        if getattr(config, name) is not None and not config.loss_by_k:
+            raise UserError(f"--{name} is only for the losses of --loss_by_k: add that, or leave it out")
     target = location_of(config.run)
     refuse_existing(target, "--run")
     with quiet_libraries() as quiet:

@@ -67,7 +67,7 @@ class SampleConfig:
     run: str
     prompt: Text | None = None
     prompt_file: str | None = None
-    max_new_tokens: int | None = None
+    max_new_tokens: Count | None = None
     temperature: float = 0.8
     top_k: int | None = None
     top_p: float | None = None

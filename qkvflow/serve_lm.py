@@ -13,22 +13,26 @@ import os
 import signal
 import socket
 import sys
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated
 
 import uvicorn
 
 import qkvflow as qkvflow  # registers the models
 from qkvflow.cli import run_program
-from qkvflow.cli.quiet import quiet_libraries
+from qkvflow.cli.quiet import Quiet, quiet_libraries
 from qkvflow.config import Text
 from qkvflow.errors import UserError
 from qkvflow.files import local_path
 from qkvflow.generation.drafting import Drafting
-from qkvflow.generation.writer import open_writer
+from qkvflow.generation.prepare import LEAST_ROOM
+from qkvflow.generation.writer import Writer, open_writer
 from qkvflow.models.exits import ExitConfig
 from qkvflow.models.shared_cache import CacheSharing
+from qkvflow.places import is_remote
 from qkvflow.progress import Progress
 from qkvflow.ranges import Count, Positive, Range, Steps
 from qkvflow.serving import Access, Limits, Scheduler, build_app, guarded
@@ -49,8 +53,8 @@ class ServeConfig:
         max_concurrent: number of texts that are generated at once; others wait.
         max_waiting: number of texts that may wait; others get status 503.
         max_connections: maximum number of open connections.
-        max_length: maximum tokens of a text, including the prompt; by default the trained context. It determines the
-            memory.
+        max_length: maximum tokens of a text, including the prompt; by default the trained context, but at most 1024 for
+            a model without a cache. It determines the memory, which is never less than for 1024 tokens.
         max_body_bytes: maximum size of a request body.
         header_timeout: seconds to receive the headers of a request.
         stall_timeout: seconds that a response waits for its client to read it.
@@ -79,7 +83,7 @@ class ServeConfig:
     max_concurrent: Annotated[int, Range(at_least=1, at_most=1024)] = 8
     max_waiting: Count = 256
     max_connections: Count = 512
-    max_length: Count | None = None
+    max_length: Annotated[int, Range(at_least=2)] | None = None
     max_body_bytes: Count = 2 * 2**20
     header_timeout: Positive = 10.0
     stall_timeout: Positive = 60.0
@@ -114,9 +118,8 @@ def main(config: ServeConfig) -> None:
                 sharing=sharing,
                 exits_vary=True,
             )
-        with contextlib.suppress(OSError):  # a run that cannot be written to can be served all the same
-            quiet.log_to(local_path(config.run) / "serve.log")
-        length = _length(config.max_length, writer.prepared.max_seq_len)
+        _log(quiet, config.run, progress)
+        length = _length(config.max_length, writer, progress)
         with progress.phase("Compiling"):
             scheduler = Scheduler(writer, config.max_concurrent, length, config.max_waiting)
             scheduler.warm_up()
@@ -151,6 +154,8 @@ def _access(config: ServeConfig) -> Access:
         key, source = os.environ[API_KEY], f"the environment variable {API_KEY}"
     if key is not None and not (key.strip() and key.isascii() and key.isprintable()):
         raise UserError(f"{source} must be a nonempty text of printable ASCII characters; leave it out for none")
+    if key is not None and key != key.strip():
+        raise UserError(f"{source} begins or ends with a space, which clients cannot send: remove it")
     return Access((config.host, *(config.allowed_hosts or ())), config.allowed_origins or (), key)
 
 
@@ -208,10 +213,29 @@ def _cannot_listen(host: str, port: int, error: OSError) -> UserError:
     return UserError(f"cannot listen on {host} port {port}: {error.strerror or error}. Try --port 0")
 
 
-def _length(wanted: int | None, longest: int) -> int:
-    if wanted is not None and not 2 <= wanted <= longest:
+def _log(quiet: Quiet, run: str, progress: Progress) -> None:
+    """Sends the output of libraries and the errors of requests to `serve.log` in the run, or to a temporary file."""
+    own = [] if is_remote(run) else [local_path(run) / "serve.log"]
+    instead = Path(tempfile.gettempdir()) / f"qkvflow-serve-{os.getpid()}.log"
+    for path in (*own, instead):
+        with contextlib.suppress(OSError):  # a run that cannot be written to can be served all the same
+            quiet.log_to(path)
+            if path is instead:
+                progress.say(f"{run} cannot hold the server's log, so it is {path}")
+            return
+
+
+def _length(wanted: int | None, writer: Writer, progress: Progress) -> int:
+    longest = writer.prepared.max_seq_len
+    if wanted is not None and wanted > longest:
         raise UserError(f"max_length must lie between 2 and {longest}, the model's max_seq_len; got {wanted}")
-    return longest if wanted is None else wanted
+    if wanted is not None or writer.prepared.is_cached or longest <= LEAST_ROOM:
+        return longest if wanted is None else wanted
+    progress.say(
+        f"This model has no cache: each token takes a pass over all tokens of --max_length, by default {LEAST_ROOM} of"
+        f" the {longest} that it could have."
+    )
+    return LEAST_ROOM
 
 
 if __name__ == "__main__":

@@ -120,9 +120,10 @@ def plan(config: AblationsConfig, text: Text, run_dir: Path) -> dict[tuple[str, 
                     known[digest] = Arm(label=label, recipe=recipe, cost=cost_of(recipe), what=Model(label), text=text)
                 if group.by:
                     value_of(group.by, recipe.raw["model"])
+                # At the places of all groups, whichever are chosen: what is asked of a training has one record.
+                known[digest] = _read_at(known[digest], group.places, config.read_batches)
                 if group_name in config.chosen:
                     of[group_name, name] = digest
-                    known[digest] = _read_at(known[digest], group.places, config.read_batches)
             except UserError as error:
                 raise UserError(f"groups.{group_name}.arms.{name}: {error}") from None
     return {key: known[digest] for key, digest in of.items()}

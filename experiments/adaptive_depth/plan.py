@@ -10,7 +10,10 @@ from experiments.cost import Cost, cost_of
 from experiments.jobs import Arm
 from experiments.recipes import Changes, Recipe
 from experiments.texts import Text
+from qkvflow.errors import UserError
 from qkvflow.ranges import Count
+
+TUNED = ("full", "lora", "scratch")
 
 
 @dataclass
@@ -39,6 +42,25 @@ class AdaptiveDepthConfig(TwoTextsConfig):
     def layers(self) -> int:
         """Layers of GPT-2, and steps of the flow in training."""
         return self.flow["depth"]["steps"]
+
+    def check(self) -> None:
+        super().check()
+        depth = self.flow.get("depth")
+        steps = depth.get("steps") if isinstance(depth, dict) else None
+        if not isinstance(steps, int) or self.gpt2.get("num_layers") != steps:
+            raise UserError(
+                f"`flow.depth.steps` ({steps}) and `gpt2.num_layers` ({self.gpt2.get('num_layers')}) must be the same"
+                " number: the page compares models of one depth"
+            )
+        if not self.depths:
+            raise UserError(
+                "`depths` is empty: give the numbers of steps at which the flow is tuned, for example [3, 6]"
+            )
+        tuned = {name: (getattr(self, name).get("trainer") or {}).get("num_train_steps") for name in TUNED}
+        if len(set(tuned.values())) > 1:
+            raise UserError(f"{', '.join(f'`{name}`' for name in TUNED)} must have as many steps, but have {tuned}")
+        if (self.overrides.get("data") or {}).get("tokenizer", "byte") != "byte":
+            raise UserError("`overrides.data.tokenizer` must be byte: the page gives losses in nats per byte")
 
 
 @dataclass(frozen=True)

@@ -90,6 +90,11 @@ def main(config: AnytimeConfig) -> dict[str, Any]:
     run = load_run(config.run)
     if not isinstance(run.model, NeuralOdeLMHeadModel):
         raise UserError(f"{config.run} is no flow but a Levanter model of one depth: there is nothing to choose")
+    if config.prompt_tokens >= run.model.Pos.size:
+        raise UserError(
+            f"--prompt_tokens {config.prompt_tokens} leaves nothing to generate in the model's context of"
+            f" {run.model.Pos.size} tokens (model.max_seq_len): lower it"
+        )
     found = list(ways(run, run.model, config))
     texts = prompts(run, config)
     rows = timed(found, texts, config)

@@ -12,6 +12,7 @@ import jax
 
 from experiments.records import device_name
 from experiments.tables import Table
+from qkvflow.files import write_text
 
 Call = Callable[[], object]
 Rows = Mapping[str, Mapping[str, float]]
@@ -35,7 +36,7 @@ class Benchmark:
         record = {"benchmark": self.name, "date": date.today().isoformat(), **where}
         RESULTS.mkdir(exist_ok=True)
         text = json.dumps(record | {"settings": self.settings, "rows": rows}, indent=2)
-        (RESULTS / f"{self.name}.json").write_text(text + "\n")
+        write_text(RESULTS / f"{self.name}.json", text + "\n")
 
 
 def run(benchmarks: Iterable[Benchmark]) -> None:

@@ -19,6 +19,7 @@ from qkvflow.cli import parse, run_program
 from qkvflow.config import decode
 from qkvflow.config.yaml_file import read_yaml
 from qkvflow.errors import UserError
+from qkvflow.files import write_text
 from qkvflow.meshes import MeshShape, Target, describe_mesh
 from qkvflow.meshes.report import summary
 from qkvflow.runs.config import TrainConfig
@@ -131,7 +132,7 @@ def write(name: str, found: dict[str, Any]) -> None:
     """Adds one result, in the order of the plan."""
     all_found = read() | {name: found}
     order = [job.name for job in jobs() if job.name in all_found]
-    RECORD.write_text(json.dumps({name: all_found[name] for name in order}, indent=1) + "\n")
+    write_text(RECORD, json.dumps({name: all_found[name] for name in order}, indent=1) + "\n")
 
 
 def page(found: dict[str, dict[str, Any]]) -> str:

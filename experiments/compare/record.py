@@ -90,7 +90,8 @@ def by_row(record: Comparison) -> Rows:
     costs = {row: {name: record.cost(rs[0]) for name, rs in own.items()} for row, own in found.items()}
     steps = {row: {name: rs[0].steps for name, rs in own.items()} for row, own in found.items()}
     reference = record.protocol.reference
-    return {row: lines(own, reference, costs[row], steps[row]) for row, own in found.items() if own}
+    tests = len(record.protocol.names) - 1  # those that are missing included
+    return {row: lines(own, reference, costs[row], steps[row], tests) for row, own in found.items() if own}
 
 
 def each(rows: Rows) -> list[tuple[str, Line]]:

@@ -223,7 +223,7 @@ def _depths(record: Continuity, shown: Mapping[str, list[str]], looks: style.Loo
     other = {arm: record.loss(arm, p.rk4) for arm in record.flows}
     each = [(n, at) for _, own in found.values() for n, at in zip(steps, own, strict=True)]
     each += [(p.layers, at) for at in other.values()]
-    means = [at.mean for _, at in each]
+    means = [at.mean for _, at in each if np.isfinite(at.mean)]
     room = (max(means) - min(means)) / 4
     ends = np.clip([at.bounds for n, at in each if n >= p.layers / 2], min(means) - room, max(means) + room)
     limits = style.span([], [*means, *ends[~np.isnan(ends)]], [p.counts.get(BEGINNING, {})])

@@ -88,7 +88,10 @@ class Effect:
 
 @dataclass(frozen=True)
 class Reader:
-    """Evaluates changes of a trained model. loss: of a model on the whole part `report`. example: some of it."""
+    """Evaluates changes of a trained model.
+
+    Attributes:
+        loss: of a model on `report_batches` of the part `report`. example: some of that text."""
 
     model: NeuralOdeLMHeadModel
     loss: Callable[[NeuralOdeLMHeadModel], float]

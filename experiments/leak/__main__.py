@@ -28,6 +28,7 @@ from experiments.measure import moved
 from experiments.records import Record
 from experiments.study import Study
 from experiments.tables import Table
+from qkvflow.ranges import Count
 
 Vocab, Batch, Pos = Axis("vocab", 32), Axis("batch", 64), Axis("position", 8)
 
@@ -36,7 +37,7 @@ Vocab, Batch, Pos = Axis("vocab", 32), Axis("batch", 64), Axis("position", 8)
 class LeakConfig(OutputConfig):
     """In addition to `OutputConfig`: steps: training steps of each of the two models. seed: of everything."""
 
-    steps: int = 400
+    steps: Count = 400
     seed: int = 0
 
 

@@ -18,6 +18,7 @@ from qkvflow.runs.load import Run
 def make(config: LiftStudyConfig, run_dir: Path) -> Lifted:
     text = config.text.prepare(run_dir / "texts")
     base = trained(config, text, run_dir)
+    first = healed(config, base, config.seeds[0], run_dir)  # wrong keys are told before anything is trained
     measure = Measure(Trained, config, run_dir, _before)
     results = measure.all(reported([base], config.seeds))
     for seed in config.seeds:
@@ -28,8 +29,8 @@ def make(config: LiftStudyConfig, run_dir: Path) -> Lifted:
                 make_runs(config, base, seed, run_dir)
         results += measure.all(jobs)
     costs = {"trained": base.cost.parameters}
-    costs |= {job.arm.label: job.arm.cost.parameters for job in healed(config, base, config.seeds[0], run_dir)}
-    healing = healed(config, base, config.seeds[0], run_dir)[0].recipe
+    costs |= {job.arm.label: job.arm.cost.parameters for job in first}
+    healing = first[0].recipe
     protocol = report.LiftProtocol.of(config, text, base.recipe, steps=base.recipe.steps, healing=healing.steps)
     return Lifted(protocol=protocol, parameters=costs, results=results)
 

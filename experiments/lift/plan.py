@@ -12,8 +12,8 @@ from experiments.texts import Text
 from qkvflow.data import copy_tokenizer
 from qkvflow.errors import UserError
 from qkvflow.models import NeuralOdeLMHeadModel
-from qkvflow.models.levanter_twin import enter
-from qkvflow.models.lifting import aligned, lift
+from qkvflow.models.levanter_twin import enter, enter_config
+from qkvflow.models.lifting import aligned, check_liftable, lift
 from qkvflow.ranges import Count
 from qkvflow.runs import load_run
 from qkvflow.runs.config import RunTrainerConfig, TrainConfig
@@ -50,6 +50,12 @@ class LiftStudyConfig(StudyConfig):
 
     def check(self) -> None:
         super().check()
+        model = self.train.get("model")
+        depth = model.get("depth") if isinstance(model, dict) else None
+        if not isinstance(depth, dict) or not isinstance(depth.get("steps"), int):
+            raise UserError("`train` must have `model.depth.steps`, the number of layers of the trained model")
+        if not self.dims:
+            raise UserError("`dims` is empty: give the numbers K of functions of time, for example [2, 4]")
         if max(self.dims, default=self.layers) >= self.layers:
             raise UserError(f"`dims` must be below the {self.layers} layers of the trained model, got {self.dims}")
 
@@ -63,8 +69,14 @@ class Model:
 
 
 def trained(config: LiftStudyConfig, text: Text, run_dir: Path) -> Arm:
-    """The model that all others are made from."""
+    """The model that all others are made from.
+
+    Raises:
+        UserError: its configuration cannot be read, or no flow can be fitted to its layers.
+    """
     recipe = config.recipe({}, text, run_dir, config.train)
+    model = enter_config(recipe.config.model)
+    check_liftable(model, BasisConfig(config.basis, max(config.dims)), align=True)
     return Arm(label="trained", recipe=recipe, cost=cost_of(recipe), what=Model("trained", config.layers), text=text)
 
 
@@ -76,7 +88,7 @@ def healed(config: LiftStudyConfig, base: Arm, seed: int, run_dir: Path) -> list
         models = {kind: {"weights": smaller} for kind in KINDS} | {"dropped": {"depth": {"steps": k}}}
         for kind, changes in models.items():
             mode = {"type": "full" if kind == "dropped" else "flow"}
-            begins = {"run": str(_made(run_dir, kind, k, seed)), "mode": mode}
+            begins = {"run": str(_made(config, base, seed, run_dir, kind, k)), "mode": mode}
             arm = Arm(
                 label=f"{kind.replace(' ', '_')}_{k}",
                 recipe=config.recipe({}, base.text, run_dir, config.heal, begins),
@@ -92,7 +104,7 @@ def healed(config: LiftStudyConfig, base: Arm, seed: int, run_dir: Path) -> list
 def make_runs(config: LiftStudyConfig, base: Arm, seed: int, run_dir: Path) -> None:
     """Creates the runs from which one seed's fine-tunes start; existing runs stay unchanged. The model is trained where
     only its measurements are here, as on another machine."""
-    wanted = {(kind, k): _made(run_dir, kind, k, seed) for kind in KINDS for k in config.dims}
+    wanted = {(kind, k): _made(config, base, seed, run_dir, kind, k) for kind in KINDS for k in config.dims}
     if all(target.exists() for target in wanted.values()):
         return
     begin = Job.of(base, seed).recipe
@@ -124,5 +136,7 @@ def rows(layers: int, k: int) -> list[int]:
     return [int((i + 0.5) * layers / k) for i in range(k)]
 
 
-def _made(run_dir: Path, kind: str, k: int, seed: int) -> Path:
-    return run_dir / f"made-{kind.replace(' ', '_')}-{k}-seed{seed}"
+def _made(config: LiftStudyConfig, base: Arm, seed: int, run_dir: Path, kind: str, k: int) -> Path:
+    """Where a starting point lies: with another name for another basis or another trained model."""
+    of = f"{config.basis}-{Job.of(base, seed).recipe.digest()}"
+    return run_dir / f"made-{kind.replace(' ', '_')}-{k}-seed{seed}-{of}"

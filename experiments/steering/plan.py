@@ -72,6 +72,15 @@ def arms(config: SteeringConfig, texts: list[Text], run_dir: Path) -> list[Arm]:
             f"samples of `length` {config.length} and the token before them are longer than `model.max_seq_len`,"
             f" {plain.model.max_seq_len}"
         )
+    least = max(config.record, config.length, plain.Pos.size)
+    for text in texts:
+        short = [part for part in PARTS if len(text.read(part)) < least]
+        if short:
+            raise UserError(
+                f"the text {text.name} has fewer than {least} characters in {', '.join(short)}, but a record has"
+                f" {config.record}, a sample {config.length} and a sequence {plain.Pos.size}: give more text, or lower"
+                " `record` or `length`"
+            )
     names = ("record", "without_control", "samples", "length", "temperature", "between")
     asks = {name: getattr(config, name) for name in names}
     asks |= {text.name: [text.hash(part) for part in PARTS] for text in texts}

@@ -6,6 +6,7 @@ from pathlib import Path
 from levanter.tokenizers import MarinTokenizer
 
 from qkvflow.errors import UserError, first_line
+from qkvflow.files import replacing
 
 GENERATION = "generation_config.json"
 
@@ -20,18 +21,35 @@ def end_tokens(folder: Path, tokenizer: MarinTokenizer) -> tuple[int, ...]:
     Raises:
         UserError: the file cannot be read.
     """
-    ids = [tokenizer.eos_token_id]
-    for file in (folder / GENERATION, folder / "config.json"):
-        found = _ids(file) if file.is_file() else None
-        if found is not None:
-            ids += found if isinstance(found, list) else [found]
-            break
+    ids = [tokenizer.eos_token_id, *_named(folder)]
     return tuple(dict.fromkeys(i for i in ids if type(i) is int and 0 <= i < len(tokenizer)))
 
 
-def _ids(file: Path) -> object:
+def record_end_tokens(source: Path, made: Path) -> None:
+    """Adds to `made`, a copy of the tokenizer in `source`, the end tokens that only a model's files there name.
+
+    Raises:
+        UserError: a file cannot be read.
+    """
+    ends = _named(source)
+    if ends != _named(made):
+        file = made / GENERATION
+        before = _read(file) if file.is_file() else {}
+        with replacing(file) as fresh:
+            fresh.write_text(json.dumps({**before, "eos_token_id": ends}) + "\n", encoding="utf-8")
+
+
+def _named(folder: Path) -> list[object]:
+    for file in (folder / GENERATION, folder / "config.json"):
+        found = _read(file).get("eos_token_id") if file.is_file() else None
+        if found is not None:
+            return found if isinstance(found, list) else [found]
+    return []
+
+
+def _read(file: Path) -> dict[str, object]:
     try:
         raw = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{file} cannot be read: {first_line(error)}") from None
-    return raw.get("eos_token_id") if isinstance(raw, dict) else None
+    return raw if isinstance(raw, dict) else {}

@@ -1,6 +1,6 @@
 """The Hugging Face hub: tokenizers and models, and an immediate clear error if it cannot be reached."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from qkvflow.errors import UserError, first_line
@@ -34,14 +34,14 @@ def check_dataset_reachable(name: str) -> None:
         ) from error
 
 
-def download(name: str, files: Sequence[str], first: str, what: str, instead: str) -> Path:
+def download(name: str, files: Sequence[str], is_complete: Callable[[Path], bool], what: str, instead: str) -> Path:
     """The local folder with files of the repository `name`, from the hub or its local cache.
 
     Differs from Levanter, which retries its mirrors and the hub (46 s) before it gives up.
 
     Args:
         files: names or patterns; those that exist are fetched.
-        first: the file without which a local cache is incomplete.
+        is_complete: whether a folder of the local cache has what is needed. An interrupted download leaves one, too.
         what, instead: what is requested, and the alternative for the user, for messages.
 
     Raises:
@@ -56,7 +56,7 @@ def download(name: str, files: Sequence[str], first: str, what: str, instead: st
             found = Path(snapshot_download(name, local_files_only=True, **wanted))
         except LocalEntryNotFoundError:
             found = None
-        if found is None or not (found / first).is_file():
+        if found is None or not is_complete(found):
             found = Path(snapshot_download(name, **wanted))
     except (OSError, ValueError) as error:
         reason = first_line(error)
@@ -74,8 +74,12 @@ def download_tokenizer(name: str, files: Sequence[str]) -> Path:
         UserError: it cannot be fetched or has no `tokenizer.json`.
     """
     instead = "Give a local folder, `tiktoken:gpt2`, or `byte`, which needs no network."
-    found = download(name, files, "tokenizer.json", "tokenizer", instead)
-    if not (found / "tokenizer.json").is_file():
+
+    def is_complete(folder: Path) -> bool:
+        return (folder / "tokenizer.json").is_file()
+
+    found = download(name, files, is_complete, "tokenizer", instead)
+    if not is_complete(found):
         raise UserError(
             f"the Hugging Face repository {name!r} has no tokenizer.json. Convert its tokenizer with "
             "transformers (AutoTokenizer.from_pretrained(...).save_pretrained(folder)) and give that folder."

@@ -12,10 +12,11 @@ from levanter.tokenizers import load_tokenizer as load_levanter_tokenizer
 from tokenizers import Tokenizer
 
 from qkvflow.data.byte_level import END_OF_TEXT, byte_tokenizer
-from qkvflow.data.end_tokens import GENERATION
+from qkvflow.data.end_tokens import GENERATION, end_tokens, record_end_tokens
 from qkvflow.data.hub import download_tokenizer
 from qkvflow.errors import UserError
 from qkvflow.files import local_path, replacing
+from qkvflow.inside.levanter import with_end_token
 
 # The files of a tokenizer in Hugging Face's layout; the first is required.
 TOKENIZER_FILES = (
@@ -74,11 +75,12 @@ def copy_tokenizer(source: Path, folder: Path) -> Path:
     if not (folder / "tokenizer.json").is_file():
         check_folder(source)
         folder.mkdir(parents=True, exist_ok=True)
-        files = [name for name in (*TOKENIZER_FILES, ORIGIN_FILE) if (source / name).is_file()]
-        # tokenizer.json is written last: if it exists, the folder is complete.
-        for name in sorted(files, key=lambda name: name == "tokenizer.json"):
-            with replacing(folder / name) as fresh:
-                shutil.copyfile(source / name, fresh)
+        files = [name for name in (*TOKENIZER_FILES[1:], ORIGIN_FILE) if (source / name).is_file()]
+        for name in files:
+            _copy_file(source / name, folder / name)
+        record_end_tokens(source, folder)
+        # The last one: if it exists, the folder is complete.
+        _copy_file(source / TOKENIZER_FILES[0], folder / TOKENIZER_FILES[0])
     return folder
 
 
@@ -95,14 +97,19 @@ def same_tokenizer(one: Path, other: Path) -> bool:
 def load_tokenizer(folder: Path) -> MarinTokenizer:
     """Levanter's tokenizer from a local folder; never uses the network.
 
+    A tokenizer that names no end-of-text token has the first one that `generation_config.json` or else `config.json`
+    names.
+
     Raises:
         UserError: `folder` has no `tokenizer.json`, or it cannot be read.
     """
     check_folder(Path(folder))
     try:
-        return load_levanter_tokenizer(str(folder))
+        tokenizer = load_levanter_tokenizer(str(folder))
     except Exception as error:  # `tokenizers` raises plain Exception for a broken file
         raise UserError(f"the tokenizer in {folder} cannot be read: {error}") from error
+    ends = end_tokens(Path(folder), tokenizer) if tokenizer.eos_token_id is None else ()
+    return with_end_token(tokenizer, ends[0]) if ends else tokenizer
 
 
 def tokenizer_fingerprint(folder: Path) -> str:
@@ -189,10 +196,16 @@ def _save_tiktoken(name: str, made: Path) -> None:
     _save(convert(encoding), END_OF_TEXT if END_OF_TEXT in encoding.special_tokens_set else None, made)
 
 
+def _copy_file(source: Path, target: Path) -> None:
+    with replacing(target) as fresh:
+        shutil.copyfile(source, fresh)
+
+
 def _copy(source: Path, made: Path) -> None:
     for name in TOKENIZER_FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, made / name)
+    record_end_tokens(source, made)
 
 
 def _refuse_other_origin(spec: str, folder: Path) -> None:

@@ -143,7 +143,9 @@ class HarnessModel(TemplateLM):
         prompt = prompt[-(self.max_length - new) :]
         is_greedy = not options.get("do_sample", options.get("temperature", 0) > 0)
         temperature = 0.0 if is_greedy else float(options.get("temperature", 1.0))
-        return prompt, new, stops, SamplingOptions(temperature, options.get("top_k"), options.get("top_p"), seed)
+        top_k = int(options.get("top_k") or 0)
+        top_k = top_k if top_k > 0 else None  # 0 is no limit, as in transformers
+        return prompt, new, stops, SamplingOptions(temperature, top_k, options.get("top_p"), seed)
 
     def _write(self, jobs) -> list[str]:
         engine = self._writer.engine(self._size, max(len(prompt) + new for prompt, new, _, _ in jobs))

@@ -99,4 +99,4 @@ def writer_of(
     """A run's model with these options, prepared for generation."""
     ends = end_tokens(run.directory.tokenizer, run.tokenizer)
     prepared = PreparedModel(model, use_cache, dtype, drafting, exits, sharing, exits_vary)
-    return Writer(run.path.name, run.step, prepared, run.tokenizer, ends)
+    return Writer(run.directory.place.name, run.step, prepared, run.tokenizer, ends)

@@ -76,7 +76,7 @@ print(tokenizer.decode(model.generate(**tokens, max_new_tokens=50)[0]))
         depth, layers = self.exported.depth, self.exported.prelude_layers + self.exported.coda_layers
         around = f", and {layers} ordinary layers around it" if layers else ""
         if self.trained is None:
-            what = f"An ordinary model of {depth.reading_steps} layers."
+            what = f"An ordinary model of {depth.reading_steps + layers} layers."
         else:
             weights, steps = encode(self.trained.weights)["type"], encode(self.trained.depth.steps)
             what = (

@@ -124,6 +124,8 @@ def _require(settings: Any, **values: Any) -> None:
 
 def _settle_rope(settings: Any) -> None:
     """Fills in what transformers does where rotary positions are scaled, and refuses what Levanter does not have."""
+    _take_rope_parameters(settings)
+    _require(settings, partial_rotary_factor=1.0)
     scaling = getattr(settings, "rope_scaling", None) or {}
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     without_effect = {
@@ -135,6 +137,25 @@ def _settle_rope(settings: Any) -> None:
             raise UserError(f"rope_scaling of type {kind!r} has {name}: {scaling[name]!r}, which is not supported")
     if kind == "yarn" and not scaling.get("original_max_position_embeddings"):
         settings.rope_scaling = scaling | {"original_max_position_embeddings": settings.max_position_embeddings}
+
+
+def _take_rope_parameters(settings: Any) -> None:
+    """`rope_parameters`, one entry for all layers in files of transformers 5, as the two that Levanter reads."""
+    given = getattr(settings, "rope_parameters", None)
+    if not given:
+        return
+    if not isinstance(given, dict) or any(isinstance(value, dict) for value in given.values()):
+        raise UserError(f"rope_parameters is {given!r}, but only one entry for all layers is supported")
+    if getattr(settings, "rope_scaling", None) not in (None, given):
+        raise UserError("rope_parameters and rope_scaling are both given and differ: remove the one that is not true")
+    scaling = {name: value for name, value in given.items() if name != "rope_theta"}
+    theta = given.get("rope_theta", getattr(settings, "rope_theta", None))
+    if not isinstance(theta, int | float) or isinstance(theta, bool) or not 0 < theta < float("inf"):
+        raise UserError(f"rope_parameters has rope_theta {theta!r}, but it must be a positive number")
+    if (factor := scaling.pop("partial_rotary_factor", 1.0)) != 1.0:
+        raise UserError(f"partial_rotary_factor is {factor!r}, but only 1.0 is supported")
+    settings.rope_theta = theta
+    settings.rope_scaling = None if scaling.get("rope_type", "default") == "default" else scaling
 
 
 def _check_numbers(settings: Any) -> None:

@@ -83,6 +83,14 @@ class HubFolder:
                 raise UserError(f"{self.path} is incomplete: {INDEX} names {file.name}, which is missing")
         return files
 
+    @staticmethod
+    def is_whole(path: Path) -> bool:
+        """Whether a folder has a model with all its files."""
+        try:
+            return HubFolder.is_one(path) and bool(HubFolder(path).files)
+        except UserError:
+            return False
+
     @cached_property
     def arrays(self) -> dict[str, Stored]:
         """The arrays by name.

@@ -18,6 +18,13 @@ from transformers.activations import ACT2FN
 from transformers.cache_utils import DynamicCache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+_SIZES = {"vocab_size": 257, "hidden_size": 16, "max_position_embeddings": 16, "control": None}
+_SIZES |= {"num_attention_heads": 2, "num_key_value_heads": 2}
+_LAYERS = {"num_hidden_layers": 1, "prelude_layers": 0, "coda_layers": 0}  # the first: caches, one per evaluation of B
+_BLOCK = {"kind": "gpt2", "form": "parallel", "ordinary_form": "sequential", "bias": True, "norm_bias": True}
+_BLOCK |= {"activation": "gelu_new", "inner": 64, "eps": 1e-5, "norm_eps": 1e-5}
+_FLOW = {"blocks": 1, "a": [[]], "b": [1.0], "rows": [[0]], "back": None, "step": 1.0, "coupling": None}
+
 
 class QkvflowConfig(PretrainedConfig):
     """
@@ -30,23 +37,8 @@ class QkvflowConfig(PretrainedConfig):
 
     model_type = "qkvflow"
 
-    DEFAULTS = {  # noqa: RUF012
-        "vocab_size": 257,
-        "hidden_size": 16,
-        "max_position_embeddings": 16,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 2,
-        "num_hidden_layers": 1,  # evaluations of B: each has its own cache
-        "prelude_layers": 0,
-        "coda_layers": 0,
-        "block": {"kind": "gpt2", "form": "parallel", "ordinary_form": "sequential", "bias": True, "norm_bias": True}
-        | {"activation": "gelu_new", "inner": 64, "eps": 1e-5, "norm_eps": 1e-5},
-        "flow": {"blocks": 1, "a": [[]], "b": [1.0], "rows": [[0]], "back": None, "step": 1.0, "coupling": None},
-        "control": None,
-    }
-
     def __init__(self, **given):
-        for name, default in self.DEFAULTS.items():
+        for name, default in {**_SIZES, **_LAYERS, "block": _BLOCK, "flow": _FLOW}.items():
             setattr(self, name, given.pop(name, default))
         super().__init__(**given)
 
@@ -390,6 +382,14 @@ class QkvflowForCausalLM(PreTrainedModel, GenerationMixin):
         logits = F.linear(x, head.weight)
         loss = None if labels is None else self.loss_function(logits, labels, vocab_size=self.config.vocab_size)
         return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past_key_values)
+
+    def prepare_inputs_for_generation(self, input_ids, control=None, **kwargs):
+        """Of a control for each position, the part of this step's tokens; those after the prompt have none."""
+        inputs = super().prepare_inputs_for_generation(input_ids, **kwargs)
+        if control is not None and control.dim() == 3 and inputs.get("input_ids") is not None:
+            end, new = input_ids.shape[1], inputs["input_ids"].shape[1]
+            control = F.pad(control, (0, 0, 0, max(0, end - control.shape[1])))[:, end - new : end]
+        return {**inputs, "control": control}
 
     def _rotation(self, position_ids):
         if self.config.block.get("frequencies") is None:

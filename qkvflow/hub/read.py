@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from haliax import Axis
 from haliax.jax_utils import is_jax_array_like
 from haliax.state_dict import flatten_modules_for_export, to_state_dict
-from levanter.compat.hf_checkpoints import HFCheckpointConverter
+from levanter.compat.hf_checkpoints import HFCheckpointConverter, RepoRef
 from levanter.models.lm_model import LmConfig, LmHeadModel
 from levanter.tokenizers import MarinTokenizer
 from levanter.trainer import TrainerConfig
@@ -38,7 +38,8 @@ def read_model(folder: HubFolder, config: LmConfig, tokenizer: MarinTokenizer) -
     _check_arrays(folder, _expected(shape), is_tied=getattr(shape, "lm_head", None) is None)
     converter = HFCheckpointConverter(
         type(config),
-        reference_checkpoint=str(folder.path.resolve()),  # absolute, so that it is never mistaken for a hub name
+        # Absolute, so that it is never mistaken for a hub name; as a text, its part after an @ would be a revision.
+        reference_checkpoint=RepoRef(str(folder.path.resolve())),
         HfConfigClass=type(folder.settings),
         tokenizer=tokenizer,
         ignore_prefix=_PREFIX,

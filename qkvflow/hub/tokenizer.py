@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from qkvflow.data import load_tokenizer
-from qkvflow.data.end_tokens import GENERATION, end_tokens
+from qkvflow.data.end_tokens import record_end_tokens
 from qkvflow.data.tokenizers import ORIGIN_FILE, TOKENIZER_FILES, copy_tokenizer
 from qkvflow.errors import UserError, first_line
 
@@ -33,9 +33,7 @@ def save_tokenizer(source: Path, name: str) -> Iterator[Path]:
         else:
             _convert(source, made)
         (made / ORIGIN_FILE).write_text(json.dumps({"spec": name}) + "\n", encoding="utf-8")
-        ends = end_tokens(source, load_tokenizer(made))
-        if len(ends) > 1 and not (made / GENERATION).is_file():
-            (made / GENERATION).write_text(json.dumps({"eos_token_id": ends}) + "\n", encoding="utf-8")
+        record_end_tokens(source, made)
         yield made
 
 

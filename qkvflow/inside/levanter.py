@@ -1,5 +1,6 @@
-"""Levanter internals: its checkpointer's manager and paths, its training step, and its trainer's device settings."""
+"""Levanter internals: checkpoints, the training step, the trainer's device settings, a tokenizer's end token."""
 
+import dataclasses
 import functools
 import os
 from collections.abc import Mapping, Sequence
@@ -12,6 +13,7 @@ from jax.experimental.array_serialization.serialization import GlobalAsyncCheckp
 from jax.stages import Lowered
 from levanter.checkpoint import Checkpointer as Checkpointer
 from levanter.checkpoint import save_checkpoint as save_checkpoint
+from levanter.tokenizers import MarinTokenizer
 from levanter.trainer import Trainer, TrainerConfig
 from levanter.trainer_state import TrainerState
 
@@ -26,6 +28,7 @@ __all__ = [
     "save_checkpoint",
     "set_manager",
     "settle_devices",
+    "with_end_token",
 ]
 
 
@@ -71,6 +74,17 @@ def checkpoint_of(specs: Sequence[Mapping[str, Any]]) -> str:
     base = specs[0]["kvstore"]["base"]
     scheme = {"gcs": "gs", "s3": "s3"}.get(base["driver"])
     return base["path"] if scheme is None else f"{scheme}://{base['bucket']}/{base['path']}"
+
+
+def with_end_token(tokenizer: MarinTokenizer, end: int) -> MarinTokenizer:
+    """The tokenizer with another end-of-text token.
+
+    Reason: Levanter reads it from `tokenizer_config.json` only; for GPT-2, whose file names none, transformers knows it
+    by the class, and models by `generation_config.json` and `config.json`.
+    """
+    special = sorted({*tokenizer.all_special_ids, end})
+    changes = {"_eos_id": end, "_eos_token": tokenizer.convert_ids_to_tokens(end), "_all_special_ids": special}
+    return dataclasses.replace(tokenizer, **changes)
 
 
 def settle_devices(trainer: TrainerConfig) -> None:

@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
+import jinja2
+
 from qkvflow.generation.text import clearly_longer
 from qkvflow.generation.vocabulary import Vocabulary
 from qkvflow.generation.writer import Writer
@@ -131,6 +133,18 @@ def _content(where: str, given: Any) -> str:
     return "".join(part["text"] for part in given)
 
 
+class _Message(dict[str, str]):
+    """A message as templates of transformers see it: a key that it lacks is empty, for example `message.tool_calls`.
+
+    Differs from Levanter's rendering, which refuses these: Qwen's templates ask for it in each response.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self[name] if name in self else jinja2.Undefined(name=name)
+
+
 def _written(messages: list[dict[str, str]], writer: Writer) -> str:
     """The messages as formatted by the template, with the beginning of the response."""
     if writer.tokenizer.chat_template is None:
@@ -142,7 +156,7 @@ def _written(messages: list[dict[str, str]], writer: Writer) -> str:
         )
     try:
         options = {"tokenize": False, "add_generation_prompt": True, "tools": None, "documents": None}
-        text = writer.tokenizer.apply_chat_template(messages, **options)
+        text = writer.tokenizer.apply_chat_template([_Message(one) for one in messages], **options)
         str(text).encode()
     except UnicodeEncodeError:
         raise wrong("messages", "`messages` are not text: they contain half characters that are not UTF-8.") from None

@@ -10,6 +10,7 @@ from experiments.adaptive_depth.__main__ import STUDY
 from experiments.adaptive_depth.plan import AdaptiveDepthConfig, arms
 from experiments.adaptive_depth.report import AdaptiveDepth, Settings, Trained
 from experiments.jobs import reported
+from experiments.recipes import merged
 from experiments.study import FOLDER
 from experiments.texts import Builtin
 from qkvflow.cli import parse
@@ -66,6 +67,24 @@ def test_two_texts_are_needed_and_a_folder_may_be_elsewhere(tmp_path):
     config.check()
     with pytest.raises(UserError, match=r"nowhere/valid\.txt cannot be read"):
         config.texts(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"gpt2": {"num_layers": 5}}, "must be the same number"),
+        ({"flow": {"depth": {"steps": {"min": 2, "max": 4}}}}, "must be the same number"),
+        ({"depths": []}, "`depths` is empty"),
+        ({"lora": {"trainer": {"num_train_steps": 5}}}, "must have as many steps"),
+        ({"overrides": {"data": {"tokenizer": "tiktoken:gpt2"}}}, "tokenizer` must be byte"),
+    ],
+)
+def test_what_the_page_could_not_say_is_refused_before_any_training(changes, message):
+    config = smoke(STUDY)
+    for key, value in changes.items():
+        setattr(config, key, merged(getattr(config, key), value) if isinstance(value, dict) else value)
+    with pytest.raises(UserError, match=message):
+        config.check()
 
 
 def test_the_table_comes_from_the_record_alone(tmp_path):

@@ -119,6 +119,21 @@ def test_what_cannot_be_compared_is_refused():
         STUDY.carry_out(CompareConfig())
 
 
+def test_an_arm_has_no_rate_beside_the_search(tmp_path):
+    """It would be replaced, and the page would show it."""
+    config = smoke(STUDY, overrides={"optimizer": {"learning_rate": 1e-2}}, learning_rates=[1e-3])
+    with pytest.raises(UserError, match="`learning_rates` determines the rate of each arm"):
+        arms(config, config.text.prepare(tmp_path / "texts"), tmp_path)
+
+
+def test_a_family_does_not_depend_on_what_is_done():
+    record = made_up()
+    systems = record.protocol.systems | {"c": "c.yaml", "d": "d.yaml"}
+    record = dataclasses.replace(record, protocol=dataclasses.replace(record.protocol, systems=systems))
+    loss = by_row(record)["iso_step"]["b_c"].loss
+    assert loss.p_holm == pytest.approx(min(1.0, 3 * loss.difference.p))
+
+
 @pytest.fixture(scope="module")
 def planned(tmp_path_factory):
     folder = tmp_path_factory.mktemp("compare")

@@ -120,6 +120,8 @@ def test_arms_and_refusals(tmp_path):
         ({"overrides": {"model": {"weights": {"type": "per_layer"}}}}, "functions of time"),
         ({"overrides": {"model": {"depth": {"solver": "rk4"}}}}, "with Euler on a fixed grid"),
         ({"checkpoints": 999}, "`checkpoints` is 999, of 6 steps"),
+        ({"texts": 999}, "`texts` is 999 .* one batch of"),
+        ({"length": 999}, "`length` 999, but"),
     ):
         with pytest.raises(UserError, match=message):
             arms(dataclasses.replace(config, **changes), text, tmp_path)

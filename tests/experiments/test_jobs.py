@@ -1,6 +1,7 @@
 """Trainings of studies: rates are chosen apart from what is reported; a run is taken only for what it is."""
 
 import dataclasses
+import shutil
 
 import numpy as np
 import pytest
@@ -138,6 +139,10 @@ def test_so_is_a_finished_fine_tune(tmp_path, monkeypatch):
     for changed in ({"steps": 4}, {"mode": {"r": 2}}):
         with pytest.raises(UserError, match="was made with other settings"):
             jobs.train(tuned.but(changed))
+    shutil.rmtree(base.run.path)
+    jobs.train(base.but({"trainer": {"seed": 7}}))
+    with pytest.raises(UserError, match="is not the base that this run was made from"):
+        jobs.train(Recipe(tuned.raw))
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ from support.studies import smoke
 
 from experiments.lift.__main__ import STUDY
 from experiments.lift.plan import KINDS, Model, dropped, healed, rows, trained
+from experiments.recipes import merged
 from qkvflow.blocks import Inputs
 from qkvflow.depth import DepthConfig
 from qkvflow.errors import UserError
@@ -58,12 +59,44 @@ def test_everything_is_healed_at_every_k(tmp_path):
 def test_what_cannot_be_made_is_refused():
     for changes, message in (
         ({"dims": [4]}, "below the 4 layers"),
-        ({"dims": []}, "below the 4 layers"),
+        ({"dims": []}, "`dims` is empty"),
+        ({"train": {"model": {"type": "gpt2"}}}, "`train` must have `model.depth.steps`"),
         ({"dims": [0]}, r"`dims\[0\]` must be at least 1"),
         ({"learning_rates": [1e-3, 2e-3]}, "learning_rates"),
     ):
         with pytest.raises(UserError, match=message):
             smoke(STUDY, **changes).check()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"basis": "waves"}, "waves"),
+        ({"train": {"model": {"weights": {"type": "constant"}, "depth": {"step_size": "uniform"}}}}, "already a flow"),
+        ({"heal": {"trainer": {"num_train_step": 3}}}, "num_train_step"),
+    ],
+)
+def test_what_cannot_be_made_is_refused_before_any_training(tmp_path, changes, message):
+    config = smoke(STUDY, run_dir=str(tmp_path / "runs"))
+    for key, value in changes.items():
+        setattr(config, key, merged(getattr(config, key), value) if isinstance(value, dict) else value)
+    with pytest.raises(UserError, match=message):
+        STUDY.carry_out(config)
+    assert not list((tmp_path / "runs").glob("trained-*"))
+
+
+def test_another_basis_or_another_base_starts_from_other_runs(tmp_path):
+    """And what was measured of the former is not replaced."""
+    config = smoke(STUDY)
+    text = config.text.prepare(tmp_path / "texts")
+
+    def starts(config):
+        return {job.recipe.raw["run"] for job in healed(config, trained(config, text, tmp_path), 1, tmp_path)}
+
+    first = starts(config)
+    assert not first & starts(dataclasses.replace(config, basis="chebyshev"))
+    faster = merged(config.train, {"optimizer": {"learning_rate": 1e-2}})
+    assert not first & starts(dataclasses.replace(config, train=faster))
 
 
 @pytest.mark.slow

@@ -151,6 +151,8 @@ def test_jobs_are_configurations_and_what_cannot_be_is_refused(texts, tmp_path):
     ):
         with pytest.raises(UserError, match=message):
             arms(smoke(STUDY, **changes), texts, tmp_path)
+    with pytest.raises(UserError, match=r"topics has fewer than 100000000 characters in train, select, report"):
+        arms(smoke(STUDY, record=10**8), texts, tmp_path)
     for changes, message in (
         ({"b": {"type": "builtin", "text": "topics"}}, "both are 'topics'"),
         ({"between": [0.0, 0.5]}, "must have 0 .* and 1"),

@@ -85,6 +85,7 @@ def test_a_span_holds_all_intervals():
     own = [Interval(1.0, 0.5, 3), Interval(2.0, np.nan, 1), Interval(2.5, 0.1, 3)]
     low, high = style.span(own, [0.2])
     assert low < 0.2 < 2.6 < high
+    assert style.span([*own, Interval(np.nan, np.nan, 3)], [0.2, np.nan, np.inf]) == (low, high)
 
 
 def test_a_map_has_each_mean_with_its_interval(panel):

@@ -51,3 +51,9 @@ def test_repeated_requests_are_drawn_with_other_seeds(harness):
     request = SimpleNamespace(args=("a", {"do_sample": True, "max_gen_toks": 4}))
     assert harness.generate_until([request] * 5) == ["0", "1", "2", "3", "4"]
     assert sorted(seen) == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(("asked", "given"), [(0, None), (-1, None), (None, None), (5, 5)])
+def test_no_limit_of_top_k_is_written_as_in_transformers(harness, asked, given):
+    *_, options = harness._job(0, "a", {"top_k": asked, "do_sample": True, "temperature": 1.0})
+    assert options.top_k == given

@@ -269,3 +269,58 @@ def test_generation_ends_at_any_end_token(folder, own, tmp_path, places):
         assert open_writer(place).stop_tokens == (end, 65, 66)
     assert open_writer(folder).stop_tokens == (end,)
     assert json.loads((again / "generation_config.json").read_text())["eos_token_id"] == [end, 65, 66]
+
+
+@pytest.mark.parametrize("place", ["generation_config.json", "config.json"])
+def test_an_end_token_that_only_the_model_names(own, tmp_path, place):
+    """As in the folder of GPT-2 itself: transformers knows the token by the class of its tokenizer."""
+    (own / "generation_config.json").unlink()
+    settings = {name: json.loads((own / name).read_text()) for name in ("tokenizer_config.json", "config.json")}
+    (own / "tokenizer_config.json").write_text(json.dumps({**settings["tokenizer_config.json"], "eos_token": None}))
+    (own / "config.json").write_text(json.dumps({**settings["config.json"], "eos_token_id": None}))
+    assert load_run(own).tokenizer.eos_token_id is None
+    end = {**(settings["config.json"] if place == "config.json" else {}), "eos_token_id": 256}
+    (own / place).write_text(json.dumps(end))
+    run = run_convert("--from_hf", own, "--run", tmp_path / "run")
+    again = run_convert("--run", run, "--to_hf", tmp_path / "again")
+    for where in (own, run, again):
+        assert load_run(where).tokenizer.eos_token_id == 256
+        assert open_writer(where).stop_tokens == (256,)
+    assert json.loads((again / "generation_config.json").read_text())["eos_token_id"] == 256
+
+
+def test_a_name_with_an_at_sign(folder, tmp_path):
+    """Where a folder has the name before the sign, too, the other one is read."""
+    shutil.copytree(folder, tmp_path / "gpt2")
+    own = Path(shutil.copytree(folder, tmp_path / "gpt2@step500@last"))
+    head(own.parent / "gpt2", factor=1)
+    arrays = load_file(own / "model.safetensors")
+    name = next(name for name in arrays if name.endswith("ln_f.bias"))
+    change(own, **{name: arrays[name] + 1})
+    assert float(load_run(own).model.transformer.ln_f.bias.array[0]) == pytest.approx(arrays[name][0] + 1)
+
+
+def test_a_download_that_was_interrupted_is_continued(folder, tmp_path, monkeypatch):
+    """The hub's client takes any folder of its cache for the whole."""
+    asked = []
+    part = tmp_path / "part"
+    part.mkdir()
+    shutil.copyfile(folder / "config.json", part / "config.json")
+
+    def snapshot_download(name, local_files_only=False, **options):
+        asked.append(local_files_only)
+        return str(part if local_files_only else folder)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    run = run_convert("--from_hf", "someone/gpt2", "--run", tmp_path / "run")
+    assert asked == [True, False]
+    assert_same_arrays(*(enter(load_run(place).model) for place in (folder, run)))
+
+
+def test_the_card_counts_all_layers_and_names_the_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(OLD / "gpt2")
+    out = run_convert("--run", ".", "--to_hf", tmp_path / "out")
+    card = (out / "README.md").read_text()
+    assert "An ordinary model of 2 layers." in card
+    assert "the run `gpt2` after step 3" in card
+    assert open_writer(".").name == "gpt2"

@@ -6,6 +6,7 @@ import pytest
 
 pytest.importorskip("torch", reason="torch is not here: make test-hub")
 
+import torch
 import transformers
 from levanter.layers.rotary import (
     DefaultRotaryEmbeddingsConfig,
@@ -179,6 +180,20 @@ def test_beams_and_several_texts_of_a_prompt(tmp_path, tokenizer):
         theirs.generate(tokens, use_cache=cached, eos_token_id=None, **options).tolist() for cached in (True, False)
     ]
     assert texts[0] == texts[1]
+
+
+def test_a_control_for_each_position_goes_on_in_generation(tmp_path, tokenizer):
+    """The tokens after the prompt have none; cached texts are those without a cache."""
+    exported(CUSTOM["control"], tokenizer, tmp_path / "out")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", trust_remote_code=True).eval()
+    tokens = torch.arange(1, 9).reshape(2, 4)  # without the padding, 0
+    control = torch.randn(2, 4, theirs.config.control, generator=torch.Generator().manual_seed(0))
+    options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0, "eos_token_id": None, "control": control}
+    texts = [theirs.generate(tokens, use_cache=cached, **options) for cached in (True, False)]
+    assert texts[0].tolist() == texts[1].tolist()
+    padded = torch.nn.functional.pad(control, (0, 0, 0, 4))
+    logits = theirs(texts[0][:, :8], control=padded).logits[:, 3:]
+    assert logits.argmax(-1).tolist() == texts[0][:, 4:].tolist()
 
 
 def test_the_tokenizer_leaves(tmp_path, tokenizer):

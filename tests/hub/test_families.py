@@ -77,6 +77,37 @@ def test_it_goes_out_as_it_came(tmp_path, kind):
     assert type(again) is type(theirs)
 
 
+@pytest.mark.parametrize("scaling", [{"rope_type": "default"}, {"rope_type": "linear", "factor": 2.0}])
+def test_positions_as_newer_files_give_them(tmp_path, scaling):
+    """transformers 5 writes one entry, `rope_parameters`."""
+    given = None if scaling["rope_type"] == "default" else scaling
+    theirs = saved(transformers.MistralConfig(**SMALL, rope_theta=500.0, rope_scaling=given), tmp_path)
+    set_rope(tmp_path, rope_parameters={**scaling, "rope_theta": 500.0})
+    assert_same_logits(load_run(tmp_path).model, theirs)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "one entry for all layers"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 0}}, "rope_theta 0, but it must be"),
+        ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor is 0.5"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
+    ],
+)
+def test_positions_that_are_not_read_are_named(tmp_path, given, message):
+    KINDS["mistral"].save_pretrained(tmp_path)
+    set_rope(tmp_path, **given)
+    with pytest.raises(UserError, match=message):
+        load_run(tmp_path)
+
+
+def set_rope(folder, **given):
+    raw = json.loads((folder / "config.json").read_text())
+    plain = {name: value for name, value in raw.items() if name not in ("rope_theta", "rope_scaling")}
+    (folder / "config.json").write_text(json.dumps(plain | given))
+
+
 def test_every_kind_is_tried():
     assert {settings.model_type for settings in KINDS.values()} == set(FAMILIES)
 

@@ -114,6 +114,9 @@ def test_what_cannot_be_lifted_leaves_nothing(tmp_path):
             run_lift(base, tmp_path / "made", **options)
     with pytest.raises(UserError, match="5 functions of time cannot be determined from 2 layers"):
         run_lift(OLD / "gpt2", tmp_path / "made", "--loss_by_k", "[1, 5]")
+    for name in ("batch_size", "max_eval_batches"):
+        with pytest.raises(UserError, match=f"--{name} is only for the losses of --loss_by_k"):
+            run_lift(OLD / "gpt2", tmp_path / "made", f"--{name}", "2")
     with pytest.raises(UserError, match="already exists"):
         run_lift(OLD / "gpt2", foreign)
     generated = ["--base", str(OLD / "gpt2"), "--run", str(tmp_path / "made"), "--weights", "{type: generated}"]

@@ -76,3 +76,17 @@ def test_a_tokenizer_without_a_template(model, tmp_path):
     with pytest.raises(RequestError, match=r"no chat template.*/v1/completions") as caught:
         read({"messages": [USER]}, writer, 512)
     assert caught.value.code == "no_chat_template"
+
+
+QWEN = (  # what Qwen's template asks of a response, and Llama's of any message
+    "{% for message in messages %}{% if message.role == 'assistant' and not message.tool_calls %}a{% endif %}"
+    "{% if 'tool_calls' in message %}t{% endif %}{{ message['content'] }}{{ message.reasoning_content }}\n"
+    "{% endfor %}"
+)
+
+
+def test_a_template_may_ask_for_keys_that_a_message_lacks(model, tmp_path):
+    """They are empty, as in transformers; Levanter refuses them."""
+    writer = tiny_writer(model, tmp_path, template=QWEN)
+    order = read({"messages": [USER, {"role": "assistant", "content": "Hey"}, USER]}, writer, 512)
+    assert order.prompts[0].text == "Hi\naHey\nHi\n"

@@ -3,12 +3,15 @@
 import concurrent.futures
 import json
 import time
+from types import SimpleNamespace
 
 import httpx
 import pytest
 from support.serving import complete
 from support.tokenizers import byte_level
 
+from qkvflow import serve_lm
+from qkvflow.errors import UserError
 from qkvflow.generation.text import clearly_longer
 
 MIB = 2**20
@@ -83,3 +86,43 @@ def test_large_requests_do_not_hold_up_others(server, client, what):
     took = time.monotonic() - started  # long where the machine is busy, and so is every wait
     assert max(waits) < max(1.0, took / 2), "the event loop was not free"
     assert complete(client, max_tokens=1).choices[0].finish_reason
+
+
+@pytest.mark.parametrize(
+    ("wanted", "longest", "is_cached", "length"),
+    [
+        (None, 32768, True, 32768),
+        (None, 32768, False, 1024),
+        (4096, 32768, False, 4096),
+        (None, 512, False, 512),
+    ],
+)
+def test_the_length_of_texts(wanted, longest, is_cached, length):
+    """Without a cache every token takes a pass over all of it: the default is short, and that is said."""
+    said, writer = [], SimpleNamespace(prepared=SimpleNamespace(max_seq_len=longest, is_cached=is_cached))
+    assert serve_lm._length(wanted, writer, SimpleNamespace(say=said.append)) == length
+    assert bool(said) == (wanted is None and length < longest)
+    with pytest.raises(UserError, match=f"between 2 and {longest}"):
+        serve_lm._length(longest + 1, writer, SimpleNamespace(say=said.append))
+
+
+@pytest.mark.parametrize("run", ["gs://bucket/run", "nowhere/run", "run"])
+def test_a_log_that_the_run_cannot_hold_goes_elsewhere(tmp_path, monkeypatch, run):
+    """Clients that get status 500 are told to look into it."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run").mkdir()
+    said, logs = [], []
+
+    def log_to(path):
+        path.open("ab").close()
+        logs.append(path)
+
+    serve_lm._log(SimpleNamespace(log_to=log_to), run, SimpleNamespace(say=said.append))
+    (log,) = logs
+    assert log.is_file()
+    if run == "run":
+        assert log.samefile("run/serve.log")
+        assert not said
+    else:
+        log.unlink()
+        assert said == [f"{run} cannot hold the server's log, so it is {log}"]

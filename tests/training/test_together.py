@@ -22,6 +22,7 @@ from qkvflow.errors import UserError
 from qkvflow.runs import TrainConfig
 from qkvflow.runs.checkpoints import checkpoint_steps
 from qkvflow.tracking import read_metrics
+from qkvflow.training.finite import Diverged
 from qkvflow.training.start import FromScratch
 from qkvflow.training.together import train_together
 
@@ -205,7 +206,7 @@ def test_a_step_is_skipped_by_the_seed_that_it_spoils_alone(training, spoil):
 
 def test_one_that_fails_is_named_and_the_others_keep_what_they_have(training, spoil):
     spoil(3, 5)
-    with pytest.raises(UserError, match=r"fails-3: the training loss, .*not a number \(NaN\) at step 5 .*step-4"):
+    with pytest.raises(Diverged, match=r"fails-3: the training loss, .*not a number \(NaN\) at step 5 .*step-4"):
         together(training, "fails", steps=8, checkpointer=EVERY_FOUR)
     assert checkpoint_steps(training.path("fails-3") / "checkpoints") == [4]
     # The other one made step 5 and was then asked to stop.
