@@ -39,6 +39,23 @@ def local_path(name: str | os.PathLike) -> Path:
     return path
 
 
+def array_path(name: str | os.PathLike) -> Path:
+    """`local_path` for a folder of arrays, which TensorStore reads and writes.
+
+    Raises:
+        UserError: also for a path that is not UTF-8, which TensorStore cannot open.
+    """
+    path = local_path(name)
+    try:
+        str(path.absolute()).encode()
+    except UnicodeEncodeError:
+        shown = shortened(repr(str(path.absolute())))
+        raise UserError(
+            f"{shown} cannot hold arrays: its name is not UTF-8. Rename it, or choose another folder"
+        ) from None
+    return path
+
+
 def json_text(content: Any, indent: int = 2) -> str:
     """JSON, with null for numbers that are not finite, which it does not have."""
 

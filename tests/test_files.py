@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from qkvflow.errors import UserError
-from qkvflow.files import is_fresh, json_text, local_path, replacing, write_text
+from qkvflow.files import array_path, is_fresh, json_text, local_path, replacing, write_text
 
 
 def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
@@ -50,6 +50,18 @@ def test_paths_that_no_file_can_have_are_refused(name, words):
     with pytest.raises(UserError, match=words) as error:
         local_path(name)
     assert len(str(error.value)) < 300
+
+
+def test_a_folder_of_arrays_has_a_name_in_utf8(tmp_path, monkeypatch):
+    name = os.fsdecode(b"t\xe9l")  # Latin-1
+    assert local_path(name) == Path(name)
+    with pytest.raises(UserError, match="cannot hold arrays: its name is not UTF-8"):
+        array_path(name)
+    (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / name)
+    with pytest.raises(UserError, match="is not UTF-8"):
+        array_path("runs")
+    assert array_path("/tmp/café") == Path("/tmp/café")
 
 
 def test_json_has_null_for_what_is_not_finite():

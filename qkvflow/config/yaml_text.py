@@ -47,8 +47,9 @@ def load(text: str, where: str) -> Any:
     Raises:
         UserError: it is no valid YAML, or too much of it.
     """
-    loader = _Loader(text)
+    loader = None
     try:
+        loader = _Loader(text)
         node = loader.get_single_node()
         if node is None:
             return None
@@ -61,12 +62,20 @@ def load(text: str, where: str) -> Any:
         raise UserError(
             f"{where} is not valid YAML{place}: {shortened(error.problem or error.context or '')}"
         ) from None
+    except yaml.reader.ReaderError as error:
+        before = text[: error.position]
+        place = f"line {before.count(chr(10)) + 1}, column {len(before) - before.rfind(chr(10))}"
+        raise UserError(
+            f"{where} is not valid YAML, {place}: it contains the character U+{ord(text[error.position]):04X}, which is"
+            " no text. Remove it"
+        ) from None
     except yaml.YAMLError as error:
         raise UserError(f"{where} is not valid YAML: {shortened(str(error))}") from None
     except RecursionError:
         raise UserError(f"{where} is not accepted: its brackets are nested too deeply") from None
     finally:
-        loader.dispose()
+        if loader is not None:
+            loader.dispose()
 
 
 def dump(tree: Any) -> str:

@@ -25,7 +25,7 @@ from qkvflow.data.resolved import ResolvedDataConfig
 from qkvflow.data.sources import BuiltinSource, FilesSource
 from qkvflow.data.tokenizers import resolve_tokenizer, tokenizer_fingerprint
 from qkvflow.errors import UserError
-from qkvflow.files import local_path
+from qkvflow.files import array_path
 from qkvflow.ranges import ProperShare, check_ranges
 
 
@@ -187,7 +187,7 @@ def _resolve_component(
     base = component.cache_dir or cache_dir
     if base is None:
         raise UserError("`cache_dir` is null; set it to a folder for the tokens")
-    base = base if "://" in base else str(local_path(base))
+    base = base if "://" in base else str(array_path(base))
     if component.source.format != TextLmDatasetFormat() or component.source.cache_dir is not None:
         raise UserError(
             f"component {name!r}: `format` and `cache_dir` inside `source` are ignored; write them one level up, under"

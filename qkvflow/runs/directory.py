@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from qkvflow.errors import UserError, shortened
-from qkvflow.files import local_path, scratch_folder
+from qkvflow.files import array_path, scratch_folder
 from qkvflow.hub.folder import HubFolder
 from qkvflow.places import Place, is_remote
 from qkvflow.runs.buckets import bucket_errors_are_told, require_bucket
@@ -163,7 +163,7 @@ def location_of(name: str | os.PathLike) -> Path | Place:
         UserError: it cannot be a path, there is no such bucket, or it cannot be used.
     """
     if not is_remote(name):
-        return local_path(name)
+        return array_path(name)
     place = Place.of(name)
     require_bucket(place)
     return place

@@ -134,6 +134,23 @@ def test_a_file_without_end_is_not_read(tmp_path):
         read_yaml(Path("/dev/zero"))
 
 
+@pytest.mark.parametrize("name", ["a\x07", "t\udce9l", "a\x1bb", "a\x7f"])
+def test_names_with_characters_that_yaml_does_not_have(name):
+    """As typed where text may stand: a name in Latin-1 arrives with lone surrogates."""
+    assert parse(Names, ["--name", name, "--path", name, "--either", name])[0] == Names(name, Path(name), name)
+    with pytest.raises(UserError, match=r"`trainer\.seed` must be an integer"):
+        parse(TrainConfig, [*TINY, "--trainer.seed", name])
+    with pytest.raises(UserError, match=r"--trainer\.seed.* is not valid YAML, line 1, column"):
+        parse(TrainConfig, [*TINY, "--trainer.seed", f"[{name}]"])
+
+
+@pytest.mark.parametrize(("byte", "told"), [(0, "0000"), (12, "000C"), (27, "001B"), (127, "007F")])
+def test_a_file_with_a_control_character_is_refused_with_its_place(byte, told, tmp_path):
+    (tmp_path / "a.yaml").write_bytes(b"a: 1\nb: x%c\n" % byte)
+    with pytest.raises(UserError, match=rf"a\.yaml is not valid YAML, line 2, column 5: .*U\+{told}.*Remove it"):
+        read_yaml(tmp_path / "a.yaml")
+
+
 def test_a_number_in_quotes_is_a_number_where_one_may_stand():
     assert decode(Names, {"either": "7"}).either == 7
     assert decode(Names, {"either": "7x"}).either == "7x"

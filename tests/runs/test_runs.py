@@ -164,6 +164,7 @@ def test_starts_at_once_take_nothing_from_each_other(tmp_path):
     [
         ("~nobodyknows/x", "no home folder of that user"),
         ("x" * 300, "too long for a path"),
+        ("t\udce9l", "not UTF-8"),
         ("hdfs://x/y", "neither a local folder nor a bucket"),
     ],
 )
