@@ -2,13 +2,12 @@
 
 import os
 import re
-import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
 from qkvflow.errors import UserError, shortened
-from qkvflow.files import array_path, scratch_folder
+from qkvflow.files import array_path, is_fresh, scratch_folder
 from qkvflow.hub.folder import HubFolder
 from qkvflow.places import Place, is_remote
 from qkvflow.runs.buckets import bucket_errors_are_told, require_bucket
@@ -63,19 +62,11 @@ class RunDirectory:
             with bucket_errors_are_told(self.place):
                 self.mirror.pull()
 
-    def forget(self) -> None:
-        """Removes what a start without any step says of its base and its tokenizer: the next one may have others.
-
-        Raises:
-            UserError: the bucket cannot be written.
-        """
-        self.base.unlink(missing_ok=True)
-        shutil.rmtree(self.tokenizer, ignore_errors=True)
-        if self.mirror is not None:
-            with bucket_errors_are_told(self.place):
-                if self.place.has(self.base.name):
-                    self.place.remove(self.base.name)
-                (self.place / self.tokenizer.name).remove()
+    def strangers(self, own: Collection[str]) -> list[str]:
+        """The names in the folder that are none of `own`, and that no start writes before there is a `config.yaml`."""
+        ours = {*own, self.lock.name, self.tokenizer.name, ".probe", "config.tmp"}  # the last two by older versions
+        found = set(self.place.names()) - ours
+        return sorted(name for name in found if not (re.fullmatch(r"train(\.\d+)?\.log", name) or is_fresh(name)))
 
     def push(self, wanted: Callable[[str], bool] = lambda name: True) -> None:
         """Of a run in a bucket: copies there what has changed here.

@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import json
-import re
 import shutil
 import stat
 import warnings
@@ -16,7 +15,6 @@ import jax
 
 from qkvflow.config import differences, listed, read_config, write_config
 from qkvflow.errors import Notice, UserError
-from qkvflow.files import is_fresh
 from qkvflow.locks import Taken, locked
 from qkvflow.places import Place
 from qkvflow.runs import data_record, disk
@@ -33,6 +31,7 @@ from qkvflow.runs.checkpoints import (
 )
 from qkvflow.runs.config import FREE_KEYS, TrainConfig
 from qkvflow.runs.directory import RunDirectory, location_of, log_name, run_id
+from qkvflow.runs.earlier_start import EarlierStart
 from qkvflow.runs.growth import check_depth_goes_on
 from qkvflow.runs.mirror import LOCK
 from qkvflow.runs.processes import damage_found_with_followers, follow, let_others_wait, tell_others
@@ -52,6 +51,7 @@ class PreparedRun(Generic[C]):
         changes: keys that differ from the stored configuration, and data that changed, and were accepted.
         data: what the training data is, see `check_data`.
         lock: of a run in a bucket, in its first process.
+        earlier: a start without any step, which `commit` removes; it is put back if the run is not committed.
         is_committed: whether it is a run that can be continued.
         has_begun: whether an earlier start made a step. Without one there is nothing that could differ.
     """
@@ -62,6 +62,7 @@ class PreparedRun(Generic[C]):
     changes: dict
     data: dict[str, str] | None = None
     lock: BucketLock | None = None
+    earlier: EarlierStart | None = None
     is_committed: bool = False
     has_begun: bool = True
 
@@ -113,6 +114,8 @@ class PreparedRun(Generic[C]):
         write_config(self.directory.config, dataclasses.replace(self.config, accept_changes=False))
         if self.data is not None:
             data_record.write(self.directory.data, self.data)
+        if self.earlier is not None:
+            self.earlier.remove()
         self.keep()
 
 
@@ -166,8 +169,10 @@ def _lead(directory: RunDirectory, config: C, phase: Phase | None, stack: contex
         elif has_begun(directory):
             prepared = _reopen(directory, config, phase)
         else:  # it ended before its first step, perhaps because of the configuration that is now another
-            directory.forget()
-            prepared = PreparedRun(directory, config.settled(), last_step=-1, changes={}, has_begun=False)
+            earlier, settled = EarlierStart.of(directory, type(config)), config.settled()
+            stack.callback(earlier.restore)
+            earlier.move()
+            prepared = PreparedRun(directory, settled, last_step=-1, changes={}, earlier=earlier, has_begun=False)
         prepared.lock = lock
     except BaseException:
         tell_others(None)
@@ -246,12 +251,7 @@ def _empty(folder: Path, lock: Path) -> None:
 
 
 def _begin(directory: RunDirectory, config: C) -> PreparedRun[C]:
-    # What a start that failed before the end of `commit` may have left.
-    ours = {directory.lock.name, directory.tokenizer.name, ".probe", "config.tmp"}  # the last two by older versions
-    found = set(directory.place.names())
-    strangers = sorted(
-        name for name in found - ours if not (re.fullmatch(r"train(\.\d+)?\.log", name) or is_fresh(name))
-    )
+    strangers = directory.strangers(())
     if strangers:
         raise UserError(
             f"{directory} is not a run directory (it has no config.yaml) and is not empty: it contains"
@@ -273,10 +273,14 @@ def has_begun(directory: RunDirectory) -> bool:
 
 def _follow(directory: RunDirectory, config: C) -> PreparedRun[C]:
     begun = has_begun(directory)
-    if begun and directory.config.exists():
+    if not directory.config.exists():
+        config = config.settled()
+    elif begun:
         config = _continued(config, read_config(directory.config, type(config)))
     else:
         config = config.settled()
+        if directory.mirror is not None:  # otherwise the first process moves it for all
+            EarlierStart(directory).move()
     steps = checkpoint_steps(directory.checkpoints)
     return PreparedRun(directory, config, steps[-1] if steps else -1, changes={}, has_begun=begun)
 

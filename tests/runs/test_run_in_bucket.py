@@ -1,5 +1,6 @@
 """Runs in a bucket (on an S3 server of this machine): trained, continued, read, fine-tuned, locked as on a disk."""
 
+import dataclasses
 import json
 import signal
 import socket
@@ -19,7 +20,7 @@ from qkvflow.config import decode
 from qkvflow.errors import UserError
 from qkvflow.locks import Taken
 from qkvflow.places import Place
-from qkvflow.runs import bucket_lock
+from qkvflow.runs import TrainConfig, bucket_lock, prepare_run
 from qkvflow.runs.bucket_lock import held
 from qkvflow.runs.config import FinetuneConfig
 from qkvflow.runs.directory import location_of
@@ -141,6 +142,35 @@ def test_what_is_not_in_a_bucket_is_told(store, url, words):
     (store / "listed" / "a").write("config.yaml", b"")
     with pytest.raises(UserError, match=words):
         find_run(url)
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_a_start_without_a_step_gives_way_in_a_bucket(store, training, fails):
+    config = decode(TrainConfig, training.raw("unbegun", 2, model=FLOW, run_dir=str(store / f"fails-{fails}")))
+    with prepare_run(config) as run:
+        run.config = dataclasses.replace(run.config, vocab_size=257)
+        for name in ("base.json", "tokenizer/tokenizer.json"):
+            (run.directory.path / name).parent.mkdir(exist_ok=True)
+            (run.directory.path / name).write_text("earlier")
+        run.commit()
+    place = run.directory.place
+    before = {name: place.read(name) for name in place.files() if name != ".lock"}
+
+    def start():
+        with prepare_run(config) as again:
+            assert not again.directory.base.exists()
+            assert not again.directory.tokenizer.exists()
+            if fails:
+                raise UserError("there is no file for data.train")
+            again.commit()
+
+    if fails:
+        with pytest.raises(UserError, match="no file"):
+            start()
+        assert {name: place.read(name) for name in place.files()} == before
+    else:
+        start()
+        assert [*place.files()] == ["config.yaml"]
 
 
 def test_missing_credentials_and_packages_are_told_before_work(store, training, monkeypatch):

@@ -253,6 +253,82 @@ def test_before_the_first_step_a_configuration_may_change(tmp_path, trace):
         pass
 
 
+def _own_files(folder: Path) -> None:
+    folder.mkdir()
+    for name, content in (("config.yaml", "optimiser: mine\n"), ("notes.md", "mine"), ("base.json", "{}")):
+        (folder / name).write_text(content)
+
+
+def _hand_written_config(folder: Path) -> None:
+    folder.mkdir()
+    (folder / "config.yaml").write_text("model: {type: gpt2}\ntrainer: {id: a}\n")
+
+
+def _zeroed_config(folder: Path) -> None:
+    _start(folder.parent)
+    (folder / "config.yaml").write_bytes(bytes(100))
+
+
+def _notes_in_the_run(folder: Path) -> None:
+    _start(folder.parent)
+    (folder / "notes.md").write_text("mine")
+
+
+def _vocabulary_in_the_tokenizer(folder: Path) -> None:
+    _start(folder.parent)
+    (folder / "tokenizer").mkdir()
+    (folder / "tokenizer" / "merges.txt").write_text("mine")
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (_own_files, "config.yaml was written by another version or edited by hand"),
+        (_hand_written_config, "its config.yaml was not written by a run"),
+        (_zeroed_config, "not valid YAML"),
+        (_notes_in_the_run, "it contains notes.md"),
+        (_vocabulary_in_the_tokenizer, "it contains tokenizer/merges.txt"),
+    ],
+)
+def test_a_folder_with_a_config_yaml_is_not_taken_for_a_run(tmp_path, make, words):
+    folder = tmp_path / "a"
+    make(folder)
+    (folder / "tokenizer").mkdir(exist_ok=True)
+    (folder / "tokenizer" / "tokenizer.json").write_text("mine")
+    before = _files(folder)
+    with pytest.raises(UserError, match=f"is not a run directory: .*{words}"), prepare_run(_config(tmp_path)) as run:
+        run.commit()
+    assert _files(folder) == before
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_a_start_without_a_step_gives_way_only_to_one_that_is_committed(tmp_path, fails):
+    folder = _start(tmp_path)
+    (folder / "tokenizer").mkdir()
+    for name in ("base.json", "tokenizer/tokenizer.json", "tokenizer/origin.json"):
+        (folder / name).write_text("earlier")
+    before = _files(folder)
+
+    def start():
+        with prepare_run(_config(tmp_path, seed=5)) as run:
+            assert not run.directory.base.exists()
+            run.directory.tokenizer.mkdir()
+            (run.directory.tokenizer / "tokenizer.json").write_text("other")
+            if fails:
+                raise UserError("there is no file for data.train")
+            run.commit()
+
+    if fails:
+        with pytest.raises(UserError, match="no file"):
+            start()
+        assert _files(folder) == before
+    else:
+        start()
+        assert {path.name for path in folder.iterdir()} == {".lock", "config.yaml", "tokenizer"}
+        assert (folder / "tokenizer" / "tokenizer.json").read_text() == "other"
+        assert [path.name for path in (folder / "tokenizer").iterdir()] == ["tokenizer.json"]
+
+
 def test_accepted_changes_are_recorded(tmp_path):
     path = _start(tmp_path, 3)
     given = dataclasses.replace(_config(tmp_path, num_train_steps=20), accept_changes=True)
