@@ -4,6 +4,8 @@ import codecs
 import gzip
 import io
 import json
+import re
+import sys
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -107,14 +109,13 @@ def _records(path: Path, text_key: str | None, control: ControlField | None) -> 
     if name.endswith(".parquet"):
         yield from _parquet_records(path, text_key, control)
     elif name.endswith(".json") and _first_character(path) == "[":
+        content = path.read_bytes()
         try:
-            records = json.loads(path.read_bytes())
+            records = json.loads(content)
         except UnicodeDecodeError as error:
             raise _not_utf8(path, error.start, "") from error
-        except json.JSONDecodeError as error:
-            raise _broken_json(path, error.lineno, error) from error
-        except RecursionError as error:
-            raise _broken_json(path, 1, error) from error
+        except (ValueError, RecursionError) as error:
+            raise _broken_json(path, _line_of(error, content), error) from error
         yield from ((f"{path}, record {number}", record) for number, record in enumerate(records, 1))
     else:
         yield from _json_lines(path)
@@ -131,7 +132,7 @@ def _json_lines(path: Path) -> Iterator[tuple[str, Any]]:
                     yield f"{path}:{number}", json.loads(line.removeprefix(codecs.BOM_UTF8))
                 except UnicodeDecodeError as error:
                     raise _not_utf8(path, error.start, f" of line {number}") from error
-                except (json.JSONDecodeError, RecursionError) as error:
+                except (ValueError, RecursionError) as error:
                     raise _broken_json(path, number, error) from error
     except (EOFError, OSError, zlib.error, _zstd_error()) as error:
         raise UserError(f"{path} cannot be read: {error}") from error
@@ -188,9 +189,22 @@ def _no_text(where: str, text_key: str, found: list[str]) -> str:
     )
 
 
-def _broken_json(path: Path, line: int, error: json.JSONDecodeError | RecursionError) -> UserError:
+def _broken_json(path: Path, line: int, error: ValueError | RecursionError) -> UserError:
+    if not isinstance(error, json.JSONDecodeError | RecursionError):  # Python reads no longer ones
+        digits = sys.get_int_max_str_digits()
+        return UserError(
+            f"{path}:{line}: a whole number has more than {digits:,} digits. Shorten it, or put it in quotes"
+        )
     why = "nested too deeply" if isinstance(error, RecursionError) else f"{error.msg}, column {error.colno}"
     return UserError(f"{path}:{line}: not valid JSON ({why})")
+
+
+def _line_of(error: ValueError | RecursionError, content: bytes) -> int:
+    """The line of a file where its parser gave up; the first one if that is not known."""
+    if isinstance(error, json.JSONDecodeError):
+        return error.lineno
+    number = re.search(rb"[0-9]{%d}" % (sys.get_int_max_str_digits() + 1), content)
+    return 1 if isinstance(error, RecursionError) or number is None else content.count(b"\n", 0, number.start()) + 1
 
 
 def _not_utf8(path: Path, offset: int, of_what: str) -> UserError:

@@ -25,7 +25,7 @@ from qkvflow.data import BuiltinSource, DataConfig, FilesSource, builtin, check_
 from qkvflow.data import cache as cache_module
 from qkvflow.data.holdout import text_boundary
 from qkvflow.data.pieces import pieces
-from qkvflow.data.readers import read_text
+from qkvflow.data.readers import read_records, read_text
 from qkvflow.data.statistics import token_byte_lengths, token_counts, unigram_entropy
 from qkvflow.errors import UserError
 
@@ -308,6 +308,15 @@ def test_failed_build_leaves_nothing_and_names_the_line():
         with pytest.raises(UserError, match=r"a\.jsonl:2: not valid JSON"):
             data.build_caches("train")
     assert [entry.name for entry in Path(data.components["text"].cache_dir).iterdir()] == ["train.lock"]
+
+
+def test_a_number_that_python_does_not_read_is_told_with_its_line():
+    record, long = '{"text": "fine", "n": 1}', '{"text": "broken", "n": ' + "9" * 5000 + "}"
+    Path("a.jsonl").write_text(f"{record}\n{long}\n")
+    Path("a.json").write_text(f"[{record},\n{record},\n{long}]")
+    for path, line in (("a.jsonl", 2), ("a.json", 3)):
+        with pytest.raises(UserError, match=rf"{path}:{line}: a whole number has more than 4,300 digits. Shorten it"):
+            list(read_records(Path(path), "text"))
 
 
 def test_cache_that_cannot_be_written():
