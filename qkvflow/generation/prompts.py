@@ -35,7 +35,7 @@ def read_prompts(prompt: str | None, file: str | None, stdin: TextIO | None = No
     if file is not None:
         return _from_file(local_path(file))
     stdin = sys.stdin if stdin is None else stdin
-    if stdin.isatty():
+    if stdin is None or stdin.isatty():  # Python has none if it is closed
         raise UserError(
             'there is nothing to continue: give --prompt "..." or --prompt_file FILE, or pipe text into the program'
         )

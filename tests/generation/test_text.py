@@ -2,6 +2,7 @@
 
 import io
 import random
+import sys
 
 import pytest
 from support.tokenizers import byte_fallback, byte_level
@@ -192,6 +193,13 @@ def test_sources_of_prompts(tmp_path):
         read_prompts(None, str(tmp_path / "none"))
     with pytest.raises(UserError, match="both"):
         read_prompts("a", "b")
+
+
+def test_a_closed_standard_input_has_no_prompt(monkeypatch):
+    """`qkvflow sample --run R <&-`: Python has no `sys.stdin` then."""
+    monkeypatch.setattr(sys, "stdin", None)
+    with pytest.raises(UserError, match="there is nothing to continue: give --prompt"):
+        read_prompts(None, None)
 
 
 def test_stop_option():
