@@ -66,7 +66,7 @@ def build_app(scheduler: Scheduler, name: str, limits: Limits, access: Access | 
         return JSONResponse(RequestError(500, "The server failed; see its log.").body, 500)
 
     async def read(request: Request, use: Callable[[Any], Any]) -> Any:
-        """The result of `use` on a request's JSON, in a thread: long prompts take time, and other requests continue."""
+        """The result of `use` on a request's JSON, in a thread: long texts take time, and other requests continue."""
         body = await read_body(request, limits.max_body_bytes, limits.body_timeout)
         return await asyncio.to_thread(lambda: use(_for_model(parse_json(body), name)))
 
@@ -118,11 +118,11 @@ def build_app(scheduler: Scheduler, name: str, limits: Limits, access: Access | 
 
     @app.post("/tokenize")
     async def tokenize(request: Request):
-        return JSONResponse(await read(request, lambda raw: tokens.tokenize(raw, writer, limits.max_length)))
+        return await read(request, lambda raw: JSONResponse(tokens.tokenize(raw, writer, limits.max_length)))
 
     @app.post("/detokenize")
     async def detokenize(request: Request):
-        return JSONResponse(await read(request, lambda raw: tokens.detokenize(raw, writer)))
+        return await read(request, lambda raw: JSONResponse(tokens.detokenize(raw, writer)))
 
     @app.get("/tokenizer_info")
     async def tokenizer_info():

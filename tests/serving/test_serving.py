@@ -1,5 +1,6 @@
 """The server, driven by OpenAI's own client on loopback: right answers, right errors, nothing lost or leaked."""
 
+import asyncio
 import concurrent.futures
 import gc
 import json
@@ -11,9 +12,11 @@ import httpx
 import jax
 import openai
 import pytest
+from fastapi.responses import JSONResponse
 from support.serving import END, client_of, complete, idle, serving, wait_for
 
 import qkvflow
+from qkvflow.serving import app
 
 
 def expected_text(model, writer, prompt, new):
@@ -77,6 +80,22 @@ def test_several_prompts_and_samples(client):
 def test_tokens_as_prompt(client, writer):
     text = complete(client, "Once").choices[0].text
     assert complete(client, writer.tokenizer.encode("Once")).choices[0].text == text
+
+
+def test_answers_about_tokens_are_written_in_a_thread(server, monkeypatch):
+    """Of a long text they are long: the event loop, which all requests share, does not wait for them."""
+    in_loop = []
+
+    class Noticed(JSONResponse):
+        def render(self, content):
+            in_loop.append(asyncio._get_running_loop() is not None)
+            return super().render(content)
+
+    monkeypatch.setattr(app, "JSONResponse", Noticed)
+    found = httpx.post(f"{server[0]}/tokenize", json={"prompt": "Once"}).json()
+    assert (found["count"], found["tokens"]) == (4, [*b"Once"])
+    assert httpx.post(f"{server[0]}/detokenize", json={"tokens": found["tokens"]}).json() == {"prompt": "Once"}
+    assert in_loop == [False, False]
 
 
 def test_control(client):
