@@ -8,6 +8,7 @@ resume from their state at the last accepted token.
 """
 
 import dataclasses
+import numbers
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,8 +44,11 @@ class Drafting:
         """From the options `draft_steps` and `draft_tokens`.
 
         Raises:
-            UserError: one of them is out of range, or tokens are given without steps.
+            UserError: one of them is no whole number or out of range, or tokens are given without steps.
         """
+        for name, given in (("draft_steps", steps), ("draft_tokens", tokens)):
+            if given is not None and (isinstance(given, bool) or not isinstance(given, numbers.Integral)):
+                raise UserError(f"{name} must be a whole number, got {given!r:.80}.")
         if steps is None:
             if tokens is not None:
                 raise UserError(

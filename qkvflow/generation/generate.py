@@ -66,7 +66,7 @@ def generate(
 
     Raises:
         UserError: prompt and new tokens exceed `model.max_seq_len`; adaptive steps; `draft_steps` that are not below
-            the model's number of steps.
+            the model's number of steps; an option that is wrong.
     """
     Pos = tokens.resolve_axis(POSITION)
     others = [a for a in tokens.axes if a.name != POSITION]
@@ -88,7 +88,7 @@ def generate(
     options = [SamplingOptions(temperature, top_k, top_p, seed + i) for i in range(Batch.size)]
 
     drafting = Drafting.of(draft_steps, draft_tokens)
-    exits = ExitConfig.of(exit) if isinstance(exit, Mapping) else exit
+    exits = None if exit is None else ExitConfig.of(exit)
     if report is not None and drafting is None and exits is None:
         raise UserError(
             "report receives the statistics of drafting and exits: pass draft_steps or exit, or leave it out."

@@ -11,6 +11,7 @@ Test-Time Compute with Latent Reasoning (arXiv 2502.05171).
 """
 
 import dataclasses
+import numbers
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -43,22 +44,27 @@ class ExitConfig:
 
     def __post_init__(self):
         check_ranges(self)
+        if isinstance(self.threshold, bool) or not isinstance(self.threshold, numbers.Real):
+            raise UserError(f"exit: threshold must be a number of at least 0, got {self.threshold!r:.80}.")
         if self.rule not in RULES:
             raise UserError(f"exit: rule: {self.rule!r} is not known. Choices: {', '.join(RULES)}.")
 
     @staticmethod
-    def of(keys: Mapping[str, Any]) -> "ExitConfig":
+    def of(keys: "Mapping[str, Any] | ExitConfig") -> "ExitConfig":
         """From keys and values.
 
         Raises:
-            UserError: a key is missing or not known, or a value is wrong.
+            UserError: it is no mapping, a key is missing or not known, or a value is wrong.
         """
+        if isinstance(keys, ExitConfig):
+            return keys
+        known = '{"rule": "kl", "threshold": 0.01, "min_steps": 1}'
+        if not isinstance(keys, Mapping):
+            raise UserError(f"exit must be a mapping such as {known}, got {keys!r:.80}.")
         try:
-            config = ExitConfig(**keys)
+            return ExitConfig(**keys)
         except TypeError:
-            known = '{"rule": "kl", "threshold": 0.01, "min_steps": 1}'
             raise UserError(f"exit must have keys such as {known}, got {dict(keys)!r:.80}.") from None
-        return config
 
 
 class Exit(eqx.Module):

@@ -320,6 +320,9 @@ def test_refusals():
         ({"draft_steps": 2, "draft_tokens": 0}, "between 1 and 64"),
         ({"draft_steps": 2, "draft_tokens": 65}, "between 1 and 64"),
         ({"draft_tokens": 2}, "draft_steps is missing"),
+        ({"draft_steps": "3"}, "draft_steps must be a whole number, got '3'"),
+        ({"draft_steps": True}, "draft_steps must be a whole number, got True"),
+        ({"draft_steps": 2, "draft_tokens": 2.5}, "draft_tokens must be a whole number, got 2.5"),
         ({"draft_steps": 2, "use_cache": False}, "needs its cache"),
         ({"report": print}, "pass draft_steps or exit"),
     ]

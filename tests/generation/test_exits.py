@@ -153,9 +153,15 @@ def test_refusals():
         ({"rule": "entropy", "threshold": 0.1}, "not known. Choices: kl, velocity, margin"),
         ({"rule": "kl", "threshold": 0.1, "min_steps": 0}, "min_steps"),
         ({"rule": "kl", "threshold": float("nan")}, "threshold"),
+        ({"rule": "kl", "threshold": "0.1"}, "threshold must be a number of at least 0, got '0.1'"),
+        ({"rule": "kl", "threshold": None}, "threshold must be a number"),
     ):
         with pytest.raises(UserError, match=words):
             ExitConfig(**wrong)
+    model = flow.build(VOCAB, key=jax.random.PRNGKey(0))
+    for wrong in ("kl", True, ["kl", 0.1]):
+        with pytest.raises(UserError, match="exit must be a mapping such as"):
+            qkvflow.generate(model, random_tokens(length=4), 4, exit=wrong)
     good = ExitConfig("kl", 0.1)
     adaptive = dataclasses.replace(flow, depth=DepthConfig(solver="heun", rtol=1e-3))
     for config, exits, cache, words in (
