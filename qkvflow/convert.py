@@ -31,6 +31,7 @@ from qkvflow.runs import Run, load_run
 from qkvflow.runs.config import FinetuneDataConfig
 from qkvflow.runs.directory import location_of
 from qkvflow.runs.hub import import_run
+from qkvflow.runs.known_loss import warn_if_lost
 from qkvflow.runs.made import new_folder, refuse_existing
 from qkvflow.tracking import read_metrics
 from qkvflow.weights import PerLayerConfig
@@ -47,7 +48,8 @@ class ConvertConfig:
         to_hf: a new folder for the exported model, which transformers, vLLM and others can load.
         data: with `from_hf`: the text for evaluation and fine-tuning; by default the text that ships with Python. The
             tokenizer comes from the folder.
-        steps: with `to_hf`: the depth at which a flow becomes an ordinary model; as trained by default.
+        steps: with `to_hf`: the depth at which a flow becomes an ordinary model; as trained by default. A model of
+            ordinary layers only has its own.
         checkpoint_step: with `to_hf`: N of the checkpoint step-N; the newest by default.
     """
 
@@ -103,9 +105,17 @@ def _out(config: ConvertConfig, progress: Progress) -> Path:
     with progress.phase(f"Loading {config.run}"):
         run = load_run(config.run, config.checkpoint_step)
     model = enter(run.model)
-    is_ordinary = isinstance(model.config.weights, PerLayerConfig) and model.config.depth.step_size == "residual"
-    trained = None if is_ordinary else model.config
+    depth, is_stack = model.config.depth, isinstance(model.config.weights, PerLayerConfig)
+    is_new_depth = config.steps not in (None, depth.reading_steps)
+    if is_stack and is_new_depth:
+        raise UserError(
+            f"--steps is {config.steps}, but {config.run} is an ordinary model of {depth.reading_steps} layers, which"
+            " has only this depth. Leave --steps out"
+        )
+    trained = None if is_stack and depth.step_size == "residual" else model.config
     ordinary = model.discretise(config.steps)
+    if is_new_depth or depth.is_adaptive:
+        warn_if_lost(run, ordinary, f"{depth.solver} with {ordinary.config.depth.reading_steps} steps")
     with progress.phase(f"Writing {target}"), new_folder(target, "--to_hf") as made:
         reason = write_folder(ordinary, run.directory.tokenizer, made)
         steps = "" if config.steps is None else f" --steps {config.steps}"

@@ -98,4 +98,14 @@ print(tokenizer.decode(model.generate(**tokens, max_new_tokens=50)[0]))
         if not self.losses:
             return "\nNo loss was recorded."
         rows = "\n".join(f"| {name} | {loss:.4f} |" for name, loss in self.losses.items())
-        return f"\n| nats per token | |\n|---|---|\n{rows}"
+        return f"\n| nats per token{self._losses_depth()} | |\n|---|---|\n{rows}"
+
+    def _losses_depth(self) -> str:
+        """The depth that the losses were measured at, if the model is exported at another one."""
+        if self.trained is None:
+            return ""
+        depth = self.trained.depth
+        if depth.is_adaptive:
+            return ", with the adaptive steps of training"
+        steps = depth.reading_steps
+        return "" if steps == self.exported.depth.reading_steps else f", at the trained depth, {steps} steps"

@@ -1,6 +1,7 @@
 """The program: in, out and back bit for bit; folders as runs; what is damaged or in the way changes nothing."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -110,9 +111,35 @@ def test_the_card_says_what_it_is(tmp_path):
     out = run_convert("--run", OLD / "flow", "--to_hf", tmp_path / "flow", "--steps", 5)
     card = (out / "README.md").read_text()
     assert "exported with 5 steps of `euler`" in card
+    assert "| nats per token, at the trained depth, 3 steps | |" in card  # not at the 5 steps beside it
     assert "| eval/loss | 4.9" in card
     assert "trust_remote_code=True" in card
     assert f"--to_hf {out} --steps 5" in card
+    card = (run_convert("--run", OLD / "flow", "--to_hf", tmp_path / "as_trained") / "README.md").read_text()
+    assert "| nats per token | |" in card
+
+
+@pytest.mark.parametrize("steps", [1, 4])
+def test_ordinary_layers_are_all_exported_or_none(tmp_path, steps):
+    """Of 2 layers, 1 step would leave out one without a word."""
+    with pytest.raises(UserError, match=rf"--steps is {steps}, but .* 2 layers, which has only this depth"):
+        run_convert("--run", OLD / "gpt2", "--to_hf", tmp_path / "out", "--steps", steps)
+    assert not list(tmp_path.iterdir())
+    card = (run_convert("--run", OLD / "gpt2", "--to_hf", tmp_path / "out", "--steps", 2) / "README.md").read_text()
+    assert "An ordinary model of 2 layers." in card
+
+
+def test_an_export_at_a_depth_where_the_flow_is_lost_is_told(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(OLD / "flow", "flow")
+    shutil.copyfile(OLD / "text.txt", "text.txt")
+    eval_lm.main(eval_lm.EvalConfig("flow", max_eval_batches=1))  # tokenizes its text
+    run_convert("--run", "flow", "--to_hf", "near", "--steps", 4)
+    assert "does not work" not in capfd.readouterr().err
+    Path("flow/metrics.jsonl").write_text(json.dumps({"step": 3, "eval/loss": 4.0}) + "\n")
+    run_convert("--run", "flow", "--to_hf", "far", "--steps", 4)
+    told = "does not work at this depth.* was 4.000 in training, and is now: euler with 4 steps 4.9"
+    assert re.search(told, capfd.readouterr().err)
 
 
 def test_a_name_of_several_words(tmp_path):
