@@ -264,17 +264,18 @@ def lens(result: LogitLens, labels: Sequence[str] | None = None) -> Figure:
     "Shows: how evenly each head spreads its attention (1: over all tokens that it sees). Surprising: a head near 0 (it"
     " attends to one token) or near 1 (it attends uniformly) at all t."
 )
-def entropy(values: np.ndarray) -> Figure:
-    """Attention entropy of each head along t, as a fraction of its maximum: mean over tokens. [steps, heads, N]"""
-    steps, heads, length = values.shape
+def entropy(times, values: np.ndarray) -> Figure:
+    """Attention entropy of each head along t, as a fraction of its maximum: mean over tokens. times: of the weights of
+    each step, `read(model).times`; values: [steps, heads, N]."""
+    _, heads, length = values.shape
     share = (values[..., 1:] / np.log(np.arange(2, length + 1))).mean(axis=-1) if length > 1 else values[..., 0]
     figure = Figure(figsize=(5.5, 3.8), layout="constrained")
     ax = figure.subplots()
     for head in range(heads):
-        ax.plot(
-            np.arange(steps) / steps, share[:, head], color=colormaps["viridis"](head / heads), label=f"head {head}"
-        )
-    ax.set(xlabel="layer-time t", ylabel="entropy / largest possible", ylim=(0, 1), title="attention entropy")
+        ax.plot(times, share[:, head], color=colormaps["viridis"](head / heads), label=f"head {head}")
+    ax.set(
+        xlabel="layer-time t", ylabel="entropy / largest possible", xlim=(0, 1), ylim=(0, 1), title="attention entropy"
+    )
     if heads <= 12:
         ax.legend(frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
     return figure

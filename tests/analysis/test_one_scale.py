@@ -1,18 +1,24 @@
 """Flows and ordinary layers on one scale: speeds, times and intervals mean the same for both; numbers or a reason."""
 
+import json
+import shutil
+import subprocess
+from pathlib import Path
+
 import equinox as eqx
 import numpy as np
 import pytest
 from support.models import build, random_tokens, small_config
 
-from qkvflow.analysis import lyapunov, spectral
+from qkvflow.analysis import figures, lyapunov, spectral
 from qkvflow.analysis.corpus import bootstrap_interval
 from qkvflow.analysis.reading import read
-from qkvflow.analysis.trajectory import motion, states
+from qkvflow.analysis.trajectory import attention_entropy, motion, states
 from qkvflow.depth import DepthConfig
 from qkvflow.errors import UserError
 
 ORDINARY = small_config("per_layer", depth=DepthConfig(steps=3, step_size="residual"))
+WEB = Path(figures.__file__).parent / "page" / "web"
 
 
 @pytest.mark.parametrize("config", [small_config("constant"), ORDINARY], ids=["flow", "layers"])
@@ -30,6 +36,28 @@ def test_speed_integrates_to_the_length_of_the_path(config):
 def test_what_is_measured_of_a_step_stands_at_the_time_of_its_weights(config):
     model = build(config)
     assert tuple(read(model).times) == tuple(spectral.training_times(model))
+    entropies = attention_entropy(model, random_tokens()["batch", 0])
+    for line in figures.entropy(read(model).times, entropies).get_axes()[0].get_lines():
+        assert tuple(line.get_xdata()) == tuple(spectral.training_times(model))
+
+
+def test_the_page_draws_the_entropy_of_a_step_at_the_time_of_its_weights():
+    """Its own, that of other runs and that of the nulls: by the page's own code, with one text of two runs."""
+    node = shutil.which("node")
+    if node is None:
+        pytest.skip("no node on this machine")
+    stubs = """
+const text = { entropy: [[[0, 0.5]], [[0, 0.6]]] }, described = { labels: ["a", "b"], ends: [0, 0.5, 1] };
+const run = (name, times) => ({ name, texts: [{ ...described, times }] });
+const RUNS = [run("one", [0.5, 1]), run("other", [0.4, 0.9])], MANY = true, state = { run: 0, t: 0 }, DASHES = [];
+const runOf = () => RUNS[0], textOf = () => text, describeOf = (r = runOf()) => r.texts[0];
+const colour = () => "", mean = v => v[0];
+const nullSeries = (read, x) => [{ points: x.map(t => [t, 0]) }], lineChart = (width, spec) => spec;
+"""
+    script = stubs + (WEB / "motion.js").read_text() + "console.log(JSON.stringify(entropyChart(1).series"
+    script += ".map(s => s.points.map(p => p[0]))))"
+    done = subprocess.run([node, "-e", script], capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout) == [[0.5, 1], [0.4, 0.9], [0.5, 1]]
 
 
 @pytest.mark.parametrize("number", [np.nan, np.inf])

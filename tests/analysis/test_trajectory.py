@@ -12,6 +12,7 @@ from levanter.models.llama import LlamaConfig
 from support.models import build, llama, random_tokens, small_config
 
 from qkvflow.analysis import figures, trajectory
+from qkvflow.analysis.reading import read
 from qkvflow.depth import DepthConfig
 from qkvflow.errors import UserError
 from qkvflow.models import ControlConfig
@@ -56,7 +57,7 @@ def test_the_end_is_the_model_and_the_entropy_that_of_its_attention(name):
     np.testing.assert_allclose(
         trajectory.attention_entropy(blind, tokens), np.broadcast_to(most, entropy.shape), atol=1e-5
     )
-    for figure in (figures.lens(lens, list("abcde")), figures.entropy(entropy)):
+    for figure in (figures.lens(lens, list("abcde")), figures.entropy(read(model).times, entropy)):
         assert figure.get_axes()
 
 

@@ -15,9 +15,9 @@ function motionChart(key) {
 /* Of the runs that are not chosen, one line each. */
 const others = (points, what) => RUNS.map((r, i) => ({ name: `${r.name}, ${what}`, colour: colour(i + 5), dash: DASHES[3], points: i === state.run ? [] : points(r) })).filter(s => s.points.length);
 function entropyChart(width) {
-  const run = runOf(), text = textOf(), n = describeOf().labels.length, heads = text.entropy ? text.entropy[0].length : 0, begin = describeOf().ends;
+  const run = runOf(), text = textOf(), n = describeOf().labels.length, heads = text.entropy ? text.entropy[0].length : 0, times = describeOf().times;
   return lineChart(width, { title: `Attention entropy / largest possible${MANY ? ", " + run.name : ""}`, x: "layer-time t", xlim: [0, 1], ylim: [0, 1], height: 170, cursor: state.t,
-    series: text.entropy ? [...Array.from({ length: heads }, (_, h) => ({ name: "head " + h, colour: colour(h), dash: DASHES[Math.floor(h / 8) % 4], marks: true, shape: h, points: text.entropy.map((row, k) => [begin[k], share(row[h], n)]) })), ...others(r => textOf(r).entropy ? textOf(r).entropy.map((row, k) => [describeOf(r).ends[k], mean(row.map(head => share(head, describeOf(r).labels.length)))]) : [], "mean of heads"), ...nullSeries(x => x.entropy, text.entropy.map((_, k) => begin[k]))] : [] });
+    series: text.entropy ? [...Array.from({ length: heads }, (_, h) => ({ name: "head " + h, colour: colour(h), dash: DASHES[Math.floor(h / 8) % 4], marks: true, shape: h, points: text.entropy.map((row, k) => [times[k], share(row[h], n)]) })), ...others(r => textOf(r).entropy ? textOf(r).entropy.map((row, k) => [describeOf(r).times[k], mean(row.map(head => share(head, describeOf(r).labels.length)))]) : [], "mean of heads"), ...nullSeries(x => x.entropy, times)] : [] });
 }
 function growthChart(width) {
   const run = runOf(), text = textOf(), ends = describeOf().ends, with0 = (rows, i) => [[0, 0], ...rows.map((row, k) => [(k + 1) / rows.length, row[i]])];
