@@ -13,12 +13,14 @@ needs; `--target` uses the compiler of that machine (v4, v5e, v5p, v6e; a100, h1
 """
 
 import dataclasses
-import json
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+
+import yaml
 
 import qkvflow as qkvflow  # registers the models
 from qkvflow.cli import parse, run_program
@@ -80,71 +82,130 @@ def main(config: DescribeConfig) -> None:
     """Prints one table with a column for each configuration and each run.
 
     Raises:
-        UserError: there is nothing to describe, or a configuration or run cannot be read.
+        UserError: there is nothing to describe, a configuration or run cannot be read, or one of them cannot be
+            compiled; the results of those before it are printed and written all the same.
     """
     if not config.files and not config.run:
         raise UserError("nothing to describe: give --config_path FILE [FILE ...] or --run DIR [DIR ...]")
     if config.run and config.overrides:
         raise UserError(f"{config.overrides[0]} changes configurations, but a run is described unchanged. Leave it out")
-    shape = None if config.mesh is None else MeshShape.read(config.mesh)
-    if config.serve and config.target is None:
-        raise UserError("--serve compiles a decoding step for a machine: name it, for example --target v5e")
-    wanted = 1 if config.serve and shape is None and ":" not in (config.target or "") else shape and shape.devices
-    target = None if config.target is None else Target.read(config.target, wanted)
-    shape = MeshShape(target.devices) if target is not None and shape is None else shape
+    shape, target = _machine(config)
     if target is not None:
         compiler_environment(target.chip.platform)  # refuses, if there is none
     if not config.serve and (config.slots is not None or config.dtype is not None):
         raise UserError("--slots and --dtype are for a decoding step: add --serve and a --target, or leave them out")
-    slots = (config.slots or _SLOTS) if config.serve else None
     if config.dtype is not None:
         dtype_by_name(config.dtype)
     if config.json is not None:
         _check_writable(Path(config.json))
-    columns: dict[str, Sections] = {}
-    reports: dict[str, MeshReport] = {}
-    trials: dict[str, list[Trial]] = {}
     with quiet_libraries() as quiet:
         progress = Progress(quiet.terminal)
-
-        def add(
-            name: str, train: TrainConfig, vocab: int, start: Start | None, run: RunDirectory | None = None
-        ) -> None:
-            columns[name] = describe(train, vocab, start)
+        subjects = _subjects(config, shape)  # errors before long work
+        found = _Found({subject.name: subject.column for subject in subjects})
+        try:
             if shape is not None:
-                size = None if config.vocab_size and run is None else train.vocab_size
-                with progress.phase(f"Compiling {name} for {target or f'{shape.devices} devices'}"):
-                    sized = dataclasses.replace(train, vocab_size=size)
-                    reports[name] = describe_mesh(sized, vocab, shape, run, target, slots, config.dtype)
-                columns[name] |= reports[name].sections()
+                for subject in subjects:
+                    _compile(subject, config, shape, target, found, progress)
+        except BaseException:
+            if found.reports:  # which took minutes
+                _tell(config, target, found)
+            raise
+        _tell(config, target, found)
 
-        read = [(path, *_read(path, config.overrides)) for path in config.files]  # errors before long work
-        for path, train, start in read:
-            vocab = config.vocab_size or vocabulary_size(train)
-            name = path.removesuffix(".yaml").removeprefix("configs/")
-            add(name, train, vocab, start)
-            if (
-                target is not None
-                and shape is not None
-                and config.suggest
-                and not config.serve
-                and not reports[name].fits_target
-            ):
-                made = partial(_changed, path, config, vocab, shape, target, progress)
-                trials[name] = try_changes(changes(train, shape), made)
-        for path in config.run:
-            run = load_run(path, config.checkpoint_step)
-            train, start = start_of(run.directory)
-            name = f"{run.directory} step {run.step}"
-            add(name, train, run.model.Vocab.size, start, run.directory)
-            columns[name] |= {"change of W(t) over t": change_over_time(run.model)}
-    print(table(columns), flush=True)
-    for name, report in reports.items():
+
+@dataclass(frozen=True)
+class _Subject:
+    """A configuration or a run.
+
+    Attributes:
+        column: what its shapes say.
+        path: the file of a configuration.
+        run: the directory of a run.
+    """
+
+    name: str
+    column: Sections
+    train: TrainConfig
+    vocab: int
+    path: str | None = None
+    run: RunDirectory | None = None
+
+
+@dataclass(frozen=True)
+class _Found:
+    """The results, by name of the subject."""
+
+    columns: dict[str, Sections]
+    reports: dict[str, MeshReport] = field(default_factory=dict)
+    trials: dict[str, list[Trial]] = field(default_factory=dict)
+
+
+def _machine(config: DescribeConfig) -> tuple[MeshShape | None, Target | None]:
+    """What to compile for, if anything."""
+    shape = None if config.mesh is None else MeshShape.read(config.mesh)
+    if config.serve and config.target is None:
+        raise UserError("--serve compiles a decoding step for a machine: name it, for example --target v5e")
+    if config.serve and shape is not None:
+        raise UserError(f"--mesh {config.mesh}: a decoding step (--serve) is for one device. Leave --mesh out")
+    if config.target is None:
+        return shape, None
+    if config.serve:
+        target = Target.read_smallest(config.target)
+    else:
+        target = Target.read(config.target, None if shape is None else shape.devices)
+    return MeshShape(target.devices) if shape is None else shape, target
+
+
+def _subjects(config: DescribeConfig, shape: MeshShape | None) -> list[_Subject]:
+    """Reads all configurations and runs."""
+    subjects = []
+    for path, (train, start) in [(path, _read(path, config.overrides)) for path in config.files]:
+        vocab = config.vocab_size or vocabulary_size(train)
+        name = path.removesuffix(".yaml").removeprefix("configs/")
+        subjects.append(_Subject(name, describe(train, vocab, start), train, vocab, path))
+    for path in config.run:
+        run = load_run(path, config.checkpoint_step)
+        train, start = start_of(run.directory)
+        vocab = run.model.Vocab.size
+        column = describe(train, vocab, start) | {"change of W(t) over t": change_over_time(run.model)}
+        subjects.append(_Subject(f"{run.directory} step {run.step}", column, train, vocab, run=run.directory))
+    if shape is not None:
+        for subject in subjects:
+            shape.applied(subject.train.trainer)  # refuses, if it has other axes
+    return subjects
+
+
+def _compile(
+    subject: _Subject,
+    config: DescribeConfig,
+    shape: MeshShape,
+    target: Target | None,
+    found: _Found,
+    progress: Progress,
+) -> None:
+    """Adds the report of the step of one configuration or run, and changes that may make it fit."""
+    name, train = subject.name, subject.train
+    slots = (config.slots or _SLOTS) if config.serve else None
+    with progress.phase(f"Compiling {name} for {target or f'{shape.devices} devices'}"):
+        size = None if config.vocab_size and subject.run is None else train.vocab_size
+        sized = dataclasses.replace(train, vocab_size=size)
+        report = describe_mesh(sized, subject.vocab, shape, subject.run, target, slots, config.dtype)
+    found.reports[name] = report
+    found.columns[name] |= report.sections()
+    may_try = config.suggest and not config.serve and not report.fits_target
+    if target is not None and subject.path is not None and may_try:
+        made = partial(_changed, subject.path, config, subject.vocab, shape, target, progress)
+        found.trials[name] = try_changes(changes(train, shape), made)
+
+
+def _tell(config: DescribeConfig, target: Target | None, found: _Found) -> None:
+    print(table(found.columns), flush=True)
+    for name, report in found.reports.items():
         print("\n".join([f"\n{name}:", *report.notes()]) if report.notes() else "", flush=True)
-    for name, found in trials.items():
-        print("\n".join([f"\n{name} does not fit {target}. Tried:", *told(found)]), flush=True)
+    for name, tried in found.trials.items():
+        print("\n".join([f"\n{name} does not fit {target}. Tried:", *told(tried)]), flush=True)
     if config.json is not None:
-        _write(Path(config.json), columns, reports, trials)
+        _write(Path(config.json), found)
 
 
 def _read(path: str, overrides: list[str]) -> tuple[TrainConfig, Start | None]:
@@ -170,17 +231,15 @@ def _changed(
         return describe_mesh(sized, vocab, shape, None, target)
 
 
-def _write(
-    path: Path, columns: dict[str, Sections], reports: dict[str, MeshReport], trials: dict[str, list[Trial]]
-) -> None:
-    found: dict[str, dict] = {name: {"sections": sections} for name, sections in columns.items()}
-    for name, report in reports.items():
-        found[name]["mesh"] = as_dict(report)
-        found[name] |= {} if report.target is None else summary(report)
-    for name, tried in trials.items():
-        found[name]["would_fit"] = as_record(tried)
+def _write(path: Path, found: _Found) -> None:
+    written: dict[str, dict] = {name: {"sections": sections} for name, sections in found.columns.items()}
+    for name, report in found.reports.items():
+        written[name]["mesh"] = as_dict(report)
+        written[name] |= {} if report.target is None else summary(report)
+    for name, tried in found.trials.items():
+        written[name]["would_fit"] = as_record(tried)
     try:
-        path.write_text(json_text(found, indent=1))
+        path.write_text(json_text(written, indent=1))
     except OSError as error:
         raise UserError(f"cannot write --json {path}: {error.strerror}") from None
 
@@ -212,7 +271,12 @@ def arguments(argv: Sequence[str]) -> list[str]:
         else:
             (own if target is None else target).append(word)
     pairs = {"files": lists["config_path"], "run": lists["run"], "overrides": lists["overrides"]}
-    return [*own, *(w for key, words in pairs.items() if words for w in (f"--{key}", json.dumps(words)))]
+    return [*own, *(w for key, words in pairs.items() if words for w in (f"--{key}", _as_yaml(words)))]
+
+
+def _as_yaml(words: list[str]) -> str:
+    """A list of any words, which may have characters that YAML only takes escaped."""
+    return yaml.safe_dump(words, default_style='"', default_flow_style=True, width=math.inf).rstrip()
 
 
 if __name__ == "__main__":

@@ -117,6 +117,14 @@ def test_command_line():
         program.main(program.DescribeConfig(run=["runs/c"], overrides=["--model.x", "1"]))
 
 
+@pytest.mark.parametrize("name", ["exp/🚀.yaml", 'a "b" é\x7f\u2028.yaml'])
+def test_names_of_files_may_have_any_characters(name):
+    config = parse(program.DescribeConfig, program.arguments(["--config_path", name]))[0]
+    assert config.files == [name]
+    with pytest.raises(UserError, match="there is no configuration file"):
+        program.main(config)
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [
@@ -133,6 +141,7 @@ def test_command_line():
         (["--mesh", "2", "--json", "."], "cannot write --json .*it is a folder"),
         (["--mesh", "2", "--slots", "4"], "--slots and --dtype are for a decoding step"),
         (["--mesh", "2", "--dtype", "bf16"], "--slots and --dtype are for a decoding step"),
+        (["--serve", "--mesh", "8x8", "--target", "v5e"], r"--mesh 8x8: a decoding step \(--serve\) is for one device"),
         (["--mesh", "²x8"], "--mesh ²x8: give"),
         (["--mesh", "9999999x9999999"], "for at most 65,536 devices"),
         (["--mesh", "9" * 5000], "for at most 65,536 devices"),

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from qkvflow.errors import UserError
+from qkvflow.errors import UserError, first_line
 from qkvflow.meshes.report import MeshReport
 from qkvflow.meshes.shape import MeshShape
 from qkvflow.runs.config import TrainConfig
@@ -75,7 +75,10 @@ def changes(config: TrainConfig, shape: MeshShape) -> Iterator[Change]:
 
 
 def try_changes(found: Iterator[Change], compiled: Callable[[Change], MeshReport]) -> list[Trial]:
-    """Compiles each change; skips further changes of a kind after the first that fits, since they would cost more."""
+    """Compiles each change; skips further changes of a kind after the first that fits, since they would cost more.
+
+    One whose compiler fails or crashes counts as refused.
+    """
     trials: list[Trial] = []
     for change in found:
         if any(t.seconds is not None and t.change.what == change.what for t in trials):
@@ -84,6 +87,8 @@ def try_changes(found: Iterator[Change], compiled: Callable[[Change], MeshReport
             trials.append(Trial(change, compiled(change)))
         except UserError as error:
             trials.append(Trial(change, None, str(error)))
+        except RuntimeError as error:
+            trials.append(Trial(change, None, first_line(error).rstrip(":")))
     return trials
 
 

@@ -56,6 +56,18 @@ class Target:
             )
         return target
 
+    @staticmethod
+    def read_smallest(text: str) -> "Target":
+        """From the command line, for a program of one device: without a topology, the smallest that there is.
+
+        Raises:
+            UserError: no such chip or topology.
+        """
+        kind, _, topology = text.lower().partition(":")
+        if topology or kind not in CHIPS:
+            return Target.read(text)
+        return Target(kind, _shapes(kind)[0] if CHIPS[kind].platform == "tpu" else _machines(1))
+
     @property
     def chip(self) -> Chip:
         return CHIPS[self.kind]

@@ -2,6 +2,7 @@
 test_mesh_step."""
 
 import dataclasses
+import json
 import warnings
 from types import SimpleNamespace
 
@@ -27,6 +28,7 @@ from qkvflow.runs.config import TrainConfig
 from qkvflow.training.checks import model_shape
 from qkvflow.training.mesh import check_mesh, complete_mesh
 
+SMALL = "model: {type: neuralode, hidden_dim: 16, block: {type: gpt2, num_heads: 2}}\ndata: {tokenizer: byte}"
 HLO = """HloModule jit_step, is_scheduled=true
 
 %add (a: f32[], b: f32[]) -> f32[] {
@@ -229,6 +231,38 @@ def test_the_program_refuses_early():
     assert parse(program.DescribeConfig, words)[0] == program.DescribeConfig(["a.yaml"], mesh="8x8", json="b.json")
     assert parse(program.DescribeConfig, program.arguments(["--mesh", "8"]))[0].mesh == "8"
     assert decode(TrainConfig, {"model": {"type": "neuralode"}}).trainer.mesh == MeshConfig()
+
+
+@pytest.mark.parametrize("error", [UserError("no heads"), RuntimeError("crashed"), KeyboardInterrupt("stopped")])
+def test_what_is_compiled_is_told_though_the_next_one_is_refused(tmp_path, monkeypatch, capsys, error):
+    def describe_mesh(config, *rest):
+        if config.trainer.train_batch_size == 16:
+            raise error
+        return report(whole_arguments=[Whole("the_head", (9,), GIB, 0.0)])
+
+    monkeypatch.setattr(program, "describe_mesh", describe_mesh)
+    good, bad, found = tmp_path / "good.yaml", tmp_path / "bad.yaml", tmp_path / "found.json"
+    good.write_text(f"{SMALL}\ntrainer: {{train_batch_size: 8}}")
+    bad.write_text(f"{SMALL}\ntrainer: {{train_batch_size: 16}}")
+    with pytest.raises(type(error), match=str(error)):
+        program.main(program.DescribeConfig([str(good), str(bad)], mesh="2", json=str(found)))
+    assert "the_head" in capsys.readouterr().out
+    written = json.loads(found.read_text())
+    assert ["mesh" in column for column in written.values()] == [True, False]
+    found.unlink()
+    with pytest.raises(type(error), match=str(error)):  # nothing was compiled
+        program.main(program.DescribeConfig([str(bad)], mesh="2", json=str(found)))
+    assert capsys.readouterr().out == ""
+    assert not found.exists()
+
+
+def test_axes_of_all_files_are_checked_before_one_is_compiled(tmp_path, monkeypatch):
+    monkeypatch.setattr(program, "describe_mesh", lambda *given: pytest.fail("compiled"))
+    good, bad = tmp_path / "good.yaml", tmp_path / "bad.yaml"
+    good.write_text(SMALL)
+    bad.write_text(f"{SMALL}\ntrainer: {{mesh: {{axes: {{data: -1, context: 2}}}}}}")
+    with pytest.raises(UserError, match="also has"):
+        program.main(program.DescribeConfig([str(good), str(bad)], mesh="2x1"))
 
 
 def test_of_a_growing_depth_the_deepest_stage_is_compiled(tmp_path):

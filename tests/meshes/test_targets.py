@@ -198,6 +198,24 @@ def test_targets(text, devices, expected):
 
 
 @pytest.mark.parametrize(
+    ("text", "expected"),
+    [("v4", "v4:2x2x1"), ("v5p", "v5p:2x2x1"), ("v5e", "v5e:1x1"), ("v5e:2x4", "v5e:2x4"), ("h100", "h100:1x1")],
+)
+def test_a_decoding_step_takes_one_device_of_the_smallest_slice(text, expected, monkeypatch):
+    compiled_for = []
+
+    def describe_mesh(config, tokens, shape, run, target, slots, dtype):
+        compiled_for.append((str(target), shape.devices, slots))
+        return report(target=str(target), texts=slots)
+
+    monkeypatch.setattr(program, "describe_mesh", describe_mesh)
+    monkeypatch.setattr(program, "compiler_environment", lambda platform: {})
+    words = ["--serve", "--target", text, "--slots", "3", "--config_path", str(ROOT / "configs/quickstart.yaml")]
+    program.main(parse(program.DescribeConfig, program.arguments(words))[0])
+    assert compiled_for == [(expected, Target.read(expected).devices, 3)]
+
+
+@pytest.mark.parametrize(
     ("text", "devices", "said"),
     [
         ("v7", None, "Targets: v4, v5e"),
@@ -307,6 +325,12 @@ def test_what_would_fit_is_tried_and_the_cheapest_named():
     lines = told(trials)
     assert lines[-1] == "the cheapest change that fits: --mesh 32x2"
     assert any("this solver has no inverse" in line for line in lines)
+
+    def crash(change: Change) -> MeshReport:
+        raise RuntimeError("compiling for v5e:2x2 failed with status -11:\nsegmentation fault")
+
+    (crashed,) = try_changes(iter(found[:1]), crash)
+    assert crashed.refused == "compiling for v5e:2x2 failed with status -11"
     assert told(try_changes(iter(found[:1]), lambda _: report(temporary=20 * GIB)))[-1].startswith("none of these fits")
 
 
