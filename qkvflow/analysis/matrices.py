@@ -64,10 +64,18 @@ def thin(left: NamedArray, right: NamedArray) -> ThinProduct:
     return ThinProduct(_view(left, LAYERS, *heads, EMBED, inner), _view(right, LAYERS, *heads, inner, EMBED))
 
 
-def factors(model: LmHeadModel, family: str, times=None) -> tuple[NamedArray, NamedArray]:
-    """The factors of `products`, with axes in any order: both {layers, [heads,] embed, head_size or mlp}."""
+def check_family(family: str) -> None:
+    """
+    Raises:
+        UserError: there is no such family.
+    """
     if family not in FAMILIES:
         raise UserError(f"family: {family!r} is not known. Choices: {', '.join(FAMILIES)}.")
+
+
+def factors(model: LmHeadModel, family: str, times=None) -> tuple[NamedArray, NamedArray]:
+    """The factors of `products`, with axes in any order: both {layers, [heads,] embed, head_size or mlp}."""
+    check_family(family)
     check_finite(model)
     model = enter(model)
     times = _checked(times, model.config.plan.times if times is None else times)

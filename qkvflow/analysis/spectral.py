@@ -19,7 +19,7 @@ from levanter.models.lm_model import LmHeadModel
 from qkvflow.analysis import figures, spectrum
 from qkvflow.analysis.exponents import Tick
 from qkvflow.analysis.many import each
-from qkvflow.analysis.matrices import FAMILIES, ThinProduct, factors, products, thin
+from qkvflow.analysis.matrices import FAMILIES, ThinProduct, check_family, factors, products, thin
 from qkvflow.analysis.matrices import official_times as official_times
 from qkvflow.analysis.matrices import training_times as training_times
 from qkvflow.analysis.opening import opened, output_folder, texts_of, write
@@ -31,8 +31,9 @@ from qkvflow.cli import run_program
 from qkvflow.config import Text
 from qkvflow.errors import UserError
 from qkvflow.models.levanter_twin import enter_config
-from qkvflow.runs import RunDirectory, load_run
+from qkvflow.runs import load_run
 from qkvflow.runs.checkpoints import checkpoint_steps
+from qkvflow.runs.load import find_run
 
 
 def qk_eigenvalues(model: LmHeadModel, times=None) -> np.ndarray:
@@ -140,9 +141,11 @@ def over_training(
         steps: of the checkpoints to use; all by default.
 
     Raises:
-        UserError: no checkpoints, unknown steps, or a family or times that the model does not have.
+        UserError: no such run, no checkpoints, unknown steps, or a family or times that the model does not have.
     """
-    steps = checkpoint_steps(RunDirectory(Path(run)).checkpoints) if steps is None else steps
+    check_family(family)
+    directory = find_run(run)
+    steps = checkpoint_steps(directory.checkpoints) if steps is None else steps
     if not steps:
         raise UserError(f"{run} has no checkpoints. Set trainer.checkpointer.keep to keep some during training.")
     values, at = [], times

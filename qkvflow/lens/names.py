@@ -7,7 +7,7 @@ from fnmatch import fnmatchcase
 
 from qkvflow.errors import UserError, shortened
 
-_STATE = re.compile(r"(?P<part>.*\.)?state\.(?P<time>\d*\.?\d+|\d+\.)(/(?P<of>\d+))?")
+_STATE = re.compile(r"(?P<part>.*\.)?state\.(?P<time>\d*\.?\d+|\d+\.)(/(?P<of>0*[1-9]\d*))?")
 _CLOSE = 1e-3  # layer-times closer than this are equal
 _STEP = re.compile(r"^((?:prelude\.|coda\.)?)(\d+)\.")
 
@@ -23,7 +23,7 @@ def chosen(patterns: str | Iterable[str], known: Sequence[str]) -> frozenset[str
     Raises:
         UserError: a pattern that no name matches; the message lists the names.
     """
-    patterns = [patterns] if isinstance(patterns, str) else list(patterns)
+    patterns = [patterns] if isinstance(patterns, str) or not isinstance(patterns, Iterable) else list(patterns)
     return frozenset(name for pattern in patterns for name in _matches(pattern, known))
 
 

@@ -1,6 +1,6 @@
 """The prediction if the flow ended early: the head on x_0, ..., x_L, or on translated states."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -15,7 +15,8 @@ from qkvflow.axes import EMBED, LAYERS, POSITION
 from qkvflow.blocks import Inputs
 from qkvflow.errors import UserError
 from qkvflow.lens.paths import states
-from qkvflow.lens.run import opened
+from qkvflow.lens.probe import Edit, Notes, Probe
+from qkvflow.lens.run import by_name, opened
 from qkvflow.models import NeuralOdeLMHeadModel
 
 TOP = "top"
@@ -62,7 +63,7 @@ def logit_lens(
     Args:
         tuned: translators from `tuned_lens`; without them the head is applied to the states directly, though it was
             trained on x_L only: poor predictions from early states do not mean that they hold nothing.
-        inputs: as in `lens.run_with_cache`.
+        inputs: as in `lens.run_with_cache`, `edits` included; those after the flow act on the prediction of each layer.
 
     Raises:
         UserError: top is not in 1..vocab, or `tuned` is of another width or number of steps.
@@ -77,7 +78,7 @@ def logit_lens(
     if not 1 <= top <= ours.Vocab.size:
         raise UserError(f"top must lie in 1..{ours.Vocab.size}, the size of the vocabulary, got {top}.")
     x, batch = _states(ours, tokens, inputs)
-    ids, given = tokens.rearrange((*batch, POSITION)).array, Inputs.of(**inputs)
+    ids, given = tokens.rearrange((*batch, POSITION)).array, _given(ours, **inputs)
     end = _log_p(ours, x[-1], batch, given)
 
     def at(k, x):
@@ -117,7 +118,7 @@ def tuned_lens(
 
     @eqx.filter_jit
     def update(model, lens, state, tokens, inputs):
-        given = Inputs.of(**inputs)
+        given = _given(model, **inputs)
         x, batch = _states(model, tokens, inputs)
         end = _log_p(model, x[-1], batch, given)
 
@@ -144,6 +145,12 @@ def _states(model: NeuralOdeLMHeadModel, tokens: NamedArray, inputs) -> tuple[ja
     return x.array, x.axis_names[1:-2]
 
 
+def _given(model: NeuralOdeLMHeadModel, *, edits: Mapping[str, Edit] | None = None, **inputs: Any) -> Inputs:
+    """For what comes after the flow."""
+    probe = Probe(Notes(frozenset(), by_name(model, edits))) if edits else None
+    return Inputs.of(**inputs, probe=probe)
+
+
 def _translated(lens: TunedLens, k, x: jax.Array) -> jax.Array:
     last = len(lens.bias)
     return jnp.where(k < last, lens(jnp.minimum(k, last - 1), x), x).astype(x.dtype)
@@ -152,8 +159,9 @@ def _translated(lens: TunedLens, k, x: jax.Array) -> jax.Array:
 def _log_p(model: NeuralOdeLMHeadModel, x: jax.Array, batch: tuple[str, ...], inputs: Inputs) -> jax.Array:
     """[..., position, vocab], fp32: the prediction if x is the end of the flow, after coda and norm."""
     transformer, state = model.transformer, hax.named(x, (*batch, POSITION, EMBED))
-    state = state if transformer.coda is None else transformer.coda(state, inputs)
-    logits = hax.dot(transformer.norm(state), model.get_lm_head(), axis=EMBED)
+    state = state if transformer.coda is None else transformer.coda(state, inputs.within("coda"))
+    logits = hax.dot(inputs.see("norm", transformer.norm(state)), model.get_lm_head(), axis=EMBED)
+    logits = inputs.see("logits", logits)
     return jax.nn.log_softmax(logits.rearrange((*batch, POSITION, model.Vocab)).array.astype(jnp.float32), axis=-1)
 
 

@@ -26,7 +26,7 @@ _known: dict[Any, tuple[str, ...]] = {}  # names for each model structure
 def run_with_cache(
     model: LmHeadModel,
     tokens: NamedArray,
-    names: str | Iterable[str] = "*",
+    names: str | Iterable[str] | None = "*",
     *,
     edits: Mapping[str, Edit] | None = None,
     attn_mask=None,
@@ -37,7 +37,7 @@ def run_with_cache(
     Args:
         model: any that `qkvflow.models.levanter_twin.enter` accepts; used in evaluation mode, without dropout.
         tokens: {..., position}.
-        names: of places, as listed by `lens.names(model)`, or globs; `*` also matches dots.
+        names: of places, as listed by `lens.names(model)`, or globs; `*` also matches dots. None means all, as `*`.
         edits: as in `run_with_edits`. The cache holds the edited values.
         attn_mask, inputs: as in a call of the model: `control`, `pos_ids`.
 
@@ -45,11 +45,12 @@ def run_with_cache(
         Without edits, the logits are bit for bit those of `model(tokens)`.
 
     Raises:
-        UserError: a name that the model does not have, an edit that changes the shape, or a model without fixed steps.
+        UserError: a name that the model does not have, an edit that is no function or changes the shape, or a model
+            without fixed steps.
     """
     model = opened(model)
-    asked = None if names == "*" else chosen(names, _names(model))
-    notes = Notes(asked, _by_name(model, edits or {}))
+    asked = None if names is None or names == "*" else chosen(names, _names(model))
+    notes = Notes(asked, by_name(model, edits))
     logits = model(tokens, attn_mask, probe=Probe(notes), **inputs)
     return logits, notes.cache()
 
@@ -100,6 +101,19 @@ def _names(model: NeuralOdeLMHeadModel) -> tuple[str, ...]:
     return _known[structure]
 
 
-def _by_name(model: NeuralOdeLMHeadModel, edits: Mapping[str, Edit]) -> Edits:
-    known = _names(model) if edits else ()
+def by_name(model: NeuralOdeLMHeadModel, edits: Mapping[str, Edit] | None) -> Edits:
+    """Edits with the names that their patterns match.
+
+    Raises:
+        UserError: a name that the model does not have, or an edit that is no function.
+    """
+    if not edits:
+        return []
+    for pattern, edit in edits.items():
+        if not callable(edit):
+            raise UserError(
+                f"the edit of {pattern} must be a function of the value there, such as lambda x: x * 0, got"
+                f" {edit!r:.80}."
+            )
+    known = _names(model)
     return [(chosen(pattern, known), edits[pattern]) for pattern in sorted(edits)]

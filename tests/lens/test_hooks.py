@@ -246,8 +246,9 @@ def test_names_and_globs():
         "0.0.attn.pattern",
     )
     assert lens.names(model, "state.*") == ("state.0", "state.0.5", "state.1")
-    assert lens.names(model, "state.1/2") == ("state.0.5",)
+    assert lens.names(model, "state.1/2") == lens.names(model, "state.01/02") == ("state.0.5",)
     assert len(lens.names(model, "1.[13].shifted")) == 2
+    assert tuple(eqx.filter_eval_shape(lens.run_with_cache, model, TOKENS, None)[1]) == known
     order = [known.index(name) for name in ("prelude.1.out", "state.0", "0.0.in", "1.3.out", "coda.0.in", "norm")]
     assert order == sorted(order)
 
@@ -262,6 +263,13 @@ def test_names_and_globs():
         (lambda m: lens.run_with_cache(m, TOKENS, "3.mlp.out"), r"for K = 0\.\.2"),
         (lambda m: lens.run_with_cache(m, TOKENS, "state.0.5"), r"state.0.3333"),
         (lambda m: lens.run_with_cache(m, TOKENS, [3]), r"a name must be a text"),
+        (lambda m: lens.run_with_cache(m, TOKENS, 3), r"a name must be a text"),
+        (lambda m: lens.names(m, None), r"a name must be a text"),
+        (lambda m: lens.names(m, "state.1/0"), r"no activation 'state.1/0'"),
+        (
+            lambda m: lens.run_with_edits(m, TOKENS, {"1.mlp.out": 0.0}),
+            r"edit of 1.mlp.out must be a function.* got 0.0",
+        ),
         (lambda m: lens.run_with_edits(m, TOKENS, {"1.mlp.out": lambda x: x["embed", :3]}), r"axes .*embed 16"),
         (lambda m: lens.run_with_edits(m, TOKENS, {"1.mlp.out": lambda x: 0.0}), r"returned float"),
         (lambda m: lens.run_with_cache(m, TOKENS, "1.mlp.out")[1].stack("attn.q"), r"no steps of 'attn.q'.*mlp.out"),

@@ -119,6 +119,18 @@ def test_logit_and_tuned_lens():
             lens.logit_lens(model.with_depth(model.config.depth.on_grid(steps)), TOKENS, 3, tuned=tuned)
 
 
+def test_the_lens_reads_a_pass_with_edits():
+    """In the flow and after it: the end is that of the edited pass."""
+    model = build(small_config("constant", coda_layers=1, depth=DepthConfig(steps=2)))
+    read, edited_pass = eqx.filter_jit(lens.logit_lens), eqx.filter_jit(lens.run_with_edits)
+    edits = {"1.mlp.out": lambda x: x * 0, "coda.0.mlp.out": lambda x: x * 2, "logits": lambda x: x * 3}
+    found = read(model, TOKENS, 3, edits=edits)
+    last = np.asarray(jax.nn.log_softmax(edited_pass(model, TOKENS, edits).array))
+    rows, columns, ids = np.arange(2)[:, None], np.arange(11), np.asarray(TOKENS.array)
+    np.testing.assert_allclose(found.loss["layers", 2].array, -last[rows, columns, ids[:, 1:]], atol=1e-5)
+    eqx.filter_eval_shape(lens.logit_lens, model, TOKENS, 3, edits=None)
+
+
 class Affine(eqx.Module):
     """dx/dt = x A + b, for each token by itself."""
 
@@ -225,6 +237,13 @@ def test_with_v_the_identity_causal_attention_gathers_all_tokens(seed):
     assert (end @ first / np.linalg.norm(end, axis=-1) / np.linalg.norm(first) > 0.98).all()
     still = eqx.filter_jit(lens.states)(attention_alone(np.zeros((16, 16)), 2, seed), tokens)
     np.testing.assert_array_equal(still.array[-1], still.array[0])
+
+
+def test_spectra_over_training_of_what_is_not_there(tmp_path):
+    with pytest.raises(UserError, match=r"there is no run .*typo"):
+        spectral.over_training(tmp_path / "typo", "ov")
+    with pytest.raises(UserError, match=r"'vo' is not known\. Choices: qk, ov, ff"):
+        spectral.over_training(tmp_path / "typo", "vo", steps=[2])
 
 
 @pytest.mark.slow
