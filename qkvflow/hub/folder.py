@@ -64,7 +64,7 @@ class HubFolder:
         """The files with arrays.
 
         Raises:
-            UserError: there is none, or a file named in the index is missing.
+            UserError: there is none, a file named in the index is missing, or there are two models.
         """
         index = self.path / INDEX
         if not index.is_file():
@@ -78,6 +78,11 @@ class HubFolder:
         if not isinstance(names, Mapping) or not all(isinstance(name, str) for name in names.values()):
             raise UserError(f"{index} is damaged: it has no weight_map")
         files = tuple(self.path / name for name in sorted(set(names.values())))
+        if (self.path / WEIGHTS).is_file() and files != (self.path / WEIGHTS,):
+            raise UserError(
+                f"{self.path} has both {WEIGHTS} and {INDEX}, which names other files: their weights may differ, and"
+                " other programs read the first. Keep only the one that is the model, in a copy of the folder"
+            )
         for file in files:
             if file.parent != self.path or not file.is_file():
                 raise UserError(f"{self.path} is incomplete: {INDEX} names {file.name}, which is missing")

@@ -214,8 +214,15 @@ DAMAGES = {
     "a head of its own": (lambda own: head(own, factor=2), "lm_head.weight is another array"),
     "a head too short": (lambda own: head(own, rows=5), "lm_head.weight is another array"),
     "index of files elsewhere": (
-        lambda own: (own / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../x.safetensors"}}'),
+        lambda own: (
+            (own / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../x.safetensors"}}'),
+            (own / "model.safetensors").unlink(),
+        ),
         "incomplete",
+    ),
+    "two models": (
+        lambda own: (own / "model.safetensors.index.json").write_text('{"weight_map": {"a": "b.safetensors"}}'),
+        "both model.safetensors and model.safetensors.index.json",
     ),
 }
 
@@ -228,6 +235,13 @@ def test_damage_is_told_and_nothing_is_made(own, tmp_path, damage):
         with pytest.raises(UserError, match=message):
             attempt()
     assert [path.name for path in tmp_path.iterdir()] == ["own"]
+
+
+def test_an_index_of_the_one_file_is_harmless(own):
+    before, names = load_run(own).model, load_file(own / "model.safetensors")
+    index = {"weight_map": dict.fromkeys(names, "model.safetensors")}
+    (own / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert_same_arrays(before, load_run(own).model)
 
 
 def test_a_head_that_is_the_embedding(own):
