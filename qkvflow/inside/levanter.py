@@ -13,6 +13,7 @@ from jax.experimental.array_serialization.serialization import GlobalAsyncCheckp
 from jax.stages import Lowered
 from levanter.checkpoint import Checkpointer as Checkpointer
 from levanter.checkpoint import save_checkpoint as save_checkpoint
+from levanter.kernels.pallas.fused_cross_entropy_loss import api as cross_entropy
 from levanter.tokenizers import MarinTokenizer
 from levanter.trainer import Trainer, TrainerConfig
 from levanter.trainer_state import TrainerState
@@ -172,3 +173,7 @@ def _checkpoints_in(folder: str) -> list[str]:
 # or searches checkpoints imports `Checkpointer` and `save_checkpoint` from here.
 levanter.checkpoint._get_fs_and_plain_path = _file_system
 levanter.checkpoint._discover_checkpoint_paths_single = _checkpoints_in
+
+# Reason: on a GPU Levanter tries its Pallas kernel of the cross-entropy first, with the blocks that compile fastest. That
+# has not been measured here, and `describe --target` compiles XLA's: the loss is XLA's on every platform.
+cross_entropy.IMPLEMENTATIONS.pop("pallas_gpu", None)

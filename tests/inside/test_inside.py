@@ -17,6 +17,7 @@ from jax.experimental.array_serialization.serialization import GlobalAsyncCheckp
 from levanter.models.lm_model import LmConfig
 from levanter.tracker import NoopTracker, current_tracker
 from levanter.trainer import Trainer, TrainerConfig
+from support.tokenizers import byte_level
 
 from qkvflow.inside import draccus, tensorboard
 from qkvflow.inside import levanter as inside
@@ -215,3 +216,17 @@ def test_the_name_of_a_choice_can_stand_for_a_subclass():
     draccus.replace_choice(Plain, Richer)
     assert Choice.get_choice_class("plain") is Richer, f"draccus keeps choices elsewhere: {HERE}/draccus.py"
     assert Choice.get_choice_name(Richer) == "plain", f"draccus looks names up elsewhere: {HERE}/draccus.py"
+
+
+def test_the_loss_is_that_of_xla_on_a_gpu(monkeypatch):
+    implementations = inside.cross_entropy._default_implementations.__wrapped__
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert implementations() == ("xla",), f"Levanter prefers another cross-entropy on GPUs: {HERE}/levanter.py"
+
+
+def test_a_tokenizer_gets_an_end_token(tmp_path):
+    tokenizer = byte_level(tmp_path)
+    changed = inside.with_end_token(tokenizer, 65)
+    assert (changed.eos_token_id, changed.eos_token) == (65, "A"), f"Levanter's tokenizer differs: {HERE}/levanter.py"
+    assert changed.all_special_ids == sorted({*tokenizer.all_special_ids, 65})
+    assert changed.encode("ab") == tokenizer.encode("ab")
