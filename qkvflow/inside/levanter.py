@@ -174,6 +174,6 @@ def _checkpoints_in(folder: str) -> list[str]:
 levanter.checkpoint._get_fs_and_plain_path = _file_system
 levanter.checkpoint._discover_checkpoint_paths_single = _checkpoints_in
 
-# Reason: on a GPU Levanter tries its Pallas kernel of the cross-entropy first, with the blocks that compile fastest. That
+# Reason: on a GPU Levanter tries its Pallas kernel of the cross-entropy first, with blocks chosen by compiling them. It
 # has not been measured here, and `describe --target` compiles XLA's: the loss is XLA's on every platform.
 cross_entropy.IMPLEMENTATIONS.pop("pallas_gpu", None)
