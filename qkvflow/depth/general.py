@@ -25,6 +25,8 @@ from qkvflow.depth.solvers import has_error_estimate, solver_by_name, tableau
 from qkvflow.depth.steps import pair_dtype
 from qkvflow.errors import UserError
 
+_SHORTEST = 1e-6  # step of a solve backwards
+
 
 @dataclass(frozen=True)
 class Tolerances:
@@ -110,10 +112,11 @@ class AdaptivePlan(AbstractPlan):
         if self.adjoint == "checkpoint":
             return diffrax.RecursiveCheckpointAdjoint()
         # The adjoint of the parameters is a plain integral: leaving it out of the error estimate saves steps.
-        norm, tolerances = diffrax.adjoint_rms_seminorm, self.tolerances
-        return diffrax.BacksolveAdjoint(
-            stepsize_controller=diffrax.PIDController(rtol=tolerances.rtol, atol=tolerances.atol, norm=norm)
-        )
+        options = {"norm": diffrax.adjoint_rms_seminorm, "dtmin": _SHORTEST, "force_dtmin": True}
+        controller = diffrax.PIDController(rtol=self.tolerances.rtol, atol=self.tolerances.atol, **options)
+        # At `max_steps` diffrax would take the state that it has reached for the end, and the gradient would be wrong
+        # without a sign of it. With steps of at least `_SHORTEST` the solve ends; one that blows up gives NaN.
+        return diffrax.BacksolveAdjoint(stepsize_controller=controller, max_steps=None)
 
 
 @dataclass(frozen=True)

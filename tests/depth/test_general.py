@@ -75,6 +75,19 @@ def test_adaptive_gradients_are_those_of_the_solution():
 
 
 @pytest.mark.slow
+def test_max_steps_do_not_cut_the_solve_backwards():
+    """It may need more steps than the one forwards; cut, it would give a wrong gradient without a word."""
+    with jax.enable_x64(True):
+        tokens = random_tokens(length=6)
+        tolerances = {"solver": "tsit5", "rtol": 1e-6, "atol": 1e-6, "adjoint": "backsolve"}
+        model = in_float64(smooth_config(**tolerances))
+        x = start(tokens).astype(jnp.float64)
+        steps = int(eqx.filter_jit(lambda m, x: m.transformer.flow.solve(x, INPUTS).statistics)(model, x).steps)
+        least = gradients(in_float64(smooth_config(max_steps=steps, **tolerances)), tokens)
+        assert distance(least, gradients(model, tokens)) == 0.0
+
+
+@pytest.mark.slow
 def test_backsolve_forward_is_the_fixed_grid(tokens):
     for options in ({"solver": "heun"}, {"solver": "tsit5"}, {"solver": "euler", "endpoint": "left"}):
         models = [build(smooth_config(steps=4, adjoint=a, **options)) for a in ("backsolve", "checkpoint")]
