@@ -115,6 +115,8 @@ def test_training_looks_at_levanters_fields_once_more():
         (("--trainer.train_batch_size", "[]"), r"sizes from steps \[\]"),
         (("--trainer.checkpointer.keep", "[{interval: 10}]"), r"keep\[0\].*`interval`|unknown key.*interval"),
         (("--trainer.checkpointer.keep", "[{every: 10}, {every: 5, until: 3}]"), r"checkpointer.*`until` is missing"),
+        (("--trainer.quantization", "{fp8: true}"), r"quantization` does not work with `type: neuralode`"),
+        (("--trainer.model_averaging", "{type: ema_decay_sqrt}"), r"ema_decay_sqrt}` fails .* Use {type: ema}"),
         (("--trainer.allow_nondivisible_batch_size", "true"), r"allow_nondivisible_batch_size` is not supported"),
         (("--model.block", "{type: llama, rope: {type: default, theta: 0}}"), r"theta` must be above 0"),
         (("--model.block", "{type: llama, rope: {type: linear, factor: -1}}"), r"factor` must be above 0"),

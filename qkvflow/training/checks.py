@@ -11,6 +11,7 @@ import numpy as np
 from haliax import Axis
 from levanter.checkpoint import CheckpointInterval
 from levanter.models.lm_model import LmConfig
+from levanter.optim.model_averaging import EmaDecaySqrtConfig
 from levanter.schedule import distinct_values
 from levanter.trainer import TrainerConfig
 
@@ -35,7 +36,16 @@ def check_config(config: TrainConfig) -> None:
                 " sum its normaliser over the parts of the vocabulary. To shard the embedding, map `vocab` in"
                 " `trainer.mesh.param_mapping`"
             )
+    if isinstance(trainer.model_averaging, EmaDecaySqrtConfig):
+        raise UserError(
+            "`trainer.model_averaging: {type: ema_decay_sqrt}` fails in Levanter's compiled step. Use {type: ema}"
+        )
     if isinstance(model, NeuralOdeConfig):
+        if trainer.quantization is not None:
+            raise UserError(
+                "`trainer.quantization` does not work with `type: neuralode`: its scales are kept for one use of each"
+                " matrix, and a flow uses its own at every step. Leave it out"
+            )
         model.depth.first_steps(trainer.num_train_steps)  # refuses stages without a step
     config.data.control_field(config.control_dim)
     if config.Pos.size < 2:
