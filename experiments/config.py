@@ -1,12 +1,12 @@
 """The keys of a study's YAML: where its results go, its seeds, its text or two texts, its learning rates."""
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
 from experiments.counts import BEGINNING
-from experiments.recipes import Changes, Recipe
+from experiments.recipes import Changes, Recipe, value_at
 from experiments.texts import Builtin, Text, TextConfig
 from qkvflow.errors import UserError
 from qkvflow.ranges import Count, Positive, Range
@@ -175,10 +175,13 @@ class RatesConfig(StudyConfig):
             )
 
     def recipe(self, base: str | Changes | None, text: Text, run_dir: Path, *changes: Changes) -> Recipe:
-        """As without a search, which refuses rates of its own for an arm: they would be replaced."""
+        """See `SeedsConfig.recipe`.
+
+        Raises:
+            UserError: also for a learning rate beside `learning_rates`, which would replace it.
+        """
         for own in (self.overrides, *changes):
-            optimizer = own.get("optimizer")
-            if self.learning_rates and isinstance(optimizer, Mapping) and "learning_rate" in optimizer:
+            if self.learning_rates and value_at(own, "optimizer.learning_rate") is not None:
                 raise UserError(
                     "`optimizer.learning_rate` is given, but `learning_rates` determines the rate of each arm. Leave"
                     " one of them out"

@@ -148,6 +148,16 @@ class Recipe:
         return hashlib.sha256(json.dumps(matter, sort_keys=True).encode()).hexdigest()[:8]
 
 
+def value_at(changes: Changes, key: str, default: Any = None) -> Any:
+    """The value of a nested key, `model.depth.steps` say; `default` if it is not there."""
+    value: Any = changes
+    for part in key.split("."):
+        if not isinstance(value, Mapping) or part not in value:
+            return default
+        value = value[part]
+    return value
+
+
 def merged(base: Changes, over: Changes) -> dict[str, Any]:
     """`base` with its leaves replaced by those of `over`; a section of another `type` replaces the whole section."""
     result = dict(base)

@@ -13,19 +13,17 @@ needs; `--target` uses the compiler of that machine (v4, v5e, v5p, v6e; a100, h1
 """
 
 import dataclasses
-import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-import yaml
-
 import qkvflow as qkvflow  # registers the models
 from qkvflow.cli import parse, run_program
 from qkvflow.cli.quiet import quiet_libraries
 from qkvflow.config.yaml_file import read_yaml
+from qkvflow.config.yaml_text import dump
 from qkvflow.errors import UserError
 from qkvflow.files import json_text
 from qkvflow.generation.precision import dtype_by_name
@@ -199,6 +197,7 @@ def _compile(
 
 
 def _tell(config: DescribeConfig, target: Target | None, found: _Found) -> None:
+    """Prints the results, and writes them where `json` says."""
     print(table(found.columns), flush=True)
     for name, report in found.reports.items():
         print("\n".join([f"\n{name}:", *report.notes()]) if report.notes() else "", flush=True)
@@ -271,12 +270,7 @@ def arguments(argv: Sequence[str]) -> list[str]:
         else:
             (own if target is None else target).append(word)
     pairs = {"files": lists["config_path"], "run": lists["run"], "overrides": lists["overrides"]}
-    return [*own, *(w for key, words in pairs.items() if words for w in (f"--{key}", _as_yaml(words)))]
-
-
-def _as_yaml(words: list[str]) -> str:
-    """A list of any words, which may have characters that YAML only takes escaped."""
-    return yaml.safe_dump(words, default_style='"', default_flow_style=True, width=math.inf).rstrip()
+    return [*own, *(w for key, words in pairs.items() if words for w in (f"--{key}", dump(words)))]
 
 
 if __name__ == "__main__":

@@ -226,11 +226,14 @@ def _log(quiet: Quiet, run: str, progress: Progress) -> None:
 
 
 def _length(wanted: int | None, writer: Writer, progress: Progress) -> int:
+    """`max_length`, or its default, which is said if it is below the model's context."""
     longest = writer.prepared.max_seq_len
-    if wanted is not None and wanted > longest:
-        raise UserError(f"max_length must lie between 2 and {longest}, the model's max_seq_len; got {wanted}")
-    if wanted is not None or writer.prepared.is_cached or longest <= LEAST_ROOM:
-        return longest if wanted is None else wanted
+    if wanted is not None:
+        if wanted > longest:
+            raise UserError(f"max_length must lie between 2 and {longest}, the model's max_seq_len; got {wanted}")
+        return wanted
+    if writer.prepared.is_cached or longest <= LEAST_ROOM:
+        return longest
     progress.say(
         f"This model has no cache: each token takes a pass over all tokens of --max_length, by default {LEAST_ROOM} of"
         f" the {longest} that it could have."

@@ -8,10 +8,12 @@ from typing import Any
 from experiments.config import OtherDepthsConfig, check_among, check_reference
 from experiments.cost import cost_of
 from experiments.jobs import Arm, Place, Places
-from experiments.recipes import Changes
+from experiments.recipes import Changes, value_at
 from experiments.texts import Text
 from qkvflow.depth import solver_by_name
 from qkvflow.errors import UserError
+
+_MISSING = object()
 
 
 @dataclass(frozen=True)
@@ -149,11 +151,9 @@ def value_of(key: str, model: Changes) -> Any:
     Raises:
         UserError: it is not there.
     """
-    value: Any = model
-    for part in key.split("."):
-        if not isinstance(value, dict) or part not in value:
-            raise UserError(f"`by` is {key!r}, which its `model` does not set. Name a key that all arms have")
-        value = value[part]
+    value = value_at(model, key, default=_MISSING)
+    if value is _MISSING:
+        raise UserError(f"`by` is {key!r}, which its `model` does not set. Name a key that all arms have")
     return value
 
 

@@ -8,12 +8,12 @@ from typing import Any
 from experiments.config import TwoTextsConfig
 from experiments.cost import Cost, cost_of
 from experiments.jobs import Arm
-from experiments.recipes import Changes, Recipe
+from experiments.recipes import Changes, Recipe, value_at
 from experiments.texts import Text
 from qkvflow.errors import UserError
 from qkvflow.ranges import Count
 
-TUNED = ("full", "lora", "scratch")
+_COMPARED = ("full", "lora", "scratch")  # kinds of trainings on the other text, of one length
 
 
 @dataclass
@@ -45,8 +45,7 @@ class AdaptiveDepthConfig(TwoTextsConfig):
 
     def check(self) -> None:
         super().check()
-        depth = self.flow.get("depth")
-        steps = depth.get("steps") if isinstance(depth, dict) else None
+        steps = value_at(self.flow, "depth.steps")
         if not isinstance(steps, int) or self.gpt2.get("num_layers") != steps:
             raise UserError(
                 f"`flow.depth.steps` ({steps}) and `gpt2.num_layers` ({self.gpt2.get('num_layers')}) must be the same"
@@ -56,10 +55,10 @@ class AdaptiveDepthConfig(TwoTextsConfig):
             raise UserError(
                 "`depths` is empty: give the numbers of steps at which the flow is tuned, for example [3, 6]"
             )
-        tuned = {name: (getattr(self, name).get("trainer") or {}).get("num_train_steps") for name in TUNED}
-        if len(set(tuned.values())) > 1:
-            raise UserError(f"{', '.join(f'`{name}`' for name in TUNED)} must have as many steps, but have {tuned}")
-        if (self.overrides.get("data") or {}).get("tokenizer", "byte") != "byte":
+        kinds = {name: value_at(getattr(self, name), "trainer.num_train_steps") for name in _COMPARED}
+        if len(set(kinds.values())) > 1:
+            raise UserError(f"{', '.join(f'`{name}`' for name in kinds)} must have as many steps, but have {kinds}")
+        if value_at(self.overrides, "data.tokenizer", "byte") != "byte":
             raise UserError("`overrides.data.tokenizer` must be byte: the page gives losses in nats per byte")
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from experiments.config import StudyConfig
 from experiments.cost import cost_of
 from experiments.jobs import Arm, Job, train
+from experiments.recipes import value_at
 from experiments.texts import Text
 from qkvflow.data import copy_tokenizer
 from qkvflow.errors import UserError
@@ -50,9 +51,7 @@ class LiftStudyConfig(StudyConfig):
 
     def check(self) -> None:
         super().check()
-        model = self.train.get("model")
-        depth = model.get("depth") if isinstance(model, dict) else None
-        if not isinstance(depth, dict) or not isinstance(depth.get("steps"), int):
+        if not isinstance(value_at(self.train, "model.depth.steps"), int):
             raise UserError("`train` must have `model.depth.steps`, the number of layers of the trained model")
         if not self.dims:
             raise UserError("`dims` is empty: give the numbers K of functions of time, for example [2, 4]")

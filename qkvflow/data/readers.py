@@ -190,7 +190,7 @@ def _no_text(where: str, text_key: str, found: list[str]) -> str:
 
 
 def _broken_json(path: Path, line: int, error: ValueError | RecursionError) -> UserError:
-    if not isinstance(error, json.JSONDecodeError | RecursionError):  # Python reads no longer ones
+    if not isinstance(error, json.JSONDecodeError | RecursionError):  # Python's limit of digits
         digits = sys.get_int_max_str_digits()
         return UserError(
             f"{path}:{line}: a whole number has more than {digits:,} digits. Shorten it, or put it in quotes"

@@ -46,7 +46,7 @@ class DepthConfig:
         rtol, atol: tolerances of adaptive steps (if one is given, the other is the same). WARNING: step sizes depend on
             the whole batch, so the model is not strictly causal, and generation cannot use a cache.
         max_steps: limit on the steps of an adaptive solve, including rejected ones; reaching it is an error. 256 by
-            default.
+            default. The solve backwards of `backsolve` has no limit.
         kinetic_weight: training adds this times the kinetic energy to the loss, the integral of the mean of (dx/dt)^2
             over tokens and width (OT-Transformer, arXiv 2505.13499); logged as `train/kinetic_energy`.
     """

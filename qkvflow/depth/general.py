@@ -25,7 +25,7 @@ from qkvflow.depth.solvers import has_error_estimate, solver_by_name, tableau
 from qkvflow.depth.steps import pair_dtype
 from qkvflow.errors import UserError
 
-_SHORTEST = 1e-6  # step of a solve backwards
+_SHORTEST = 1e-6  # length of a step of `backsolve`'s solve backwards
 
 
 @dataclass(frozen=True)

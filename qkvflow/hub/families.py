@@ -152,8 +152,8 @@ def _take_rope_parameters(settings: Any) -> None:
     theta = given.get("rope_theta", getattr(settings, "rope_theta", None))
     if not isinstance(theta, int | float) or isinstance(theta, bool) or not 0 < theta < float("inf"):
         raise UserError(f"rope_parameters has rope_theta {theta!r}, but it must be a positive number")
-    if (factor := scaling.pop("partial_rotary_factor", 1.0)) != 1.0:
-        raise UserError(f"partial_rotary_factor is {factor!r}, but only 1.0 is supported")
+    if "partial_rotary_factor" in scaling:
+        settings.partial_rotary_factor = scaling.pop("partial_rotary_factor")
     settings.rope_theta = theta
     settings.rope_scaling = None if scaling.get("rope_type", "default") == "default" else scaling
 

@@ -20,7 +20,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 _SIZES = {"vocab_size": 257, "hidden_size": 16, "max_position_embeddings": 16, "control": None}
 _SIZES |= {"num_attention_heads": 2, "num_key_value_heads": 2}
-_LAYERS = {"num_hidden_layers": 1, "prelude_layers": 0, "coda_layers": 0}  # the first: caches, one per evaluation of B
+_LAYERS = {"num_hidden_layers": 1, "prelude_layers": 0, "coda_layers": 0}  # the first counts evaluations of B: caches
 _BLOCK = {"kind": "gpt2", "form": "parallel", "ordinary_form": "sequential", "bias": True, "norm_bias": True}
 _BLOCK |= {"activation": "gelu_new", "inner": 64, "eps": 1e-5, "norm_eps": 1e-5}
 _FLOW = {"blocks": 1, "a": [[]], "b": [1.0], "rows": [[0]], "back": None, "step": 1.0, "coupling": None}

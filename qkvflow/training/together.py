@@ -92,6 +92,7 @@ def train_together(
                 except StopIteration as end:
                     outcomes[i] = end.value
                 except UserError as error:
+                    # Of the same kind: a search goes on after `Diverged`.
                     failed.append(type(error)(f"{session.run.directory}: {error}"))
                     stop.signal = stop.signal or signal.SIGTERM  # the others save a checkpoint after their next step
             if made is not None:
