@@ -20,6 +20,7 @@ import haliax.nn as hnn
 import jax
 from haliax import NamedArray
 from levanter.optim import OptimizerConfig
+from levanter.optim.namo import NamoConfig, NamoDConfig
 
 from qkvflow.errors import UserError
 from qkvflow.named import is_named
@@ -52,6 +53,12 @@ def configure(optimizer: OptimizerConfig, rule: str) -> OptimizerConfig:
         raise UserError(
             f"optimizer.weight_decay_modules and default_weight_decay_mask conflict with weight_decay_on: {rule}."
             " Remove them, or set weight_decay_on: levanter to use them."
+        )
+    if isinstance(optimizer, NamoConfig | NamoDConfig) and optimizer.weight_decay and "matrix" not in RULES[rule]:
+        raise UserError(
+            f"weight_decay_on: {rule} cannot keep optimizer.type: {optimizer.get_choice_name(type(optimizer))} from"
+            " decaying the matrices, which is part of its step."
+            " Set optimizer.weight_decay: 0, or weight_decay_on: matrices."
         )
     optimizer = copy.copy(optimizer)
     # Levanter builds its mask in a method that has no parameters; a frozen dataclass can still carry another one.
