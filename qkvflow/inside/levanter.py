@@ -9,12 +9,14 @@ from typing import Any
 import jax
 import levanter.checkpoint
 from fsspec.core import url_to_fs
+from jax._src.core import trace_state_clean
 from jax.experimental.array_serialization.serialization import GlobalAsyncCheckpointManager
 from jax.stages import Lowered
 from levanter.checkpoint import Checkpointer as Checkpointer
 from levanter.checkpoint import save_checkpoint as save_checkpoint
 from levanter.kernels.pallas.fused_cross_entropy_loss import api as cross_entropy
 from levanter.tokenizers import MarinTokenizer
+from levanter.tracker import tracker_fns
 from levanter.trainer import Trainer, TrainerConfig
 from levanter.trainer_state import TrainerState
 
@@ -160,6 +162,10 @@ def _file_system(path: Any, fs: Any = None) -> tuple[Any, str]:
     return (fs, path) if fs is not None else url_to_fs(str(path))
 
 
+def _is_tracing() -> bool:
+    return not trace_state_clean()
+
+
 def _checkpoints_in(folder: str) -> list[str]:
     """The checkpoints among `folder` and its contents, ordered by name."""
     fs, plain = url_to_fs(str(folder))
@@ -177,3 +183,7 @@ levanter.checkpoint._discover_checkpoint_paths_single = _checkpoints_in
 # Reason: on a GPU Levanter tries its Pallas kernel of the cross-entropy first, with blocks chosen by compiling them. It
 # has not been measured here, and `describe --target` compiles XLA's: the loss is XLA's on every platform.
 cross_entropy.IMPLEMENTATIONS.pop("pallas_gpu", None)
+
+# Reason: with every metric Levanter asks whether a function is being traced by making an array. With five seeds at once
+# that is 25 small programs for each step, as long as all else that their loops do.
+tracker_fns.is_inside_jit = _is_tracing

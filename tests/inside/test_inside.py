@@ -8,6 +8,7 @@ import haliax as hax
 import jax
 import jax.numpy as jnp
 import levanter.checkpoint
+import levanter.tracker
 import optax
 import pytest
 import tensorboardX
@@ -230,3 +231,23 @@ def test_a_tokenizer_gets_an_end_token(tmp_path):
     assert (changed.eos_token_id, changed.eos_token) == (65, "A"), f"Levanter's tokenizer differs: {HERE}/levanter.py"
     assert changed.all_special_ids == sorted({*tokenizer.all_special_ids, 65})
     assert changed.encode("ab") == tokenizer.encode("ab")
+
+
+def test_a_metric_starts_no_computation(monkeypatch):
+    """Levanter would make an array with each, to see whether it is being traced."""
+    noted = []
+
+    class Tracker(NoopTracker):
+        def log(self, metrics, *, step, commit=None):
+            noted.append(metrics)
+
+    def in_step(x):
+        levanter.tracker.log({"inside": x}, step=0)
+        return x
+
+    with current_tracker(Tracker()):
+        monkeypatch.setattr(jnp, "zeros", None)
+        levanter.tracker.log({"outside": 1.0}, step=0)
+        monkeypatch.undo()
+        jax.eval_shape(in_step, 1.0)
+    assert noted == [{"outside": 1.0}], f"Levanter tells otherwise that it is traced: {HERE}/levanter.py"
