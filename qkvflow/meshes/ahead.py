@@ -27,7 +27,7 @@ from qkvflow.named import is_named
 from qkvflow.runs.config import TrainConfig
 from qkvflow.training.checks import check_config, check_devices, largest_batch, model_shape, tree_bytes
 from qkvflow.training.mesh import check_mesh, complete_mesh
-from qkvflow.training.optimizer import check_optimizer
+from qkvflow.training.optimizer import working_optimizer
 from qkvflow.training.start import Start
 from qkvflow.training.step import batch_shape, make_trainer, state_shape, vocabulary
 
@@ -63,8 +63,7 @@ def compile_ahead(
         _check_kernel(config.model)
     check_devices(trainer_config)
     Vocab = vocabulary(config, tokens, trainer_config)
-    optimizer = config.build_optimizer()
-    check_optimizer(config, optimizer, start)
+    optimizer = working_optimizer(config, start)
     with trainer_config.use_device_mesh():
         model = model_shape(config.model, Vocab) if start is None else start.shape(Vocab)
     trainable = True if start is None else start.trainable(model)

@@ -13,7 +13,7 @@ from qkvflow.models import NeuralOdeConfig, NeuralOdeLMHeadModel, cost
 from qkvflow.models.levanter_twin import enter, enter_config
 from qkvflow.runs.config import TrainConfig
 from qkvflow.training.checks import largest_batch, model_shape, tree_bytes
-from qkvflow.training.optimizer import check_optimizer
+from qkvflow.training.optimizer import working_optimizer
 from qkvflow.training.share import TrainedShare
 from qkvflow.training.start import Start
 from qkvflow.units import in_bytes, scaled
@@ -39,9 +39,7 @@ def describe(config: TrainConfig, vocab_size: int, start: Start | None = None) -
     shape = model_shape(model_config, Vocab)
     stored = eqx.filter_eval_shape(trainer.mp.cast_to_param, shape if start is None else start.shape(Vocab))
     trainable = True if start is None else start.trainable(stored)
-    optimizer = config.build_optimizer()
-    check_optimizer(config, optimizer, start)
-    share = TrainedShare.of(stored, trainable, optimizer)
+    share = TrainedShare.of(stored, trainable, working_optimizer(config, start))
     config_of_ours, ours = enter_config(model_config), enter(shape)
     flops = cost.flops(config_of_ours, ours, vocab_size, length)
     cache = cost.kv_cache_width(config_of_ours)

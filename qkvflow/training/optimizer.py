@@ -1,7 +1,7 @@
-"""Refuses an optimizer that does not work with a model, from shapes: Levanter would fail late, with a stack trace.
+"""The optimizer of a training, which works with its model: Levanter would fail late otherwise, with a stack trace.
 
-Some of those that Levanter registers fail in its present version with every model (they use what JAX or Haliax no
-longer has); those that orthogonalise matrices fail with matrices that are functions of time.
+Some optimizers that Levanter registers fail in its present version with every model (they use what JAX or Haliax no
+longer has); some that orthogonalise matrices fail with matrices that are functions of time.
 """
 
 import equinox as eqx
@@ -18,18 +18,20 @@ from qkvflow.training.start import Start
 _ANY_SIZE = 257  # of a vocabulary that is not known yet
 
 
-def check_optimizer(config: TrainConfig, optimizer: GradientTransformation, start: Start | None = None) -> None:
-    """Makes a step with shapes in place of arrays. Adam and Lion are not asked: they work with every model.
+def working_optimizer(config: TrainConfig, start: Start | None = None) -> GradientTransformation:
+    """`config.build_optimizer()`, tried: it makes a step with shapes in place of arrays.
+
+    Adam and Lion are not tried, since they work with every model.
 
     Args:
-        optimizer: that of `config`, built.
         start: where the model comes from, if it is not drawn at random: LoRA trains little of it.
 
     Raises:
-        UserError: the step fails.
+        UserError: it cannot be built, or the step fails.
     """
+    optimizer = config.build_optimizer()
     if isinstance(config.optimizer, AdamConfig | LionConfig):
-        return
+        return optimizer
     Vocab = Axis("vocab", config.vocab_size or _ANY_SIZE)
     shape = model_shape(config.model, Vocab) if start is None else start.shape(Vocab)
     trained = trainables_only(shape, True if start is None else start.trainable(shape))
@@ -37,9 +39,11 @@ def check_optimizer(config: TrainConfig, optimizer: GradientTransformation, star
         eqx.filter_eval_shape(lambda p: optimizer.update(p, optimizer.init(p), p), trained)
     except Exception as error:  # each fails in its own way
         name = config.optimizer.get_choice_name(type(config.optimizer))
-        reason, remedy = f"{type(error).__name__}: {first_line(error, 200)}", "Use another: {type: adam}, say"
+        remedy = "Use another: {type: adam}, say"
         if isinstance(config.optimizer, MuonConfig):
             remedy += "; muon needs `use_kimi_scaling: true`, and weights that are constant, per_layer or modulated"
         raise UserError(
-            f"`optimizer: {{type: {name}}}` of Levanter fails with this model ({reason}). {remedy}"
+            f"`optimizer: {{type: {name}}}` of Levanter fails with this model ({type(error).__name__}:"
+            f" {first_line(error, 200)}). {remedy}"
         ) from error
+    return optimizer

@@ -33,7 +33,7 @@ from qkvflow.training.finite import FiniteTrainer
 from qkvflow.training.levanter_config import configure_jax, levanter_trainer
 from qkvflow.training.loop import Outcome, Stages, Training, alone, train
 from qkvflow.training.mesh import check_mesh, complete_mesh
-from qkvflow.training.optimizer import check_optimizer
+from qkvflow.training.optimizer import working_optimizer
 from qkvflow.training.share import TrainedShare
 from qkvflow.training.start import Start
 from qkvflow.training.step import make_trainer, vocabulary
@@ -187,8 +187,7 @@ def _opened(
     console.log_to(directory.path / log_name(jax.process_index()))
     levanter_config = levanter_trainer(run, progress.phase)
     check_devices(levanter_config)
-    optimizer = config.build_optimizer()  # early, because it may be refused
-    check_optimizer(config, optimizer, start)
+    optimizer = working_optimizer(config, start)  # early, because it may be refused
     data_key, _, model_key, training_key = jax.random.split(jax.random.PRNGKey(config.trainer.seed), 4)
 
     with progress.phase("Preparing data"):

@@ -5,6 +5,7 @@ import jax
 import pytest
 from levanter.models.gpt2 import Gpt2Config
 from levanter.optim import AdamConfig
+from levanter.optim.namo import NamoConfig
 from support.models import VOCAB, build, llama, small_config
 
 from qkvflow.errors import UserError
@@ -69,3 +70,8 @@ def test_refusals():
         decay.configure(AdamConfig(weight_decay_modules=["attn"]), "matrices")
     custom = AdamConfig(weight_decay_modules=["attn"])
     assert decay.configure(custom, "levanter") is custom
+
+
+def test_namo_cannot_spare_matrices():
+    with pytest.raises(UserError, match=r"weight_decay_on: none cannot keep optimizer\.type: namo"):
+        decay.configure(NamoConfig(), "none")
