@@ -39,11 +39,12 @@ def working_optimizer(config: TrainConfig, start: Start | None = None) -> Gradie
         eqx.filter_eval_shape(lambda p: optimizer.update(p, optimizer.init(p), p), trained)
     except Exception as error:  # each fails in its own way
         name = config.optimizer.get_choice_name(type(config.optimizer))
+        kind, said = type(error).__name__, first_line(error, 200)
+        reason = kind if said == kind else f"{kind}: {said}"  # a bare assertion says nothing
         remedy = "Use another: {type: adam}, say"
         if isinstance(config.optimizer, MuonConfig):
             remedy += "; muon needs `use_kimi_scaling: true`, and weights that are constant, per_layer or modulated"
         raise UserError(
-            f"`optimizer: {{type: {name}}}` of Levanter fails with this model ({type(error).__name__}:"
-            f" {first_line(error, 200)}). {remedy}"
+            f"`optimizer: {{type: {name}}}` of Levanter fails with this model ({reason}). {remedy}"
         ) from error
     return optimizer
