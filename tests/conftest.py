@@ -6,6 +6,7 @@ import itertools
 import os
 import shutil
 import tempfile
+import threading
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -23,6 +24,7 @@ if _IS_FIRST:
 
 import jax
 import pytest
+from jax._src.interpreters import mlir
 from support.models import random_tokens
 
 gc.set_threshold(100_000, 20, 50)  # by default, looking through JAX's many objects takes a seventh of the time
@@ -30,6 +32,20 @@ jax.config.update("jax_default_matmul_precision", "highest")
 jax.config.update("jax_numpy_rank_promotion", "raise")  # arrays of different ranks meet only where that is written
 jax.config.update("jax_default_prng_impl", "rbg")  # compiles in no time; programs use JAX's default
 
+_NEW_CONTEXT, _CONTEXTS = mlir.make_ir_context, threading.local()
+
+
+def _context_in_use():
+    """A context for each of thousands of small programs, as JAX makes them, takes a fifth of the time of these tests.
+    A context keeps the constants of its programs, so not one for all; and it belongs to a thread."""
+    left, context = getattr(_CONTEXTS, "use", (0, None))
+    if left == 0:
+        left, context = 100, _NEW_CONTEXT()
+    _CONTEXTS.use = (left - 1, context)
+    return context
+
+
+mlir.make_ir_context = _context_in_use
 
 _MANY_MAPS, _TESTS = 40_000, itertools.count(1)
 _HEAVY = {
