@@ -36,8 +36,10 @@ _NEW_CONTEXT, _CONTEXTS = mlir.make_ir_context, threading.local()
 
 
 def _context_in_use():
-    """A context for each of thousands of small programs, as JAX makes them, takes a fifth of the time of these tests.
-    A context keeps the constants of its programs, so not one for all; and it belongs to a thread."""
+    """JAX makes a context for each of thousands of small programs, which takes a fifth of the time of these tests.
+
+    So a hundred programs of a thread share one; not all, because a context keeps the constants of its programs.
+    """
     left, context = getattr(_CONTEXTS, "use", (0, None))
     if left == 0:
         left, context = 100, _NEW_CONTEXT()
