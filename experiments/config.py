@@ -89,12 +89,7 @@ class SeedsConfig(OutputConfig):
     def check(self) -> None:
         if self.config_path is None:
             raise UserError("nothing to study: give --config FILE, one of the YAML files beside the study, or --smoke")
-        other = sorted(set(self.overrides.get("data") or {}) - {"tokenizer"})
-        if other:
-            raise UserError(
-                f"`overrides.data` has {', '.join(other)}, but a study trains on its texts, and takes only `tokenizer`"
-                " from there. Leave it out"
-            )
+        check_changes(self.overrides, "overrides.")
         if len(self.seeds) < 2 or len(set(self.seeds)) < len(self.seeds):
             raise UserError(f"`seeds` must be at least two different ones, for intervals and tests; got {self.seeds}")
 
@@ -108,8 +103,10 @@ class SeedsConfig(OutputConfig):
         The key `base` of `changes` names another file to start from.
 
         Raises:
-            UserError: it does not exist, or cannot be read.
+            UserError: it does not exist, or cannot be read, or a change is of what a study sets itself.
         """
+        for own in changes:
+            check_changes(own)
         base = next((own["base"] for own in changes if own.get("base")), base)
         changes = tuple({key: value for key, value in own.items() if key != "base"} for own in changes)
         if base is None:
@@ -202,6 +199,22 @@ class OtherDepthsConfig(RatesConfig):
     @property
     def batches(self) -> dict[str, int | None]:
         return super().batches | {BEGINNING: self.read_batches or self.report_batches}
+
+
+def check_changes(changes: Changes, where: str = "") -> None:
+    """Raises: UserError: for keys that a study would replace. where: before each key in the message."""
+    data = sorted(set(changes.get("data") or {}) - {"tokenizer"})
+    if data:
+        raise UserError(
+            f"`{where}data` has {', '.join(data)}, but a study trains on its texts, and takes only `tokenizer` from"
+            " there. Leave it out"
+        )
+    trainer = sorted(set(changes.get("trainer") or {}) & {"id", "seed"})
+    if trainer:
+        raise UserError(
+            f"`{where}trainer` has {', '.join(trainer)}, but a study names its trainings, and has `seeds` for them."
+            " Leave it out"
+        )
 
 
 def check_among(key: str, names: Sequence[str], choices: Iterable[str]) -> None:

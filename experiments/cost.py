@@ -24,6 +24,11 @@ from qkvflow.training.checks import model_shape
 from qkvflow.training.description import vocabulary_size
 
 _NEAR, _UNITS = 0.05, 2**14
+# Keys that do not change the memory of a training step, all with the same value.
+_NOT_OF_MEMORY = {
+    "trainer": {"id": "", "seed": 0, "num_train_steps": 1, "steps_per_eval": 1, "max_eval_batches": None},
+    "optimizer": {"learning_rate": 1.0},
+}
 
 
 @dataclass(frozen=True)
@@ -62,9 +67,14 @@ def cost_of(recipe: Recipe) -> Cost:
     """The costs of a configuration of train_lm.
 
     Raises:
-        UserError: its number of FLOPs is unknown, as with adaptive steps.
+        UserError: its number of FLOPs is unknown, as with adaptive steps, or its batches have several sizes.
     """
     config = recipe.config
+    if not isinstance(config.trainer.train_batch_size, int):
+        raise UserError(
+            f"`trainer.train_batch_size` is a schedule, {config.trainer.train_batch_size}: a study counts tokens and"
+            " FLOPs of one size of batches. Give one number"
+        )
     vocab = vocabulary_size(config)
     shape = model_shape(config.model, Axis("vocab", vocab))
     own, entered = enter_config(config.model), enter(shape)
@@ -127,7 +137,8 @@ def with_memory(own: Cost, recipe: Recipe, path: Path, compiles: bool = True) ->
     It is determined by compiling, and cached at `path`, with the platform in its name; otherwise only taken from there.
     """
     platform, parts = jax.default_backend(), recipe.raw["trainer"].get("per_device_parallelism", -1)
-    asked = {"model": recipe.raw["model"], "jax": jax.__version__, "tokens": own.tokens, "parts": parts}
+    vocab = vocabulary_size(recipe.config)
+    asked = {"recipe": recipe.but(_NOT_OF_MEMORY).digest(), "vocab": vocab, "jax": jax.__version__, "parts": parts}
     path = path.with_stem(f"{path.stem}-{platform}")
-    make = lambda: compile_ahead(recipe.config, vocabulary_size(recipe.config)).memory  # noqa: E731
+    make = lambda: compile_ahead(recipe.config, vocab).memory  # noqa: E731
     return dataclasses.replace(own, memory=kept(path, int, asked, make) if compiles else stored(path, int, asked))

@@ -4,9 +4,11 @@ import contextlib
 import dataclasses
 import functools
 import io
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+import jax
 
 from experiments.cost import Cost, cost_of
 from experiments.recipes import Recipe
@@ -20,12 +22,14 @@ from qkvflow.runs.base import BaseRecord
 from qkvflow.runs.config import FREE_KEYS, FinetuneConfig, TrainConfig
 from qkvflow.runs.prepare import PreparedRun
 from qkvflow.training.finetune import settle
+from qkvflow.training.levanter_config import configure_jax
 from qkvflow.training.start import FromBase, FromScratch, Start
 from qkvflow.training.together import train_together
 
 # Settings in which an existing run may differ. The location of its data does not matter (its content is compared); the
 # number and size of its evaluations do, since its losses come from them.
-_FREE_KEYS = {*FREE_KEYS, "data.train", "data.validation"} - {"trainer.steps_per_eval", "trainer.max_eval_batches"}
+_OF_EVALUATIONS = {"steps_per_eval", "max_eval_batches", "per_device_eval_parallelism"}
+_FREE_KEYS = {*FREE_KEYS, "data.train", "data.validation"} - {f"trainer.{key}" for key in _OF_EVALUATIONS}
 
 
 Place = tuple[str, int]  # solver, steps
@@ -181,6 +185,24 @@ def train(*recipes: Recipe, lanes: int = 1) -> None:
         else:
             for config in left:
                 (finetune_lm if isinstance(config, FinetuneConfig) else train_lm).main(config)
+
+
+@contextlib.contextmanager
+def options_of(recipe: Recipe) -> Iterator[None]:
+    """The options of JAX that a recipe names (`trainer.jax_config`), for a `with` block: those of one training must not
+    be those of the next.
+
+    Raises:
+        UserError: JAX has no such option, or another type of values.
+    """
+    trainer = recipe.config.trainer
+    before = {key: getattr(jax.config, key) for key in trainer.jax_config if hasattr(jax.config, key)}
+    try:
+        configure_jax(trainer)
+        yield
+    finally:
+        for key, value in before.items():
+            jax.config.update(key, value)
 
 
 def _train_together(configs: Sequence[TrainConfig], lanes: int) -> None:

@@ -72,6 +72,9 @@ class Recipe:
             },
             "optimizer": {"learning_rate": float(plain.optimizer.learning_rate)},
         }
+        parts, each = (getattr(plain.trainer, f"per_device_{kind}parallelism") for kind in ("", "eval_"))
+        if parts != -1 and each == -1:  # Levanter's would be `parts`, so that `select_batches` would depend on it
+            ours["trainer"]["per_device_eval_parallelism"] = plain.trainer.batch_schedule.batch_size_at_step(0)
         model = {} if plain.model is None else {"model": {"hidden_dim": plain.model.Embed.size}}
         rest = {key: value for key, value in self.raw.items() if key not in ("data", "run_dir")}
         return Recipe(rest).but(ours, model).evaluated(evaluations)
@@ -140,7 +143,8 @@ class Recipe:
                 raise UserError(f"the text {text.name!r} is too short to report on: {error}") from None
 
     def digest(self, **more: str) -> str:
-        """A hash of everything that determines a training, and `more`; independent of paths and of the machine."""
+        """A hash of all that this configuration says about a training, and `more`; independent of paths and of the
+        machine. Keys that it leaves to their defaults are not in it."""
         matter = {key: value for key, value in self.raw.items() if key not in ("data", "run_dir", "run")}
         if "trainer" in matter:
             matter["trainer"] = {key: value for key, value in matter["trainer"].items() if key not in _OF_MACHINES}

@@ -17,7 +17,7 @@ from experiments.records import Record, made_here, read, written
 from experiments.statistics import LEVEL
 from experiments.tables import Table
 from qkvflow.cli import run_program
-from qkvflow.errors import UserError
+from qkvflow.errors import UserError, first_line
 from qkvflow.files import write_text
 
 FOLDER = Path(__file__).parent
@@ -59,31 +59,44 @@ class Study(Generic[C, R]):
 
         Raises:
             UserError: the configuration is invalid, a text is missing, runs in `run_dir` have other settings, a model
-                fails the causality test, or there is nothing to redraw.
+                fails the causality test, a folder is a file, or there is nothing to redraw.
         """
         runs = config.runs(self.name)
         output = config.results(runs)
         path = output / "results.json"
+        for key, folder in {"run_dir": runs, "output": output}.items():
+            check_folder(folder, key)
+        results = None
         if config.redraw:
-            if not path.is_file():
-                raise UserError(
-                    f"there are no results in {output}: run the experiment first, without --redraw, or name their"
-                    " folder by --output"
-                )
-            results = path.read_text()
+            record = self._stored(path)
         else:
             config.check()
             results = written(made_here(self.make(config, runs), f"experiments.{self.name}"))
-        record = read(self.record, json.loads(results))
+            record = read(self.record, json.loads(results))
         page, tables = self.filled_page(record), self.files(record)  # before earlier results are replaced
         output.mkdir(parents=True, exist_ok=True)
-        if not config.redraw:
+        if results is not None:
             write_text(path, results)
         for name, content in {**tables, self.page_name: page}.items():
             write_text(output / name, content.csv() if isinstance(content, Table) else content)
         style.save(self.figures(record), output)
         print(f"{page}\nWritten to {output}", flush=True)
         return record
+
+    def _stored(self, path: Path) -> R:
+        """The results to redraw."""
+        if not path.is_file():
+            raise UserError(
+                f"there are no results in {path.parent}: run the experiment first, without --redraw, or name their"
+                " folder by --output"
+            )
+        try:
+            return read(self.record, json.loads(path.read_text(encoding="utf-8")))
+        except ValueError as error:
+            raise UserError(
+                f"{path} is not the results of experiments.{self.name}, or a part of them ({first_line(error)}). Name"
+                " their folder by --output, or run the experiment again, without --redraw"
+            ) from None
 
     def filled_page(self, record: R) -> str:
         """`page.md` with its values."""
@@ -106,6 +119,13 @@ class Study(Generic[C, R]):
         """The command line to parse: `--smoke` stands for `--config` with the study's `smoke.yaml`."""
         first = ["--config", str(FOLDER / self.name / "smoke.yaml")] if "--smoke" in argv else []
         return [*first, *(word for word in argv if word != "--smoke")]
+
+
+def check_folder(path: Path, key: str) -> None:
+    """Raises: UserError: the path, or one above it, is a file. key: that names it."""
+    there = next(own for own in (path, *path.parents) if own.exists())
+    if not there.is_dir():
+        raise UserError(f"{there} is a file, so it cannot be the folder of the results. Choose another by --{key}")
 
 
 class _Missing(Exception):

@@ -1,5 +1,6 @@
 """The plan of the comparison: its YAML, and its systems in the sizes and lengths that the rows require."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -7,7 +8,7 @@ from typing import Annotated, Any
 from experiments.config import check_among, check_reference
 from experiments.cost import Cost, cost_of, width_with
 from experiments.jobs import Arm
-from experiments.recipes import Recipe
+from experiments.recipes import Recipe, value_at
 from experiments.search import SearchConfig
 from experiments.texts import Text
 from qkvflow.errors import UserError
@@ -159,9 +160,11 @@ def arms(config: CompareConfig, text: Text, run_dir: Path) -> list[Arm]:
     """All variants, the reference first; the same model with the same number of steps occurs once.
 
     Raises:
-        UserError: a configuration cannot be read, the costs of a model are unknown, or `widths` lacks its width.
+        UserError: a configuration cannot be read, the costs of a model are unknown, its tokens are not those of the
+            reference, or `widths` lacks its width.
     """
     given = recipes(config, text, run_dir)
+    _check_alike(given, config.reference)
     reference = given[config.reference]
     cost, found, sizes = cost_of(reference), {}, {_width(recipe) for recipe in given.values()}
     if config.widths and not sizes <= set(config.widths):
@@ -188,10 +191,41 @@ def recipes(config: CompareConfig, text: Text, run_dir: Path) -> dict[str, Recip
     for name in config.names:
         changes = {} if name in config.systems else config.arms[name]
         try:
-            found[name] = config.recipe(config.systems.get(name) or config.base, text, run_dir, changes)
+            if value_at(changes, "trainer.num_train_steps") is not None:
+                raise UserError(
+                    "`trainer.num_train_steps` is given, but the rows determine it, from that of the reference. Set it"
+                    " for all, in `overrides`"
+                )
+            base = config.systems.get(name) or changes.get("base") or config.base
+            if "mode" in ({} if base is None else Recipe.of(base).raw) | changes:
+                raise UserError("it is a fine-tune (it has a `mode`): compare what train_lm trains from its beginning")
+            found[name] = config.recipe(base, text, run_dir, changes)
         except UserError as error:
             raise UserError(f"{'systems' if name in config.systems else 'arms'}.{name}: {error}") from None
     return found
+
+
+def _check_alike(given: Mapping[str, Recipe], reference: str) -> None:
+    """Raises: UserError: a system reads other tokens, or another number of them: losses could not be compared."""
+
+    def read(recipe: Recipe) -> dict[str, object]:
+        trainer = recipe.config.trainer
+        batch, evaluated = trainer.train_batch_size, trainer.per_device_eval_parallelism
+        return {
+            "data.tokenizer": recipe.config.data.tokenizer,
+            "train_seq_len, or model.max_seq_len": recipe.config.Pos.size,
+            "trainer.train_batch_size": batch,
+            "trainer.per_device_eval_parallelism": batch if evaluated == -1 else evaluated,  # on `select`
+        }
+
+    expected = read(given[reference])
+    for name, recipe in given.items():
+        for key, value in read(recipe).items():
+            if value != expected[key]:
+                raise UserError(
+                    f"{name} has {value} for `{key}`, and {reference} has {expected[key]}: their losses would be of"
+                    " other tokens. Give all the same value, in `overrides`"
+                )
 
 
 def _arm(name: str, recipe: Recipe, text: Text) -> Arm:

@@ -84,12 +84,9 @@ class Plan:
 
         rates, waiting = self._rates(measure, trains, done)
 
-        def reports(job: Job) -> bool:
-            return trains(job) and job.arm.what.system not in waiting
-
         def report(stage: str, own: Sequence[Arm], seeds: Sequence[int]) -> None:
-            jobs = reported([arm for arm in own if arm.group in rates], seeds, rates)
-            found = [r for _, r in measure.those(jobs, reports)]
+            known = [arm for arm in own if arm.group in rates and arm.what.system not in waiting]
+            found = [r for _, r in measure.those(reported(known, seeds, rates), trains)]
             done.results += found
             done.count(stage, [arm.what.system for arm in own for _ in seeds], found)
 

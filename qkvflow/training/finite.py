@@ -54,9 +54,10 @@ class BadSteps:
         total: skipped by this process.
     """
 
-    def __init__(self, limit: int):
+    def __init__(self, limit: int, in_a_row: int = 0):
+        """in_a_row: the steps before that were skipped, by an earlier process."""
         self.limit = limit
-        self.total = self.in_a_row = 0
+        self.total, self.in_a_row = 0, in_a_row
 
     def see(self, loss: float) -> bool:
         """Whether the step with this loss was skipped.

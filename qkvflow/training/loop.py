@@ -133,7 +133,7 @@ def train(
     trainer.stage = stages.at(done)
     checkpointer = create_checkpointer(config.checkpointer, clock)
     checkpointer.before_saving = run.keep
-    bad_steps = BadSteps(max_skipped_steps)
+    bad_steps = BadSteps(max_skipped_steps, _skipped_before(run, done))
     _add_hooks(trainer)
 
     def log_speed(info: StepInfo) -> None:
@@ -226,11 +226,22 @@ def train(
 
 def _logged_loss(run: PreparedRun, step: int) -> float | None:
     """The training loss that an earlier process logged in this step; None if there is none."""
+    return next((record.get("train/loss") for record in _logged(run) if record["step"] == step), None)
+
+
+def _skipped_before(run: PreparedRun, done: int) -> int:
+    """How many steps in a row, up to the last before step `done`, an earlier process has skipped."""
+    records = _logged(run) if done else []
+    skipped = itertools.takewhile(lambda record: record.get("train/skipped_step"), records)
+    return len(list(skipped))
+
+
+def _logged(run: PreparedRun) -> list[dict[str, Any]]:
+    """The records of earlier processes, the last one first; empty if there are none."""
     try:
-        records = read_metrics(run.directory.metrics)
+        return read_metrics(run.directory.metrics)[::-1]
     except OSError:
-        return None
-    return next((record.get("train/loss") for record in reversed(records) if record["step"] == step), None)
+        return []
 
 
 def _log_jump(before: float, after: float, step: int) -> None:

@@ -11,6 +11,7 @@ computed and dropped, so that every step is made by the same program, and the re
 
 import contextlib
 import functools
+import gc
 import os
 import signal
 import time
@@ -50,7 +51,8 @@ def train_together(
 ) -> list[Trained]:
     """Trains or resumes runs that differ by their seed alone, each in its own directory.
 
-    Their progress is that of the first. The time of a step is divided among them, so that times add up.
+    Their progress is that of the first. The time of a step is divided by the number of lanes: it is the same for a part
+    of a group.
 
     Args:
         trainings: configurations, and where the models come from; see `train_run`.
@@ -107,6 +109,8 @@ def train_together(
             now = time.monotonic()
             for i in wanted:
                 resume(i, made[i])
+            if any([made[i].info.forget() for i in wanted]):
+                gc.collect()  # Levanter's `inference_mode` leaves the model in a cycle of closures
     if failed:
         raise failed[0]
     return [session.trained(outcomes[i]) for i, session in enumerate(sessions)]
@@ -136,6 +140,10 @@ class LaneInfo:
     def state(self) -> TrainerState:
         """Sliced from the stack when first asked for."""
         return self.take()
+
+    def forget(self) -> bool:
+        """Lets go of the sliced state, whose memory the next step needs. Returns whether there was one."""
+        return self.__dict__.pop("state", None) is not None
 
     @property
     def model(self) -> Any:
@@ -197,7 +205,7 @@ class JointStep:
             lead.stage = before
         for i in batches:
             self._steps[i] += 1
-        return {i: self._made(i, *rest, took() / len(batches)) for i in batches}
+        return {i: self._made(i, *rest, took() / self._lanes) for i in batches}
 
     def _state(self, arrays: Sequence[jax.Array]) -> TrainerState:
         """The state of which these are the arrays: stacked, or of one lane."""

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -91,8 +92,11 @@ def test_memory_is_that_of_the_division_of_the_batch(tmp_path):
     config = smoke(STUDY)
     whole = config.recipe(next(iter(config.systems.values())), config.text.prepare(tmp_path / "texts"), tmp_path)
     parts = whole.but({"trainer": {"per_device_parallelism": 1}})
-    found = [with_memory(cost_of(own), own, tmp_path / "x.json").memory for own in (whole, parts)]
-    assert found[1] < found[0]
+    halves = whole.but({"trainer": {"mp": "p=f32,c=bfloat16"}})
+    found = [with_memory(cost_of(own), own, tmp_path / "x.json").memory for own in (whole, parts, halves)]
+    assert found[1] < found[0] != found[2]
+    again = halves.but({"trainer": {"seed": 9, "num_train_steps": 9}, "optimizer": {"learning_rate": 9.0}})
+    assert with_memory(cost_of(again), again, tmp_path / "x.json", compiles=False).memory == found[2]
     assert [path.name for path in tmp_path.glob("x*")] == ["x-cpu.json"]
     assert with_memory(cost_of(whole), whole, tmp_path / "x.json", compiles=False).memory is None
 
@@ -117,6 +121,34 @@ def test_what_cannot_be_compared_is_refused():
             smoke(STUDY, **changes).check()
     with pytest.raises(UserError, match="nothing to study: give --config FILE"):
         STUDY.carry_out(CompareConfig())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"trainer": {"num_train_steps": 5}}, "other: `trainer.num_train_steps` is given, but the rows determine it"),
+        ({"trainer": {"seed": 5}}, "other: `trainer` has seed, but a study names"),
+        ({"data": {"train": "x.txt"}}, "other: `data` has train, but a study trains on its texts"),
+        ({"base": "configs/finetune/quickstart_full.yaml"}, "other: it is a fine-tune"),
+        ({"mode": {"type": "full"}, "run": "runs/one"}, "other: it is a fine-tune"),
+        ({"model": {"max_seq_len": 32}}, "other has 32 for `train_seq_len, or model.max_seq_len`, and standard has 64"),
+        ({"trainer": {"train_batch_size": 2}}, "other has 2 for `trainer.train_batch_size`"),
+        ({"trainer": {"per_device_eval_parallelism": 1}}, "other has 1 for `trainer.per_device_eval_parallelism`"),
+        ({"data": {"tokenizer": "char"}}, "other has char for `data.tokenizer`"),
+        ({"trainer": {"train_batch_size": [{"start": 0, "value": 8}]}}, "`trainer.train_batch_size`"),
+    ],
+)
+def test_an_arm_that_could_not_be_compared_is_refused(changes, message, tmp_path):
+    config = smoke(STUDY, arms={"other": changes}, base="configs/wikitext2/neuralode.yaml")
+    with pytest.raises(UserError, match=re.escape(message)):
+        arms(config, config.text.prepare(tmp_path / "texts"), tmp_path)
+
+
+def test_batches_of_several_sizes_have_no_cost(tmp_path):
+    schedule = {"trainer": {"train_batch_size": [{"start": 0, "value": 8}, {"start": 5, "value": 16}]}}
+    config = smoke(STUDY, overrides=smoke(STUDY).overrides | schedule)
+    with pytest.raises(UserError, match=r"is a schedule.*Give one number"):
+        arms(config, config.text.prepare(tmp_path / "texts"), tmp_path)
 
 
 def test_an_arm_has_no_rate_beside_the_search(tmp_path):

@@ -391,7 +391,9 @@ def test_rates_are_checked_before_anything_is_reported(tmp_path):
 
     before = carry_out(check_rates="null", seeds="[1, 2]", widths="[32]")
     assert [(r.learning_rate, r.seed) for r in before.results if r.width == 32] == [(1.41e-3, 1), (1.41e-3, 2)]
-    done = carry_out(check_rates=json.dumps({"arms": ["standard"], "factors": [1.0, 2.0], "corrects": True}))
+    check = json.dumps({"arms": ["standard"], "factors": [1.0, 2.0], "corrects": True})
+    assert carry_out(check_rates=check, partial="true").results == [], "the check may still correct their rate"
+    done = carry_out(check_rates=check)
     of_check = [one for one in made if one[0] == 32 and not one[3]]
     assert [rate for _, rate, *_ in of_check] == pytest.approx([1.41e-3, 2.82e-3, 0.705e-3, 0.3525e-3])
     assert made[: len(of_check)] == of_check, "nothing is reported before"

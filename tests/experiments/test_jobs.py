@@ -112,6 +112,7 @@ def test_a_finished_run_is_taken_only_for_what_it_is(tmp_path, monkeypatch):
         {"trainer": {"num_train_steps": 1}},
         {"trainer": {"steps_per_eval": 1}},
         {"trainer": {"max_eval_batches": 3}},
+        {"trainer": {"per_device_eval_parallelism": 1}},
         {"optimizer": {"learning_rate": 0.5}},
     ):
         with pytest.raises(UserError, match="was made with other settings"):

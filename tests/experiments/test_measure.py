@@ -39,6 +39,7 @@ class Trained(Training, Named):
 
 def job(name: str, minutes: int, is_reported: bool = True, **asks) -> Job:
     raw = {"run_dir": "r", "data": {"tokenizer": "byte"}, "trainer": {"num_train_steps": minutes}, "optimizer": {}}
+    raw |= {"model": {"type": "neuralode"}}
     arm = Arm(label=name, recipe=Recipe(raw), cost=Cost(1, 1, 1, 1.0, 1), what=Named(name), asks=asks)
     return Job.of(arm, 3, 0.1, is_reported)
 
@@ -154,7 +155,7 @@ def test_a_base_on_another_text_is_another_start(tmp_path, trained):
     recipe = smoke(STUDY).recipe("configs/wikitext2/neuralode.yaml", texts[1], tmp_path / "runs")
     plain = dataclasses.replace(job("a", 1).arm, text=texts[1], recipe=recipe)
     base = dataclasses.replace(plain, label="base", text=texts[0])
-    arm = dataclasses.replace(plain, base=base)
+    arm = dataclasses.replace(plain, recipe=recipe.but({"mode": {"type": "full"}}), base=base)
     reader(tmp_path).all([Job.of(arm, 3, 0.1, is_reported=False)])
     (tmp_path / "source" / "train.txt").write_text("something else")
     with pytest.raises(UserError, match="with another start"):
@@ -217,6 +218,21 @@ def test_seeds_of_which_one_diverges_are_trained_one_by_one(tmp_path, trained, m
     found = Measure(Trained, config, tmp_path).all(jobs)
     assert [(r.seed, r.select_loss is None) for r in found] == [(5, False), (6, True)]
     assert made == [([5, 6], 2), ([5], 1), ([6], 2), ([6], 1)]
+
+
+def test_options_of_jax_are_those_of_each_training(tmp_path, trained, monkeypatch):
+    def seen() -> str | None:
+        return jax.config.jax_default_matmul_precision
+
+    before, found = seen(), []
+    monkeypatch.setattr(measure, "train", lambda *recipes, lanes: found.append(seen()))
+    monkeypatch.setattr(measure, "load_run", lambda path: found.append(seen()))
+    arms = [job(name, 1).arm for name in "ab"]
+    options = {"trainer": {"jax_config": {"jax_default_matmul_precision": "high"}}}
+    arms[0] = dataclasses.replace(arms[0], recipe=arms[0].recipe.but(options))
+    reader(tmp_path).all([Job.of(arm, 3, 0.1) for arm in arms])
+    assert found == ["high", "high", before, before]
+    assert seen() == before != "high"
 
 
 def test_seeds_at_once_are_those_of_an_arm_without_readings(tmp_path, trained, monkeypatch):

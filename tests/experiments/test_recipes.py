@@ -7,6 +7,7 @@ import pytest
 from experiments.cost import width_with
 from experiments.recipes import Recipe, merged
 from experiments.texts import Builtin
+from qkvflow.inside.levanter import settle_devices
 
 STANDARD = "configs/wikitext2/standard.yaml"
 
@@ -28,6 +29,23 @@ def test_a_recipe_is_blind_to_what_is_reported_and_named_by_what_settles_it(tmp_
     evaluated = {"trainer": {"per_device_eval_parallelism": 4}}  # with `max_eval_batches`, on another part of the text
     for changes in ({"optimizer": {"learning_rate": 0.5}}, {"trainer": {"max_eval_batches": 3}}, evaluated):
         assert recipe.but(changes).digest() != recipe.digest()
+
+
+def test_the_division_of_a_batch_changes_no_evaluation(tmp_path):
+    """`max_eval_batches` counts batches of training, however these are divided."""
+    text = Builtin().prepare(tmp_path / "texts")
+    whole, parts = (
+        Recipe.of(STANDARD, {"trainer": {"train_batch_size": 8, **own}}).on(text, tmp_path, 4, 5)
+        for own in ({}, {"per_device_parallelism": 2})
+    )
+    read = []
+    for recipe in (whole, parts):
+        trainer = recipe.config.trainer
+        settle_devices(trainer)
+        read.append(trainer.eval_batch_size * recipe.raw["trainer"]["max_eval_batches"])
+    assert read[0] == read[1] == 32
+    given = {"trainer": {"per_device_parallelism": 2, "per_device_eval_parallelism": 1}}
+    assert Recipe.of(STANDARD, given).on(text, tmp_path, 4, 5).raw["trainer"]["per_device_eval_parallelism"] == 1
 
 
 @pytest.mark.parametrize(("wanted", "width"), [(24_000, 16), (50_000, 24), (35_000, 20)])

@@ -89,6 +89,23 @@ def test_made_drawn_and_drawn_again(tmp_path, capsys, monkeypatch):
     assert {path.name: path.read_bytes() for path in output.iterdir()} == files
 
 
+@pytest.mark.parametrize("content", ['{"pair": [1, ', '{"losses": []}', "[]", "\xff"])
+def test_what_is_no_result_of_the_study_is_not_redrawn(content, tmp_path):
+    (tmp_path / "results.json").write_bytes(content.encode("latin1"))
+    study = Study("mine", OutputConfig, Pair, lambda *_: pytest.fail("made"), lambda _: {})
+    with pytest.raises(UserError, match=r"results\.json is not the results of experiments\.mine, .* without --redraw"):
+        study.carry_out(OutputConfig(output=str(tmp_path), redraw=True))
+
+
+@pytest.mark.parametrize("key", ["run_dir", "output"])
+def test_a_folder_that_is_a_file_is_refused_before_any_work(key, tmp_path):
+    (tmp_path / "file").touch()
+    study = Study("mine", OutputConfig, Pair, lambda *_: pytest.fail("made"), lambda _: {})
+    for path in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(UserError, match=rf"file is a file, .* Choose another by --{key}"):
+            study.carry_out(OutputConfig(**{"run_dir": str(tmp_path), key: str(path)}))
+
+
 def test_a_line_of_a_page_without_its_value_is_left_out(tmp_path, monkeypatch):
     monkeypatch.setattr("experiments.study.FOLDER", tmp_path)
     (tmp_path / "page.md").write_text(

@@ -1,9 +1,11 @@
 """Seeds in parallel: n trainings as one program are n single trainings, in their runs and in their faults."""
 
 import functools
+import gc
 import os
 import shutil
 import signal
+import weakref
 from pathlib import Path
 
 import jax
@@ -24,7 +26,7 @@ from qkvflow.runs.checkpoints import checkpoint_steps
 from qkvflow.tracking import read_metrics
 from qkvflow.training.finite import Diverged
 from qkvflow.training.start import FromScratch
-from qkvflow.training.together import train_together
+from qkvflow.training.together import JointStep, LaneInfo, train_together
 
 pytestmark = pytest.mark.usefixtures("numbers_of_lanes")
 CLOSE = 1e-5  # products of n lanes at once may be rounded in another order
@@ -126,6 +128,34 @@ def test_resumed_from_different_steps(whole, newest):
     together(whole, name, steps=12, checkpointer=EVERY_FOUR, **CASES["dropout"])
     for seed in SEEDS:
         assert_same(whole.path(f"{name}-{seed}"), whole.path(f"whole-{seed}"))
+
+
+def test_no_step_is_made_beside_the_states_that_a_loop_has_read(training, monkeypatch):
+    """Sliced for a validation or a checkpoint, they would double the memory of the next step."""
+    alive: list[weakref.ref] = []
+    step, take = JointStep.__call__, LaneInfo.state.func
+    held: list[int] = []
+
+    def counted(self, batches):
+        held.append(sum(one() is not None for one in alive))
+        return step(self, batches)
+
+    def kept(self):
+        state = take(self)
+        alive.extend(weakref.ref(leaf) for leaf in jax.tree.leaves(state.model) if isinstance(leaf, jax.Array))
+        return state
+
+    state = functools.cached_property(kept)
+    state.__set_name__(LaneInfo, "state")
+    monkeypatch.setattr(LaneInfo, "state", state)
+    monkeypatch.setattr(JointStep, "__call__", counted)
+    gc.disable()
+    try:
+        together(training, "read", steps=6, steps_per_eval=2, checkpointer=EVERY_FOUR)
+    finally:
+        gc.enable()
+    assert alive
+    assert held == [0] * 6
 
 
 def test_one_of_them_resumed(whole):

@@ -102,8 +102,9 @@ def test_a_skipped_step_changes_nothing_and_is_logged(training, spoil, capfd, ki
 @pytest.mark.program
 def test_too_many_skipped_steps_in_a_row_stop_the_training(training, spoil):
     spoil(gradient=[1, 3, 4, 5, 6])
-    with pytest.raises(UserError, match=r"at step 5, as in the 2 steps before.*last checkpoint is step-4"):
-        training.run("in-a-row", max_skipped_steps=2, checkpointer=EVERY)
+    for _ in range(2):  # resumed, the steps that were skipped before count
+        with pytest.raises(UserError, match=r"at step 5, as in the 2 steps before.*last checkpoint is step-4"):
+            training.run("in-a-row", max_skipped_steps=2, checkpointer=EVERY)
     assert all(np.isfinite(array).all() for array in _arrays(training.path("in-a-row"), 4).values())
 
 
@@ -121,6 +122,8 @@ def test_only_steps_in_a_row_count():
     assert steps.total == 4
     with pytest.raises(TooManyBadSteps):
         steps.see(-math.inf)
+    with pytest.raises(TooManyBadSteps):
+        BadSteps(2, in_a_row=2).see(math.nan)
     assert not BadSteps(0).see(math.nan)  # Levanter's own check stands, or the user has switched it off
 
 
