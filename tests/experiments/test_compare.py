@@ -90,13 +90,16 @@ def test_where_depth_grows_the_first_steps_cost_less():
 
 def test_memory_is_that_of_the_division_of_the_batch(tmp_path):
     config = smoke(STUDY)
-    whole = config.recipe(next(iter(config.systems.values())), config.text.prepare(tmp_path / "texts"), tmp_path)
+    text, small = config.text.prepare(tmp_path / "texts"), {"model": {"depth": {"steps": 1}}}
+    whole = config.recipe(next(iter(config.systems.values())), text, tmp_path, small)
     parts = whole.but({"trainer": {"per_device_parallelism": 1}})
-    halves = whole.but({"trainer": {"mp": "p=f32,c=bfloat16"}})
-    found = [with_memory(cost_of(own), own, tmp_path / "x.json").memory for own in (whole, parts, halves)]
-    assert found[1] < found[0] != found[2]
-    again = halves.but({"trainer": {"seed": 9, "num_train_steps": 9}, "optimizer": {"learning_rate": 9.0}})
-    assert with_memory(cost_of(again), again, tmp_path / "x.json", compiles=False).memory == found[2]
+    found = [with_memory(cost_of(own), own, tmp_path / "x.json").memory for own in (whole, parts)]
+    assert found[1] < found[0]
+    again = parts.but({"trainer": {"seed": 9, "num_train_steps": 9}, "optimizer": {"learning_rate": 9.0}})
+    assert with_memory(cost_of(again), again, tmp_path / "x.json", compiles=False).memory == found[1]
+    for key, value in (("mp", "p=f32,c=bfloat16"), ("model_averaging", {"type": "ema", "beta": 0.9})):
+        other = parts.but({"trainer": {key: value}})
+        assert with_memory(cost_of(other), other, tmp_path / "x.json", compiles=False).memory is None
     assert [path.name for path in tmp_path.glob("x*")] == ["x-cpu.json"]
     assert with_memory(cost_of(whole), whole, tmp_path / "x.json", compiles=False).memory is None
 
