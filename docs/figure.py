@@ -76,6 +76,7 @@ def draw() -> Figure:
         [own for _, losses in found.values() for own in losses], counts=[record.protocol.counts[BEGINNING]]
     )
     style.losses(right, record.protocol, BEGINNING, limits)
+    right.set_ylabel(right.get_ylabel().replace(" (", "\n("))  # longer than the panel is high
     right.axvline(TRAINED_AT, color="grey", linewidth=0.8, linestyle=":")
     right.annotate("training depth", (TRAINED_AT, 5.0), (6.3, 5.0), color="grey", fontsize=8)
     for panel in (left, right):
