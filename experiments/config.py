@@ -1,6 +1,6 @@
 """The keys of a study's YAML: where its results go, its seeds, its text or two texts, its learning rates."""
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -201,19 +201,27 @@ class OtherDepthsConfig(RatesConfig):
         return super().batches | {BEGINNING: self.read_batches or self.report_batches}
 
 
+# Keys of `trainer` that a study replaces, and by what.
+_OF_STUDIES = {
+    "id": "as names of its trainings",
+    "seed": "by `seeds`",
+    "max_eval_batches": "by `select_batches`",
+    "steps_per_eval": "by `evaluations`",
+}
+
+
 def check_changes(changes: Changes, where: str = "") -> None:
     """Raises: UserError: for keys that a study would replace. where: before each key in the message."""
-    data = sorted(set(changes.get("data") or {}) - {"tokenizer"})
-    if data:
+    data, trainer = (set(own) if isinstance(own := changes.get(key), Mapping) else set() for key in ("data", "trainer"))
+    if data := sorted(data - {"tokenizer"}):
         raise UserError(
             f"`{where}data` has {', '.join(data)}, but a study trains on its texts, and takes only `tokenizer` from"
             " there. Leave it out"
         )
-    trainer = sorted(set(changes.get("trainer") or {}) & {"id", "seed"})
-    if trainer:
+    if trainer := sorted(trainer & _OF_STUDIES.keys()):
         raise UserError(
-            f"`{where}trainer` has {', '.join(trainer)}, but a study names its trainings, and has `seeds` for them."
-            " Leave it out"
+            f"`{where}trainer` has {', '.join(trainer)}, which a study sets itself"
+            f" ({', '.join(dict.fromkeys(_OF_STUDIES[key] for key in trainer))}). Leave it out"
         )
 
 

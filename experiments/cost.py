@@ -70,11 +70,6 @@ def cost_of(recipe: Recipe) -> Cost:
         UserError: its number of FLOPs is unknown, as with adaptive steps, or its batches have several sizes.
     """
     config = recipe.config
-    if not isinstance(config.trainer.train_batch_size, int):
-        raise UserError(
-            f"`trainer.train_batch_size` is a schedule, {config.trainer.train_batch_size}: a study counts tokens and"
-            " FLOPs of one size of batches. Give one number"
-        )
     vocab = vocabulary_size(config)
     shape = model_shape(config.model, Axis("vocab", vocab))
     own, entered = enter_config(config.model), enter(shape)
@@ -140,5 +135,9 @@ def with_memory(own: Cost, recipe: Recipe, path: Path, compiles: bool = True) ->
     vocab = vocabulary_size(recipe.config)
     asked = {"recipe": recipe.but(_NOT_OF_MEMORY).digest(), "vocab": vocab, "jax": jax.__version__, "parts": parts}
     path = path.with_stem(f"{path.stem}-{platform}")
-    make = lambda: compile_ahead(recipe.config, vocab).memory  # noqa: E731
+
+    def make() -> int:
+        with recipe.options():
+            return compile_ahead(recipe.config, vocab).memory
+
     return dataclasses.replace(own, memory=kept(path, int, asked, make) if compiles else stored(path, int, asked))

@@ -4,11 +4,9 @@ import contextlib
 import dataclasses
 import functools
 import io
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
-
-import jax
 
 from experiments.cost import Cost, cost_of
 from experiments.recipes import Recipe
@@ -22,7 +20,6 @@ from qkvflow.runs.base import BaseRecord
 from qkvflow.runs.config import FREE_KEYS, FinetuneConfig, TrainConfig
 from qkvflow.runs.prepare import PreparedRun
 from qkvflow.training.finetune import settle
-from qkvflow.training.levanter_config import configure_jax
 from qkvflow.training.start import FromBase, FromScratch, Start
 from qkvflow.training.together import train_together
 
@@ -176,33 +173,15 @@ def train(*recipes: Recipe, lanes: int = 1) -> None:
     """
     for recipe in recipes:
         _check_is_same(recipe)
-    left = [recipe.config for recipe in recipes if not recipe.is_finished]
-    if not left:
-        return
-    with contextlib.redirect_stdout(io.StringIO()):
-        if lanes > 1:
-            _train_together(left, lanes)
-        else:
-            for config in left:
-                (finetune_lm if isinstance(config, FinetuneConfig) else train_lm).main(config)
-
-
-@contextlib.contextmanager
-def options_of(recipe: Recipe) -> Iterator[None]:
-    """The options of JAX that a recipe names (`trainer.jax_config`), for a `with` block: those of one training must not
-    be those of the next.
-
-    Raises:
-        UserError: JAX has no such option, or another type of values.
-    """
-    trainer = recipe.config.trainer
-    before = {key: getattr(jax.config, key) for key in trainer.jax_config if hasattr(jax.config, key)}
-    try:
-        configure_jax(trainer)
-        yield
-    finally:
-        for key, value in before.items():
-            jax.config.update(key, value)
+    left = [recipe for recipe in recipes if not recipe.is_finished]
+    together = [left] if lanes > 1 and left else [[recipe] for recipe in left]
+    for group in together:
+        with group[0].options(), contextlib.redirect_stdout(io.StringIO()):
+            configs = [recipe.here for recipe in group]
+            if lanes > 1:
+                _train_together(configs, lanes)
+            else:
+                (finetune_lm if isinstance(configs[0], FinetuneConfig) else train_lm).main(configs[0])
 
 
 def _train_together(configs: Sequence[TrainConfig], lanes: int) -> None:
@@ -221,7 +200,7 @@ def _with_start(config: TrainConfig) -> tuple[TrainConfig, Callable[[PreparedRun
 
 
 def _check_is_same(recipe: Recipe) -> None:
-    run, given = recipe.run, recipe.config
+    run, given = recipe.run, recipe.here
     if not run.config.is_file():
         return
     if isinstance(given, FinetuneConfig):

@@ -22,7 +22,7 @@ from levanter.models.lm_model import LmHeadModel
 
 from experiments.at_work import at_work
 from experiments.config import SeedsConfig
-from experiments.jobs import Arm, Job, Place, Places, at_once, options_of, reported, selection, train
+from experiments.jobs import Arm, Job, Place, Places, at_once, reported, selection, train
 from experiments.records import Training, asked_of, kept, stored
 from experiments.search import Tried, best, beyond, tried
 from experiments.sharing import in_turn
@@ -194,18 +194,19 @@ class Measure(Generic[T]):
             )
 
     def _read(self, job: Job, group: Sequence[Job]) -> T:
-        with options_of(job.recipe):
-            return self._measured(job, group)
-
-    def _measured(self, job: Job, group: Sequence[Job]) -> T:
         try:
             _train([other for other in group if stored(*self._place(other)) is None], lanes=len(group))
         except Diverged:
             if job.is_reported:
                 raise
             if len(group) > 1:  # one of them diverged: each is trained alone, when it is its turn
-                return self._measured(job, [job])
+                return self._read(job, [job])
             return self.kind(**vars(job.arm.what), seed=job.seed, learning_rate=job.rate)  # without a loss
+        with job.recipe.options():
+            return self._measured(job)
+
+    def _measured(self, job: Job) -> T:
+        """What is known of a finished training."""
         arm, found = job.arm, vars(job.arm.what) | vars(read_training(job))
         if job.is_reported:
             run, evaluator = load_run(job.recipe.run.path), None

@@ -1,14 +1,17 @@
 """Recipes: YAML configurations of train_lm or finetune_lm, with changes, applied to the text of a study."""
 
+import contextlib
+import dataclasses
 import functools
 import hashlib
 import json
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jax
 from levanter.tokenizers import MarinTokenizer
 
 from experiments.texts import Text
@@ -20,6 +23,7 @@ from qkvflow.models import NeuralOdeConfig
 from qkvflow.runs import RunDirectory
 from qkvflow.runs.checkpoints import checkpoint_steps
 from qkvflow.runs.config import FinetuneConfig, TrainConfig
+from qkvflow.training.levanter_config import configure_jax
 from qkvflow.weights import PerLayerConfig
 
 Changes = Mapping[str, Any]
@@ -74,7 +78,7 @@ class Recipe:
         }
         parts, each = (getattr(plain.trainer, f"per_device_{kind}parallelism") for kind in ("", "eval_"))
         if parts != -1 and each == -1:  # Levanter's would be `parts`, so that `select_batches` would depend on it
-            ours["trainer"]["per_device_eval_parallelism"] = plain.trainer.batch_schedule.batch_size_at_step(0)
+            ours["trainer"]["per_device_eval_parallelism"] = self.batch
         model = {} if plain.model is None else {"model": {"hidden_dim": plain.model.Embed.size}}
         rest = {key: value for key, value in self.raw.items() if key not in ("data", "run_dir")}
         return Recipe(rest).but(ours, model).evaluated(evaluations)
@@ -86,6 +90,45 @@ class Recipe:
     def config(self) -> TrainConfig:
         """Raises: UserError: if it cannot be read."""
         return decode(FinetuneConfig if "mode" in self.raw else TrainConfig, self.raw)
+
+    @property
+    def here(self) -> TrainConfig:
+        """`config` for the devices of this machine. In a recipe, `per_device_eval_parallelism` is the size of a whole
+        batch of evaluations: what is evaluated must not depend on the number of devices.
+
+        Raises:
+            UserError: it cannot be read, or that size cannot be divided among the devices.
+        """
+        trainer = self.config.trainer
+        size = trainer.per_device_eval_parallelism
+        if size == -1:
+            return self.config
+        shares = trainer.data_axis_size
+        if size % shares:
+            raise UserError(
+                f"an evaluation reads {size} sequences at a time (`trainer.per_device_eval_parallelism`; by default"
+                f" those of a training step), which {shares} devices cannot share equally. Make as many visible as do"
+            )
+        return dataclasses.replace(
+            self.config, trainer=dataclasses.replace(trainer, per_device_eval_parallelism=size // shares)
+        )
+
+    @contextlib.contextmanager
+    def options(self) -> Iterator[None]:
+        """The options of JAX that it names (`trainer.jax_config`), for a `with` block: they must not be those of the
+        next training.
+
+        Raises:
+            UserError: JAX has no such option, or another type of values.
+        """
+        trainer = self.config.trainer
+        before = {key: getattr(jax.config, key) for key in trainer.jax_config if hasattr(jax.config, key)}
+        try:
+            configure_jax(trainer)
+            yield
+        finally:
+            for key, value in before.items():
+                jax.config.update(key, value)
 
     @property
     def is_flow(self) -> bool:
@@ -116,9 +159,24 @@ class Recipe:
         return self.raw["optimizer"]["learning_rate"]
 
     @property
+    def batch(self) -> int:
+        """Sequences of a training step.
+
+        Raises:
+            UserError: there are several sizes, or it depends on the devices.
+        """
+        size = self.config.trainer.train_batch_size
+        if not isinstance(size, int) or size < 1:
+            raise UserError(
+                f"`trainer.train_batch_size` is {size}, but a study counts tokens and FLOPs by one size of all batches."
+                " Give one positive number"
+            )
+        return size
+
+    @property
     def tokens(self) -> int:
         """Tokens of a training step."""
-        return self.config.Pos.size * self.config.trainer.batch_schedule.batch_size_at_step(0)
+        return self.config.Pos.size * self.batch
 
     @property
     def run(self) -> RunDirectory:

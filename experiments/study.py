@@ -64,7 +64,10 @@ class Study(Generic[C, R]):
         runs = config.runs(self.name)
         output = config.results(runs)
         path = output / "results.json"
-        for key, folder in {"run_dir": runs, "output": output}.items():
+        folders = {"run_dir": runs, "output": output}
+        if isinstance(config, SeedsConfig):
+            folders["readings"] = config.kept_in(runs)
+        for key, folder in folders.items():
             check_folder(folder, key)
         results = None
         if config.redraw:
@@ -125,7 +128,7 @@ def check_folder(path: Path, key: str) -> None:
     """Raises: UserError: the path, or one above it, is a file. key: that names it."""
     there = next(own for own in (path, *path.parents) if own.exists())
     if not there.is_dir():
-        raise UserError(f"{there} is a file, so it cannot be the folder of the results. Choose another by --{key}")
+        raise UserError(f"{there} is a file, so it cannot be, or hold, the folder `{key}`. Choose another by --{key}")
 
 
 class _Missing(Exception):

@@ -197,7 +197,9 @@ def recipes(config: CompareConfig, text: Text, run_dir: Path) -> dict[str, Recip
                     " for all, in `overrides`"
                 )
             base = config.systems.get(name) or changes.get("base") or config.base
-            if "mode" in ({} if base is None else Recipe.of(base).raw) | changes:
+            if not isinstance(base, str | None):
+                raise UserError(f"`base` is {base!r}: give the name of a YAML file")
+            if "mode" in ({} if base is None else Recipe.of(base).raw) | config.overrides | changes:
                 raise UserError("it is a fine-tune (it has a `mode`): compare what train_lm trains from its beginning")
             found[name] = config.recipe(base, text, run_dir, changes)
         except UserError as error:
@@ -210,7 +212,7 @@ def _check_alike(given: Mapping[str, Recipe], reference: str) -> None:
 
     def read(recipe: Recipe) -> dict[str, object]:
         trainer = recipe.config.trainer
-        batch, evaluated = trainer.train_batch_size, trainer.per_device_eval_parallelism
+        batch, evaluated = recipe.batch, trainer.per_device_eval_parallelism
         return {
             "data.tokenizer": recipe.config.data.tokenizer,
             "train_seq_len, or model.max_seq_len": recipe.config.Pos.size,

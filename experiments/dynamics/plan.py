@@ -43,7 +43,7 @@ def arms(config: DynamicsConfig, text: Text, run_dir: Path) -> list[Arm]:
         raise UserError(f"{config.base} must be a flow of at least two steps")
     if flow.steps < config.checkpoints:
         raise UserError(f"`checkpoints` is {config.checkpoints}, of {flow.steps} steps in all")
-    sequences, length = flow.config.trainer.train_batch_size, flow.config.Pos.size
+    sequences, length = flow.batch, flow.config.Pos.size
     if config.texts > sequences or config.length > length:
         raise UserError(
             f"`texts` is {config.texts} and `length` {config.length}, but tokens are scored in one batch of {sequences}"

@@ -231,9 +231,9 @@ def _logged_loss(run: PreparedRun, step: int) -> float | None:
 
 def _skipped_before(run: PreparedRun, done: int) -> int:
     """How many steps in a row, up to the last before step `done`, an earlier process has skipped."""
-    records = _logged(run) if done else []
-    skipped = itertools.takewhile(lambda record: record.get("train/skipped_step"), records)
-    return len(list(skipped))
+    # Of several processes, only the first has taken away what follows the checkpoint.
+    records = [record for record in _logged(run) if record["step"] < done]
+    return len(list(itertools.takewhile(lambda record: record.get("train/skipped_step"), records)))
 
 
 def _logged(run: PreparedRun) -> list[dict[str, Any]]:

@@ -109,8 +109,8 @@ def train_together(
             now = time.monotonic()
             for i in wanted:
                 resume(i, made[i])
-            if any([made[i].info.forget() for i in wanted]):
-                gc.collect()  # Levanter's `inference_mode` leaves the model in a cycle of closures
+                if made[i].info.forget():
+                    gc.collect()  # Levanter's `inference_mode` leaves the model in a cycle of closures
     if failed:
         raise failed[0]
     return [session.trained(outcomes[i]) for i, session in enumerate(sessions)]
@@ -142,7 +142,7 @@ class LaneInfo:
         return self.take()
 
     def forget(self) -> bool:
-        """Lets go of the sliced state, whose memory the next step needs. Returns whether there was one."""
+        """Lets go of the sliced state: other lanes and the next step need its memory. Returns whether there was one."""
         return self.__dict__.pop("state", None) is not None
 
     @property

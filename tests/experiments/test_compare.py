@@ -130,7 +130,7 @@ def test_what_cannot_be_compared_is_refused():
     ("changes", "message"),
     [
         ({"trainer": {"num_train_steps": 5}}, "other: `trainer.num_train_steps` is given, but the rows determine it"),
-        ({"trainer": {"seed": 5}}, "other: `trainer` has seed, but a study names"),
+        ({"trainer": {"seed": 5}}, "other: `trainer` has seed, which a study sets itself (by `seeds`)"),
         ({"data": {"train": "x.txt"}}, "other: `data` has train, but a study trains on its texts"),
         ({"base": "configs/finetune/quickstart_full.yaml"}, "other: it is a fine-tune"),
         ({"mode": {"type": "full"}, "run": "runs/one"}, "other: it is a fine-tune"),
@@ -138,7 +138,12 @@ def test_what_cannot_be_compared_is_refused():
         ({"trainer": {"train_batch_size": 2}}, "other has 2 for `trainer.train_batch_size`"),
         ({"trainer": {"per_device_eval_parallelism": 1}}, "other has 1 for `trainer.per_device_eval_parallelism`"),
         ({"data": {"tokenizer": "char"}}, "other has char for `data.tokenizer`"),
-        ({"trainer": {"train_batch_size": [{"start": 0, "value": 8}]}}, "`trainer.train_batch_size`"),
+        ({"trainer": {"train_batch_size": [{"start": 0, "value": 8}]}}, "`trainer.train_batch_size` is ["),
+        ({"trainer": {"train_batch_size": -1, "per_device_parallelism": 2}}, "`trainer.train_batch_size` is -1, but"),
+        ({"trainer": {"max_eval_batches": 3}}, "has max_eval_batches, which a study sets itself (by `select_batches`)"),
+        ({"trainer": 5}, "`trainer` must be a mapping"),
+        ({"data": "x.txt"}, "`data` must be a mapping"),
+        ({"base": 5}, "`base` is 5: give the name of a YAML file"),
     ],
 )
 def test_an_arm_that_could_not_be_compared_is_refused(changes, message, tmp_path):
@@ -147,10 +152,17 @@ def test_an_arm_that_could_not_be_compared_is_refused(changes, message, tmp_path
         arms(config, config.text.prepare(tmp_path / "texts"), tmp_path)
 
 
+def test_so_is_a_fine_tune_of_all(tmp_path):
+    fine_tune = {"mode": {"type": "full"}, "run": "runs/one"}
+    config = smoke(STUDY, overrides=smoke(STUDY).overrides | fine_tune)
+    with pytest.raises(UserError, match="it is a fine-tune"):
+        arms(config, config.text.prepare(tmp_path / "texts"), tmp_path)
+
+
 def test_batches_of_several_sizes_have_no_cost(tmp_path):
     schedule = {"trainer": {"train_batch_size": [{"start": 0, "value": 8}, {"start": 5, "value": 16}]}}
     config = smoke(STUDY, overrides=smoke(STUDY).overrides | schedule)
-    with pytest.raises(UserError, match=r"is a schedule.*Give one number"):
+    with pytest.raises(UserError, match=r"is \[.*Give one positive number"):
         arms(config, config.text.prepare(tmp_path / "texts"), tmp_path)
 
 

@@ -3,6 +3,7 @@
 import dataclasses
 import shutil
 
+import jax
 import numpy as np
 import pytest
 from support.training import parameters
@@ -123,6 +124,18 @@ def test_a_finished_run_is_taken_only_for_what_it_is(tmp_path, monkeypatch):
         file.write("one line more\n")
     with pytest.raises(UserError, match=r"train\.txt: .* before, .* now"):
         jobs.train(Recipe(given.raw))
+
+
+def test_options_of_jax_hold_for_one_training(tmp_path, monkeypatch):
+    given, found = recipe("standard", tmp_path), []
+    monkeypatch.setattr(jobs.train_lm, "main", lambda config: found.append(jax.config.jax_default_matmul_precision))
+    before = jax.config.jax_default_matmul_precision
+    precise = given.but({"trainer": {"id": "precise", "jax_config": {"jax_default_matmul_precision": "high"}}})
+    jobs.train(given, precise, given.but({"trainer": {"id": "after"}}))
+    assert found == [before, "high", before]
+    assert jax.config.jax_default_matmul_precision == before != "high"
+    with pytest.raises(UserError, match="JAX does not take jax_no_such_option"):
+        jobs.train(given.but({"trainer": {"jax_config": {"jax_no_such_option": 1}}}))
 
 
 @pytest.mark.slow

@@ -231,7 +231,7 @@ def test_options_of_jax_are_those_of_each_training(tmp_path, trained, monkeypatc
     options = {"trainer": {"jax_config": {"jax_default_matmul_precision": "high"}}}
     arms[0] = dataclasses.replace(arms[0], recipe=arms[0].recipe.but(options))
     reader(tmp_path).all([Job.of(arm, 3, 0.1) for arm in arms])
-    assert found == ["high", "high", before, before]
+    assert found == [before, "high", before, before], "a training has its own, see `jobs.train`"
     assert seen() == before != "high"
 
 

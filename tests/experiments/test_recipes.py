@@ -1,12 +1,15 @@
 """Recipes: changed as they say, named by what settles a training, and as large as another model."""
 
+import dataclasses
 import json
 
 import pytest
+from levanter.trainer import TrainerConfig
 
 from experiments.cost import width_with
 from experiments.recipes import Recipe, merged
 from experiments.texts import Builtin
+from qkvflow.errors import UserError
 from qkvflow.inside.levanter import settle_devices
 
 STANDARD = "configs/wikitext2/standard.yaml"
@@ -31,7 +34,7 @@ def test_a_recipe_is_blind_to_what_is_reported_and_named_by_what_settles_it(tmp_
         assert recipe.but(changes).digest() != recipe.digest()
 
 
-def test_the_division_of_a_batch_changes_no_evaluation(tmp_path):
+def test_the_division_of_a_batch_changes_no_evaluation(tmp_path, monkeypatch):
     """`max_eval_batches` counts batches of training, however these are divided."""
     text = Builtin().prepare(tmp_path / "texts")
     whole, parts = (
@@ -40,10 +43,16 @@ def test_the_division_of_a_batch_changes_no_evaluation(tmp_path):
     )
     read = []
     for recipe in (whole, parts):
-        trainer = recipe.config.trainer
+        trainer = dataclasses.replace(recipe.config.trainer)
         settle_devices(trainer)
         read.append(trainer.eval_batch_size * recipe.raw["trainer"]["max_eval_batches"])
     assert read[0] == read[1] == 32
+    monkeypatch.setattr(TrainerConfig, "data_axis_size", 2)
+    assert parts.here.trainer.per_device_eval_parallelism == 4, "on two devices"
+    assert whole.here.trainer.per_device_eval_parallelism == -1
+    monkeypatch.setattr(TrainerConfig, "data_axis_size", 3)
+    with pytest.raises(UserError, match=r"reads 8 sequences at a time .* which 3 devices cannot share"):
+        assert parts.here
     given = {"trainer": {"per_device_parallelism": 2, "per_device_eval_parallelism": 1}}
     assert Recipe.of(STANDARD, given).on(text, tmp_path, 4, 5).raw["trainer"]["per_device_eval_parallelism"] == 1
 

@@ -102,7 +102,7 @@ def test_a_folder_that_is_a_file_is_refused_before_any_work(key, tmp_path):
     (tmp_path / "file").touch()
     study = Study("mine", OutputConfig, Pair, lambda *_: pytest.fail("made"), lambda _: {})
     for path in (tmp_path / "file", tmp_path / "file" / "below"):
-        with pytest.raises(UserError, match=rf"file is a file, .* Choose another by --{key}"):
+        with pytest.raises(UserError, match=rf"file is a file, .* `{key}`. Choose another by --{key}"):
             study.carry_out(OutputConfig(**{"run_dir": str(tmp_path), key: str(path)}))
 
 

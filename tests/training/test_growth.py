@@ -15,6 +15,7 @@ from levanter.tracker.tracker import NoopTracker
 from qkvflow.config import decode
 from qkvflow.errors import UserError
 from qkvflow.runs import TrainConfig, load_run
+from qkvflow.runs.growth import check_depth_goes_on
 from qkvflow.tracking import read_metrics
 from qkvflow.train_lm import main
 
@@ -171,6 +172,22 @@ def test_a_longer_training_does_not_fall_back(base):
     )
     steps = [r["train/depth_steps"] for r in read_metrics(base / "longer" / "metrics.jsonl")]
     assert steps == [1, 1, 1, 2, 2, 2, *[4] * 10]
+
+
+def test_depth_goes_on(base):
+    stored = decode(TrainConfig, raw(base, "any"))  # 1, 2 and 4 steps, from the training steps 0, 3 and 6 on
+
+    def longer(grow: dict, last_step: int) -> None:
+        given = raw(base, "any", steps={"grow": grow}, trainer={"num_train_steps": 2 * STEPS})
+        check_depth_goes_on(stored, decode(TrainConfig, given), last_step)
+
+    old = stored.model.depth.steps.grow
+    longer(old, 2)  # in the first stage before and after
+    longer({0.0: 1, 0.1875: 2, 0.375: 4}, 7)
+    longer(old, -1)
+    for last_step in (3, 7):
+        with pytest.raises(UserError, match=r"has grown to .* To go on at the depth that it has"):
+            longer(old, last_step)
 
 
 def test_a_stage_without_a_step_is_refused(base):

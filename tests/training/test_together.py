@@ -136,11 +136,15 @@ def test_no_step_is_made_beside_the_states_that_a_loop_has_read(training, monkey
     step, take = JointStep.__call__, LaneInfo.state.func
     held: list[int] = []
 
-    def counted(self, batches):
+    def count():
         held.append(sum(one() is not None for one in alive))
+
+    def counted(self, batches):
+        count()
         return step(self, batches)
 
     def kept(self):
+        count()
         state = take(self)
         alive.extend(weakref.ref(leaf) for leaf in jax.tree.leaves(state.model) if isinstance(leaf, jax.Array))
         return state
@@ -155,7 +159,24 @@ def test_no_step_is_made_beside_the_states_that_a_loop_has_read(training, monkey
     finally:
         gc.enable()
     assert alive
-    assert held == [0] * 6
+    assert held == [0] * (
+        6 + 2 * 4
+    )  # of two lanes, four states are read: three validations, and one checkpoint between
+
+
+def test_a_sliced_state_is_forgotten():
+    states = []
+
+    def take():
+        states.append(object())
+        return states[-1]
+
+    info = LaneInfo(1, 0.5, 0.1, None, take)
+    assert not info.forget()
+    assert info.state is info.state is states[0]
+    assert info.forget()
+    assert not info.forget()
+    assert info.state is states[1]
 
 
 def test_one_of_them_resumed(whole):

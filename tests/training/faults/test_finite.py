@@ -1,7 +1,9 @@
 """Steps that are not finite: training stops with the place and a good checkpoint, or skips them without a trace."""
 
 import asyncio
+import json
 import math
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +20,7 @@ from qkvflow.errors import UserError
 from qkvflow.runs.checkpoints import checkpoint_steps
 from qkvflow.tracking import read_metrics
 from qkvflow.training.finite import BadSteps, TooManyBadSteps, data_position
+from qkvflow.training.loop import _skipped_before
 
 EVERY = {"keep": [{"every": 1}], "save_interval": None}
 slow = [pytest.mark.slow, pytest.mark.program]
@@ -112,6 +115,16 @@ def test_too_many_skipped_steps_in_a_row_stop_the_training(training, spoil):
 @pytest.mark.program
 def test_the_policy_changes_no_number_of_a_good_training(training, undisturbed):
     assert losses(training.run("policy", max_skipped_steps=3)) == pytest.approx(losses(undisturbed), rel=1e-6)
+
+
+def test_what_was_skipped_before_is_read_up_to_the_checkpoint(tmp_path):
+    """Of several processes that share a run, only the first takes away what was logged after it."""
+    run = SimpleNamespace(directory=SimpleNamespace(metrics=tmp_path / "metrics.jsonl"))
+    assert _skipped_before(run, 4) == 0
+    skipped = (0, 2, 3, 4)
+    records = [{"step": k, "train/loss": 1.0} | ({"train/skipped_step": 1} if k in skipped else {}) for k in range(6)]
+    run.directory.metrics.write_text("".join(f"{json.dumps(record)}\n" for record in records))
+    assert [_skipped_before(run, done) for done in range(7)] == [0, 1, 0, 1, 2, 3, 0]
 
 
 def test_only_steps_in_a_row_count():
