@@ -159,9 +159,7 @@ def test_no_step_is_made_beside_the_states_that_a_loop_has_read(training, monkey
     finally:
         gc.enable()
     assert alive
-    assert held == [0] * (
-        6 + 2 * 4
-    )  # of two lanes, four states are read: three validations, and one checkpoint between
+    assert held == [0] * (6 + 2 * 4)  # six steps; each of two lanes reads four states, with one checkpoint between
 
 
 def test_a_sliced_state_is_forgotten():
