@@ -59,8 +59,10 @@ class Comparison(Record):
 
     @property
     def timed_on(self) -> str:
-        """The machine whose times are compared: that of most trainings of the reference or, without any, of all."""
-        own = [r for r in self.results if r.system == self.protocol.reference] or self.results
+        """The machine whose times are compared: that of most trainings of the reference with equal steps or, without
+        any, of most of its trainings, or of all."""
+        name = self.protocol.reference
+        own = self.row("iso_step").get(name) or [r for r in self.results if r.system == name] or self.results
         return Counter(r.machine for r in own).most_common(1)[0][0] if own else ""
 
     def timed(self, trained: Iterable[Training]) -> list[Trained]:

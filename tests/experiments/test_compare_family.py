@@ -191,7 +191,7 @@ def test_times_are_those_on_one_machine():
     own = record(there + here, targets=[2.5])
     text = STUDY.filled_page(own)
     assert own.timed_on == "m"
-    assert "more than one machine (m; n). Times are those on the machine of most trainings of a (m)" in text
+    assert "more than one machine (m; n). Times are those on the machine of most trainings of a with equal steps (m)" in text
     assert "| a (iso_step) | 32 | 10 | 100 to 100 |  | 10, 1, 1e+10 |" in text
     assert "| far (iso_step) | 32 | 10 |  |  | 10, -, 1e+10 |" in text
     summary = files(own)["summary.csv"]
@@ -199,6 +199,8 @@ def test_times_are_those_on_one_machine():
     assert (seconds["a"], math.isnan(seconds["far"])) == (pytest.approx(0.1), True)
     assert "speed" in dict(STUDY.figures(own))
     assert record(there, targets=[2.5]).timed_on == "n"
+    narrow = [training("a", seed, 16, machine="n") for seed in SEEDS]
+    assert record(narrow + there + here, targets=[2.5]).timed_on == "m", "trainings of other widths do not count"
 
 
 def test_tables_and_figures_come_from_the_record_alone():
