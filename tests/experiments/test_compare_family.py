@@ -191,7 +191,8 @@ def test_times_are_those_on_one_machine():
     own = record(there + here, targets=[2.5])
     text = STUDY.filled_page(own)
     assert own.timed_on == "m"
-    assert "more than one machine (m; n). Times are those on the machine of most trainings of a with equal steps (m)" in text
+    assert "more than one machine (m; n). Times are those on the machine of most trainings of a with equal" in text
+    assert "steps (m), and missing" in text
     assert "| a (iso_step) | 32 | 10 | 100 to 100 |  | 10, 1, 1e+10 |" in text
     assert "| far (iso_step) | 32 | 10 |  |  | 10, -, 1e+10 |" in text
     summary = files(own)["summary.csv"]
