@@ -44,6 +44,10 @@ class OutputConfig:
         """The folder of the results: `output`, or one in the folder of the runs."""
         return Path(self.output) if self.output else runs / "results"
 
+    def folders(self, runs: Path) -> dict[str, Path]:
+        """key -> the folder that it names."""
+        return {"run_dir": runs, "output": self.results(runs)}
+
 
 @dataclass
 class SeedsConfig(OutputConfig):
@@ -97,13 +101,16 @@ class SeedsConfig(OutputConfig):
         """The folder of the measurements."""
         return Path(self.readings or run_dir / "readings")
 
-    def recipe(self, base: str | Changes | None, text: Text, run_dir: Path, *changes: Changes) -> Recipe:
-        """A configuration, or that in a file, with `overrides` and then `changes` merged into it, on a text.
+    def folders(self, runs: Path) -> dict[str, Path]:
+        return super().folders(runs) | {"readings": self.kept_in(runs)}
+
+    def without_text(self, base: str | Changes | None, *changes: Changes) -> Recipe:
+        """A configuration, or that in a file, with `overrides` and then `changes` merged into it.
 
         The key `base` of `changes` names another file to start from.
 
         Raises:
-            UserError: it does not exist, or cannot be read, or a change is of what a study sets itself.
+            UserError: the file does not exist, or cannot be read, or a change is of what a study sets itself.
         """
         for own in changes:
             check_changes(own)
@@ -111,8 +118,22 @@ class SeedsConfig(OutputConfig):
         changes = tuple({key: value for key, value in own.items() if key != "base"} for own in changes)
         if base is None:
             raise UserError("a configuration to begin from is missing: name its file, as the study's smoke.yaml does")
+        if not isinstance(base, str | Mapping):
+            raise UserError(f"`base` is {base!r}: give the name of a YAML file")
         found = Recipe.of(base) if isinstance(base, str) else Recipe(base)
-        return found.but(self.overrides, *changes).on(text, run_dir, self.select_batches, self.evaluations)
+        return found.but(self.overrides, *changes)
+
+    def on(self, recipe: Recipe, text: Text, run_dir: Path) -> Recipe:
+        """The recipe on a text, evaluated as this study says.
+
+        Raises:
+            UserError: it is invalid.
+        """
+        return recipe.on(text, run_dir, self.select_batches, self.evaluations)
+
+    def recipe(self, base: str | Changes | None, text: Text, run_dir: Path, *changes: Changes) -> Recipe:
+        """`without_text`, on a text."""
+        return self.on(self.without_text(base, *changes), text, run_dir)
 
 
 @dataclass
@@ -171,8 +192,8 @@ class RatesConfig(StudyConfig):
                 " chosen by a training must not be reported of the same one"
             )
 
-    def recipe(self, base: str | Changes | None, text: Text, run_dir: Path, *changes: Changes) -> Recipe:
-        """See `SeedsConfig.recipe`.
+    def without_text(self, base: str | Changes | None, *changes: Changes) -> Recipe:
+        """See `SeedsConfig.without_text`.
 
         Raises:
             UserError: also for a learning rate beside `learning_rates`, which would replace it.
@@ -183,7 +204,7 @@ class RatesConfig(StudyConfig):
                     "`optimizer.learning_rate` is given, but `learning_rates` determines the rate of each arm. Leave"
                     " one of them out"
                 )
-        return super().recipe(base, text, run_dir, *changes)
+        return super().without_text(base, *changes)
 
 
 @dataclass
@@ -201,7 +222,7 @@ class OtherDepthsConfig(RatesConfig):
         return super().batches | {BEGINNING: self.read_batches or self.report_batches}
 
 
-# Keys of `trainer` that a study replaces, and by what.
+# Keys of `trainer` that a study sets itself, and how.
 _OF_STUDIES = {
     "id": "as names of its trainings",
     "seed": "by `seeds`",
@@ -212,16 +233,20 @@ _OF_STUDIES = {
 
 def check_changes(changes: Changes, where: str = "") -> None:
     """Raises: UserError: for keys that a study would replace. where: before each key in the message."""
-    data, trainer = (set(own) if isinstance(own := changes.get(key), Mapping) else set() for key in ("data", "trainer"))
-    if data := sorted(data - {"tokenizer"}):
+
+    def keys(section: str) -> set[str]:
+        found = changes.get(section)
+        return set(found) if isinstance(found, Mapping) else set()  # what is no section is refused where it is read
+
+    if data := sorted(keys("data") - {"tokenizer"}):
         raise UserError(
             f"`{where}data` has {', '.join(data)}, but a study trains on its texts, and takes only `tokenizer` from"
             " there. Leave it out"
         )
-    if trainer := sorted(trainer & _OF_STUDIES.keys()):
+    if trainer := sorted(keys("trainer") & _OF_STUDIES.keys()):
         raise UserError(
             f"`{where}trainer` has {', '.join(trainer)}, which a study sets itself"
-            f" ({', '.join(dict.fromkeys(_OF_STUDIES[key] for key in trainer))}). Leave it out"
+            f" ({', '.join(_OF_STUDIES[key] for key in trainer)}). Leave it out"
         )
 
 

@@ -22,9 +22,10 @@ from qkvflow.models import NeuralOdeConfig, NeuralOdeLMHeadModel, cost
 from qkvflow.models.levanter_twin import enter, enter_config
 from qkvflow.training.checks import model_shape
 from qkvflow.training.description import vocabulary_size
+from qkvflow.training.levanter_config import jax_configured
 
 _NEAR, _UNITS = 0.05, 2**14
-# Keys that do not change the memory of a training step, all with the same value.
+# Keys that do not change the memory of a training step, with one value for all recipes.
 _NOT_OF_MEMORY = {
     "trainer": {"id": "", "seed": 0, "num_train_steps": 1, "steps_per_eval": 1, "max_eval_batches": None},
     "optimizer": {"learning_rate": 1.0},
@@ -137,7 +138,7 @@ def with_memory(own: Cost, recipe: Recipe, path: Path, compiles: bool = True) ->
     path = path.with_stem(f"{path.stem}-{platform}")
 
     def make() -> int:
-        with recipe.options():
+        with jax_configured(recipe.config.trainer):
             return compile_ahead(recipe.config, vocab).memory
 
     return dataclasses.replace(own, memory=kept(path, int, asked, make) if compiles else stored(path, int, asked))

@@ -20,6 +20,7 @@ from qkvflow.runs.base import BaseRecord
 from qkvflow.runs.config import FREE_KEYS, FinetuneConfig, TrainConfig
 from qkvflow.runs.prepare import PreparedRun
 from qkvflow.training.finetune import settle
+from qkvflow.training.levanter_config import jax_configured
 from qkvflow.training.start import FromBase, FromScratch, Start
 from qkvflow.training.together import train_together
 
@@ -174,10 +175,10 @@ def train(*recipes: Recipe, lanes: int = 1) -> None:
     for recipe in recipes:
         _check_is_same(recipe)
     left = [recipe for recipe in recipes if not recipe.is_finished]
-    together = [left] if lanes > 1 and left else [[recipe] for recipe in left]
-    for group in together:
-        with group[0].options(), contextlib.redirect_stdout(io.StringIO()):
-            configs = [recipe.here for recipe in group]
+    groups = [left] if lanes > 1 and left else [[recipe] for recipe in left]
+    for group in groups:
+        configs = [recipe.config_here for recipe in group]
+        with jax_configured(configs[0].trainer), contextlib.redirect_stdout(io.StringIO()):
             if lanes > 1:
                 _train_together(configs, lanes)
             else:
@@ -200,7 +201,7 @@ def _with_start(config: TrainConfig) -> tuple[TrainConfig, Callable[[PreparedRun
 
 
 def _check_is_same(recipe: Recipe) -> None:
-    run, given = recipe.run, recipe.here
+    run, given = recipe.run, recipe.config_here
     if not run.config.is_file():
         return
     if isinstance(given, FinetuneConfig):

@@ -34,6 +34,7 @@ from qkvflow.runs.evaluate import RunEvaluator, on_other_text
 from qkvflow.runs.load import Run
 from qkvflow.tracking import read_metrics
 from qkvflow.training.finite import Diverged
+from qkvflow.training.levanter_config import jax_configured
 
 _SEQUENCES = 2  # for the causality test
 # Keys of a record that tell trainings apart.
@@ -202,11 +203,11 @@ class Measure(Generic[T]):
             if len(group) > 1:  # one of them diverged: each is trained alone, when it is its turn
                 return self._read(job, [job])
             return self.kind(**vars(job.arm.what), seed=job.seed, learning_rate=job.rate)  # without a loss
-        with job.recipe.options():
+        with jax_configured(job.recipe.config.trainer):
             return self._measured(job)
 
     def _measured(self, job: Job) -> T:
-        """What is known of a finished training."""
+        """The record of a finished training."""
         arm, found = job.arm, vars(job.arm.what) | vars(read_training(job))
         if job.is_reported:
             run, evaluator = load_run(job.recipe.run.path), None

@@ -1,17 +1,15 @@
 """Recipes: YAML configurations of train_lm or finetune_lm, with changes, applied to the text of a study."""
 
-import contextlib
 import dataclasses
 import functools
 import hashlib
 import json
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import jax
 from levanter.tokenizers import MarinTokenizer
 
 from experiments.texts import Text
@@ -23,7 +21,6 @@ from qkvflow.models import NeuralOdeConfig
 from qkvflow.runs import RunDirectory
 from qkvflow.runs.checkpoints import checkpoint_steps
 from qkvflow.runs.config import FinetuneConfig, TrainConfig
-from qkvflow.training.levanter_config import configure_jax
 from qkvflow.weights import PerLayerConfig
 
 Changes = Mapping[str, Any]
@@ -76,8 +73,8 @@ class Recipe:
             },
             "optimizer": {"learning_rate": float(plain.optimizer.learning_rate)},
         }
-        parts, each = (getattr(plain.trainer, f"per_device_{kind}parallelism") for kind in ("", "eval_"))
-        if parts != -1 and each == -1:  # Levanter's would be `parts`, so that `select_batches` would depend on it
+        if plain.trainer.per_device_parallelism != -1 and plain.trainer.per_device_eval_parallelism == -1:
+            # Levanter would take the size of the parts of a training batch, and `select_batches` would count these.
             ours["trainer"]["per_device_eval_parallelism"] = self.batch
         model = {} if plain.model is None else {"model": {"hidden_dim": plain.model.Embed.size}}
         rest = {key: value for key, value in self.raw.items() if key not in ("data", "run_dir")}
@@ -92,7 +89,7 @@ class Recipe:
         return decode(FinetuneConfig if "mode" in self.raw else TrainConfig, self.raw)
 
     @property
-    def here(self) -> TrainConfig:
+    def config_here(self) -> TrainConfig:
         """`config` for the devices of this machine. In a recipe, `per_device_eval_parallelism` is the size of a whole
         batch of evaluations: what is evaluated must not depend on the number of devices.
 
@@ -112,23 +109,6 @@ class Recipe:
         return dataclasses.replace(
             self.config, trainer=dataclasses.replace(trainer, per_device_eval_parallelism=size // shares)
         )
-
-    @contextlib.contextmanager
-    def options(self) -> Iterator[None]:
-        """The options of JAX that it names (`trainer.jax_config`), for a `with` block: they must not be those of the
-        next training.
-
-        Raises:
-            UserError: JAX has no such option, or another type of values.
-        """
-        trainer = self.config.trainer
-        before = {key: getattr(jax.config, key) for key in trainer.jax_config if hasattr(jax.config, key)}
-        try:
-            configure_jax(trainer)
-            yield
-        finally:
-            for key, value in before.items():
-                jax.config.update(key, value)
 
     @property
     def is_flow(self) -> bool:

@@ -64,11 +64,8 @@ class Study(Generic[C, R]):
         runs = config.runs(self.name)
         output = config.results(runs)
         path = output / "results.json"
-        folders = {"run_dir": runs, "output": output}
-        if isinstance(config, SeedsConfig):
-            folders["readings"] = config.kept_in(runs)
-        for key, folder in folders.items():
-            check_folder(folder, key)
+        for key, folder in config.folders(runs).items():
+            _check_folder(folder, key)
         results = None
         if config.redraw:
             record = self._stored(path)
@@ -124,8 +121,8 @@ class Study(Generic[C, R]):
         return [*first, *(word for word in argv if word != "--smoke")]
 
 
-def check_folder(path: Path, key: str) -> None:
-    """Raises: UserError: the path, or one above it, is a file. key: that names it."""
+def _check_folder(path: Path, key: str) -> None:
+    """Raises: UserError: the path, or one above it, is a file. key: of the configuration, for the message."""
     there = next(own for own in (path, *path.parents) if own.exists())
     if not there.is_dir():
         raise UserError(f"{there} is a file, so it cannot be, or hold, the folder `{key}`. Choose another by --{key}")

@@ -196,12 +196,10 @@ def recipes(config: CompareConfig, text: Text, run_dir: Path) -> dict[str, Recip
                     "`trainer.num_train_steps` is given, but the rows determine it, from that of the reference. Set it"
                     " for all, in `overrides`"
                 )
-            base = config.systems.get(name) or changes.get("base") or config.base
-            if not isinstance(base, str | None):
-                raise UserError(f"`base` is {base!r}: give the name of a YAML file")
-            if "mode" in ({} if base is None else Recipe.of(base).raw) | config.overrides | changes:
+            own = config.without_text(config.systems.get(name) or config.base, changes)
+            if "mode" in own.raw:
                 raise UserError("it is a fine-tune (it has a `mode`): compare what train_lm trains from its beginning")
-            found[name] = config.recipe(base, text, run_dir, changes)
+            found[name] = config.on(own, text, run_dir)
         except UserError as error:
             raise UserError(f"{'systems' if name in config.systems else 'arms'}.{name}: {error}") from None
     return found

@@ -1,7 +1,9 @@
 """Levanter's trainer as configured by a run: its own directory, a verified checkpoint, its own loss check."""
 
+import contextlib
 import dataclasses
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -26,6 +28,23 @@ def configure_jax(trainer: TrainerConfig) -> None:
             jax.config.update(key, value)
         except (AttributeError, ValueError, TypeError) as error:
             raise UserError(f"trainer.jax_config: JAX does not take {key}: {value!r} ({first_line(error)})") from None
+
+
+@contextlib.contextmanager
+def jax_configured(trainer: TrainerConfig) -> Iterator[None]:
+    """`configure_jax` for a `with` block: after it, these options are what they were. For programs that train several
+    models, each with its own.
+
+    Raises:
+        UserError: as `configure_jax`.
+    """
+    before = {key: getattr(jax.config, key) for key in trainer.jax_config if hasattr(jax.config, key)}
+    try:
+        configure_jax(trainer)
+        yield
+    finally:
+        for key, value in before.items():
+            jax.config.update(key, value)
 
 
 def levanter_trainer(run: PreparedRun[TrainConfig], phase: Phase) -> TrainerConfig:

@@ -133,7 +133,7 @@ def train(
     trainer.stage = stages.at(done)
     checkpointer = create_checkpointer(config.checkpointer, clock)
     checkpointer.before_saving = run.keep
-    bad_steps = BadSteps(max_skipped_steps, _skipped_before(run, done))
+    bad_steps = BadSteps(max_skipped_steps, _skipped_before(run, done) if max_skipped_steps else 0)
     _add_hooks(trainer)
 
     def log_speed(info: StepInfo) -> None:
