@@ -51,6 +51,8 @@ class ConvertConfig:
         steps: with `to_hf`: the depth at which a flow becomes an ordinary model; as trained by default. A model of
             ordinary layers only has its own.
         checkpoint_step: with `to_hf`: N of the checkpoint step-N; the newest by default.
+        averaged: with `to_hf`: the average of the parameters over steps (`trainer.model_averaging`), instead of the
+            last ones.
     """
 
     run: str
@@ -59,6 +61,7 @@ class ConvertConfig:
     data: FinetuneDataConfig = field(default_factory=FinetuneDataConfig)
     steps: Steps | None = None
     checkpoint_step: int | None = None
+    averaged: bool = False
 
 
 def main(config: ConvertConfig) -> Path | Place:
@@ -71,9 +74,10 @@ def main(config: ConvertConfig) -> Path | Place:
 
 
 def _in(config: ConvertConfig, source: str, progress: Progress) -> Path | Place:
-    if config.steps is not None or config.checkpoint_step is not None:
+    if config.steps is not None or config.checkpoint_step is not None or config.averaged:
         raise UserError(
-            "--steps and --checkpoint_step only work with --to_hf: a Hugging Face model has one depth. Leave them out"
+            "--steps, --checkpoint_step and --averaged only work with --to_hf: a Hugging Face model has one depth, and"
+            " one set of parameters. Leave them out"
         )
     if config.data.tokenizer is not None:
         raise UserError(f"--data.tokenizer: the tokenizer comes with {source}. Leave it out")
@@ -103,7 +107,7 @@ def _out(config: ConvertConfig, progress: Progress) -> Path:
     target = local_path(config.to_hf)
     refuse_existing(target, "--to_hf")
     with progress.phase(f"Loading {config.run}"):
-        run = load_run(config.run, config.checkpoint_step)
+        run = load_run(config.run, config.checkpoint_step, averaged=config.averaged)
     model = enter(run.model)
     depth, is_stack = model.config.depth, isinstance(model.config.weights, PerLayerConfig)
     is_new_depth = config.steps not in (None, depth.reading_steps)

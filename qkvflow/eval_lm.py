@@ -55,6 +55,7 @@ class EvalConfig:
     Attributes:
         run: the run directory, or a Hugging Face folder.
         checkpoint_step: N of the checkpoint step-N; the newest by default.
+        averaged: the average of the parameters over steps (`trainer.model_averaging`), instead of the last ones.
         steps: numbers of steps, `6` or `4,6,12`; as trained by default.
         solver: solvers, `euler` or `euler,rk4`; as trained by default.
         max_eval_batches: number of batches of each validation set; all by default.
@@ -74,6 +75,7 @@ class EvalConfig:
 
     run: str
     checkpoint_step: int | None = None
+    averaged: bool = False
     steps: int | str | list[int] | None = None
     solver: str | list[str] | None = None
     max_eval_batches: Count | None = None
@@ -101,7 +103,7 @@ def main(
     with quiet_libraries() as quiet:
         progress = Progress(quiet.terminal)
         with progress.phase(f"Loading {config.run}"):
-            run = load_run(config.run, config.checkpoint_step)
+            run = load_run(config.run, config.checkpoint_step, averaged=config.averaged)
         run = on_other_text(run, config.data or {})
         keys = config.data or {}
         if config.exit is not None:
@@ -201,7 +203,7 @@ def _tasks(config: EvalConfig, wanted: Depths) -> list[TaskReading]:
         with progress.phase("Looking for the tasks"):
             tasks = Tasks(options)
         with progress.phase(f"Loading {config.run}"):
-            run = load_run(config.run, config.checkpoint_step)
+            run = load_run(config.run, config.checkpoint_step, averaged=config.averaged)
         found = []
         for model in wanted.models(run):
             with progress.phase(f"Tasks with {name_of(model)}"):

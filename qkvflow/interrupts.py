@@ -1,9 +1,13 @@
-"""Handles Ctrl-C while a program imports its libraries, which takes seconds: one line, no traceback.
+"""What differs while a program imports its libraries, which takes seconds.
 
-An exception will not do: it is raised in the middle of whatever is being imported, and some libraries make another one
-of it.
+Ctrl-C prints one line, no traceback. An exception will not do: it is raised in the middle of whatever is being
+imported, and some libraries make another one of it.
+
+The garbage collector is off, and afterwards leaves what was imported alone: it would look through a million objects
+again and again, of which none is garbage.
 """
 
+import gc
 import os
 import signal
 import sys
@@ -21,12 +25,17 @@ def leave_while_importing() -> None:
     # While Python looks for the module of `-m`, that is all that argv says.
     is_module = sys.argv[:1] == ["-m"] and bool(wanted) and wanted[0].startswith("qkvflow.")
     is_program = is_module or Path(next(iter(sys.argv), "")).stem in ("qkvflow", "qkvflow_command")
+    if is_program:
+        gc.disable()
     if is_program and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _leave)
 
 
 def raise_from_now_on() -> None:
-    """Ctrl-C is `KeyboardInterrupt` again."""
+    """Ctrl-C is `KeyboardInterrupt` again, and garbage is collected."""
+    if not gc.isenabled():
+        gc.freeze()
+        gc.enable()
     if signal.getsignal(signal.SIGINT) is _leave:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 

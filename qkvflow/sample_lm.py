@@ -60,6 +60,7 @@ class SampleConfig:
         dtype: precision of the computation, bf16 or f32; by default that of the weights.
         control: control signal, `[0, 1]`, for all prompts without their own.
         checkpoint_step: N of the checkpoint step-N; the newest by default.
+        averaged: the average of the parameters over steps (`trainer.model_averaging`), instead of the last ones.
         use_cache: if false, recompute the whole text for each token: the same text, slower.
         batch_size: number of texts that are generated together.
     """
@@ -83,6 +84,7 @@ class SampleConfig:
     dtype: str | None = None
     control: list[float] | None = None
     checkpoint_step: int | None = None
+    averaged: bool = False
     use_cache: bool = True
     batch_size: Count = 16
 
@@ -126,6 +128,7 @@ def main(config: SampleConfig) -> list[str]:
                 drafting=drafting,
                 exits=config.exit,
                 sharing=sharing,
+                averaged=config.averaged,
             )
         jobs = _jobs(writer, prompts, config)
         size = min(config.batch_size, len(jobs))

@@ -72,6 +72,7 @@ class ServeConfig:
             different loss, which `qkvflow eval --cache` reports.
         dtype: precision of the computation, bf16 or f32; by default that of the weights.
         checkpoint_step: N of the checkpoint step-N; the newest by default.
+        averaged: the average of the parameters over steps (`trainer.model_averaging`), instead of the last ones.
     """
 
     run: str
@@ -97,6 +98,7 @@ class ServeConfig:
     cache: str | None = None
     dtype: str | None = None
     checkpoint_step: int | None = None
+    averaged: bool = False
 
 
 def main(config: ServeConfig) -> None:
@@ -116,6 +118,7 @@ def main(config: ServeConfig) -> None:
                 drafting=drafting,
                 exits=config.exit,
                 sharing=sharing,
+                averaged=config.averaged,
                 exits_vary=True,
             )
         _log(quiet, config.run, progress)

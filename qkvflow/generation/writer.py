@@ -59,10 +59,11 @@ def open_writer(
     exits: ExitConfig | None = None,
     sharing: CacheSharing = EXACT,
     exits_vary: bool = False,
+    averaged: bool = False,
 ) -> Writer:
     """Loads a run and evaluates its weights, optionally at another depth, with another solver or precision, with
     `drafting` on a coarse grid, with `exits` for each token (whose limits texts may set, if `exits_vary`), or with a
-    cache shared by evaluations.
+    cache shared by evaluations. averaged: see `load_run`.
 
     Raises:
         UserError: the run or checkpoint does not exist, or its model does not support these options.
@@ -73,7 +74,7 @@ def open_writer(
         solver_by_name(solver)
     if dtype is not None:
         dtype_by_name(dtype)
-    loaded = load_run(run, checkpoint_step)
+    loaded = load_run(run, checkpoint_step, averaged=averaged)
     model = loaded.model
     if steps is not None or solver is not None:
         if not isinstance(model, NeuralOdeLMHeadModel):

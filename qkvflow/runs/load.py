@@ -89,25 +89,26 @@ def load_run(
 
 def _read_run(directory: RunDirectory, step: int, merge: bool = True, averaged: bool = False) -> Run:
     config = stored_config(directory)
-    adapter = is_adapter(directory)
-    if averaged and (config.trainer.model_averaging is None or adapter):
-        why = "a LoRA run, whose average is not read" if adapter else "without trainer.model_averaging"
-        raise UserError(f"{directory} has no average to load: it is {why}. Leave `averaged` out")
+    if averaged and config.trainer.model_averaging is None:
+        raise UserError(
+            f"{directory} has no average to load: it was trained without trainer.model_averaging. Leave `averaged` out"
+        )
+    part = "model_averaging/model" if averaged else "model"
     tokenizer = load_tokenizer(directory.tokenizer)
     if directory.hub is not None:
         model = read_hub_model(directory.hub, config, directory.tokenizer)
         return Run(config, inference_mode(model, True), tokenizer, step, directory)
     vocab = Axis("vocab", len(tokenizer) if config.vocab_size is None else config.vocab_size)
     checkpoint = directory.checkpoints / f"step-{step}"
-    if adapter:
-        model = _read_adapter(directory, checkpoint)
+    if is_adapter(directory):
+        model = _read_adapter(directory, checkpoint, part)
         model = lora.merge(model) if merge else model
     else:
         model_config = with_local_tokenizer(config.model, directory.tokenizer)
         model = _read_arrays(
             checkpoint,
             lambda key: config.trainer.mp.cast_to_param(model_config.build(vocab, key=key)),
-            "model_averaging/model" if averaged else "model",
+            part,
         )
     return Run(config, inference_mode(model, True), tokenizer, step, directory)
 
@@ -182,24 +183,24 @@ def load_base(directory: RunDirectory) -> LmHeadModel:
     return loaded
 
 
-def _read_adapter(directory: RunDirectory, checkpoint: Place) -> LmHeadModel:
-    """The base with what LoRA trained beside it, from the checkpoint of a run."""
+def _read_adapter(directory: RunDirectory, checkpoint: Place, part: str) -> LmHeadModel:
+    """The base with what LoRA trained beside it, from this part of a run's checkpoint."""
     config = read_config(directory.config, FinetuneConfig)
     mode = config.mode
     assert mode is not None
     model = mode.adapt(load_base(directory), config.model, key=jax.random.PRNGKey(0))
     trained = config.trainer.mp.cast_to_param(trainables_only(model, mode.trainable(model)))
-    return eqx.combine(_read_arrays(checkpoint, lambda key: trained), model, is_leaf=is_named)
+    return eqx.combine(_read_arrays(checkpoint, lambda key: trained, part), model, is_leaf=is_named)
 
 
-def _read_arrays(checkpoint: Place, build: Callable[[jax.Array], LmHeadModel], subpath: str = "model") -> LmHeadModel:
-    """The model part of a checkpoint, on the mesh of all devices, whatever mesh the run was trained on."""
+def _read_arrays(checkpoint: Place, build: Callable[[jax.Array], LmHeadModel], part: str) -> LmHeadModel:
+    """The model, or its average, of a checkpoint, on the mesh of all devices, whatever mesh the run was trained on."""
     mesh = TrainerConfig().device_mesh
     with jax.set_mesh(mesh):
         shape = eqx.filter_eval_shape(build, jax.random.PRNGKey(0))
         try:
             with _without_warnings("levanter.tensorstore_serialization"):  # of parts that are None, as they should
-                return load_checkpoint(shape, str(checkpoint), subpath=subpath, axis_mapping={}, mesh=mesh)
+                return load_checkpoint(shape, str(checkpoint), subpath=part, axis_mapping={}, mesh=mesh)
         except (ValueError, FileNotFoundError) as error:
             raise unreadable_checkpoint(checkpoint, error) from error
 

@@ -47,13 +47,14 @@ def new_folder(target: Path, flag: str) -> Iterator[Path]:
 @contextlib.contextmanager
 def new_run(target: Path | Place, config: TrainConfig, model: LmHeadModel, step: int = 0) -> Iterator[RunDirectory]:
     """Makes `target` a run directory with one checkpoint of `model` as it is after `step`; a `with` block adds the
-    tokenizer, and what else the run is to have. In a bucket `config.yaml` comes last.
+    tokenizer, and what else the run is to have. In a bucket `config.yaml` comes last. It has no average of
+    parameters.
 
     Raises:
         UserError: `target` exists, or its name is none for a run.
     """
     name = run_id(target.name, None)
-    config = dataclasses.replace(config, trainer=dataclasses.replace(config.trainer, id=name))
+    config = dataclasses.replace(config, trainer=dataclasses.replace(config.trainer, id=name, model_averaging=None))
     with contextlib.ExitStack() as stack:
         if isinstance(target, Place):
             refuse_existing(target, "another name")

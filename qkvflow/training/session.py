@@ -26,7 +26,7 @@ from qkvflow.runs.config import TrainConfig
 from qkvflow.runs.directory import log_name
 from qkvflow.runs.load import unreadable_checkpoint
 from qkvflow.runs.prepare import C, PreparedRun, prepare_run
-from qkvflow.tracking import RunTracker, start_trackers
+from qkvflow.tracking import RunTracker, read_metrics, start_trackers
 from qkvflow.training.checks import check_config, check_devices, check_memory, tree_bytes
 from qkvflow.training.corpus import Corpus, open_corpus
 from qkvflow.training.finite import FiniteTrainer
@@ -303,6 +303,7 @@ def _last_words(run: PreparedRun[TrainConfig], outcome: Outcome, unigram: float 
         loss = outcome.validation_loss
         result = f"training loss {outcome.loss:.3f}" if loss is None else describe_loss(loss, unigram)
         lines += [f"Finished: {result}", f"The run is in {directory}"]
+        lines += _of_average(run)
         if outcome.skipped:
             lines.append(f"({outcome.skipped} steps with non-finite values were skipped)")
         if unigram is not None:
@@ -321,6 +322,15 @@ def _last_words(run: PreparedRun[TrainConfig], outcome: Outcome, unigram: float 
             f"To use it in Python:        config, model, tokenizer = qkvflow.runs.load_run({str(directory)!r})"
         )
     return "\n".join(lines) + "\n"
+
+
+def _of_average(run: PreparedRun[TrainConfig]) -> list[str]:
+    """What to say of the average of the parameters, which the last validation has read, too."""
+    records = read_metrics(run.directory.metrics) if run.config.trainer.model_averaging is not None else []
+    loss = records[-1].get("eval/ema/loss") if records else None
+    if loss is None:
+        return []
+    return [f"(the average of the parameters, which --averaged reads: validation loss {loss:.3f})"]
 
 
 def _sample_command(run: PreparedRun[TrainConfig]) -> str:

@@ -1,6 +1,7 @@
 """Laws of the command line: what is read, and that every mistake is answered by one message that helps."""
 
 import dataclasses
+import gc
 import os
 import re
 import signal
@@ -19,6 +20,7 @@ import yaml
 from qkvflow.cli import parse
 from qkvflow.config import Text, decode, encode
 from qkvflow.errors import UserError
+from qkvflow.interrupts import leave_while_importing, raise_from_now_on
 from qkvflow.runs.config import RunTrainerConfig, TrainConfig
 
 GPT2 = {"type": "gpt2", "hidden_dim": 32, "num_heads": 2, "num_layers": 2, "max_seq_len": 16}
@@ -339,6 +341,25 @@ import qkvflow
 def test_stopped_while_it_imports():
     done = subprocess.run([sys.executable, "-c", IMPORT], capture_output=True, text=True, timeout=240)
     assert (done.returncode, done.stderr) == (130, "\nstopped by Ctrl-C\n")
+
+
+def test_no_garbage_is_looked_for_while_a_program_imports(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["qkvflow"])
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    try:
+        leave_while_importing()
+        assert not gc.isenabled()
+        raise_from_now_on()
+        assert gc.isenabled()
+        assert gc.get_freeze_count() > 0
+    finally:
+        gc.unfreeze()
+        gc.enable()
+    monkeypatch.setattr(sys, "argv", ["notebook"])
+    leave_while_importing()
+    raise_from_now_on()
+    assert gc.isenabled()
+    assert gc.get_freeze_count() == 0
 
 
 def test_help_names_the_keys():
