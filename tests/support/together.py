@@ -12,9 +12,9 @@ from qkvflow.training.start import FromScratch
 from qkvflow.training.together import Trained, train_together
 
 SEEDS, STEPS = (3, 8), 20
-# Where a gradient is nothing but rounding (the bias of keys, which a softmax does not see), Adam's own epsilon of 1e-8
-# would make steps of any size of it, other ones in any other program.
-ADAM = {"learning_rate": 3e-3, "warmup": 2, "epsilon": 1e-6}
+# Where a gradient is nothing but rounding (the bias of keys, which a softmax does not see; about 1e-9), an epsilon of
+# that size would make steps of it, other ones in any other program.
+ADAM = {"learning_rate": 3e-3, "warmup": 2, "epsilon": 1e-4}
 
 
 def together(training: Training, name: str, seeds=SEEDS, steps=STEPS, lanes=None, **changes) -> list[Trained]:
