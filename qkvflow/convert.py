@@ -81,6 +81,7 @@ def _in(config: ConvertConfig, source: str, progress: Progress) -> Path | Place:
         )
     if config.data.tokenizer is not None:
         raise UserError(f"--data.tokenizer: the tokenizer comes with {source}. Leave it out")
+    config.data.check_files()
     target, path = location_of(config.run), local_path(source)
     refuse_existing(target, "--run")
     is_path = path.exists() or source.startswith(("/", "./", "../", "~"))
@@ -122,15 +123,16 @@ def _out(config: ConvertConfig, progress: Progress) -> Path:
         warn_if_lost(run, ordinary, f"{depth.solver} with {ordinary.config.depth.reading_steps} steps")
     with progress.phase(f"Writing {target}"), new_folder(target, "--to_hf") as made:
         reason = write_folder(ordinary, run.directory.tokenizer, made)
-        steps = "" if config.steps is None else f" --steps {config.steps}"
+        chosen = {"steps": config.steps, "checkpoint_step": config.checkpoint_step, "averaged": config.averaged or None}
+        words = "".join(f" --{key} {str(value).lower()}" for key, value in chosen.items() if value is not None)
         card = Card(
             name=target.name,
             origin=f"the run `{run.directory.place.name}` after step {run.step}",
-            made=f"qkvflow convert --run {shlex.quote(config.run)} --to_hf {shlex.quote(config.to_hf)}{steps}",
+            made=f"qkvflow convert --run {shlex.quote(config.run)} --to_hf {shlex.quote(config.to_hf)}{words}",
             trained=trained,
             exported=ordinary.config,
             data=run.config.data,
-            losses=_losses(run),
+            losses=_losses(run, config.averaged),
             reason=reason,
             class_name=read_json(made / CONFIG)["architectures"][0],
         )
@@ -140,12 +142,13 @@ def _out(config: ConvertConfig, progress: Progress) -> Path:
     return target
 
 
-def _losses(run: Run) -> dict[str, float]:
-    """The last losses that a run recorded up to its checkpoint."""
+def _losses(run: Run, averaged: bool) -> dict[str, float]:
+    """The last losses of the exported parameters that a run recorded up to its checkpoint."""
     metrics = run.directory.metrics
     records = read_metrics(metrics) if metrics.is_file() else []
     last = {key: value for record in records if record["step"] <= run.step for key, value in record.items()}
-    return {name: last[name] for name in ("train/loss", "eval/loss") if isinstance(last.get(name), float)}
+    names = {"eval/loss": "eval/ema/loss"} if averaged else {"train/loss": "train/loss", "eval/loss": "eval/loss"}
+    return {name: last[key] for name, key in names.items() if isinstance(last.get(key), float)}
 
 
 if __name__ == "__main__":

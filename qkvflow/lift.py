@@ -88,7 +88,7 @@ def main(config: LiftConfig) -> Path | Place:
         if evaluator is not None:
             report["loss"] = _losses(model, ordered, weights, evaluator, config, progress)
         with progress.phase(f"Writing {target}"), new_run(target, _run_config(run, flow), flow) as fresh:
-            copy_tokenizer(run.directory.tokenizer, fresh.tokenizer)
+            copy_tokenizer(run.directory.tokenizer, fresh.tokenizer, run.config.data.tokenizer)
             write_text(fresh.path / "lift.json", json_text(report))
     print(_text(report))
     if weights.dim == report["layers"] and found.error > _ROUNDING:

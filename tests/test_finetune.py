@@ -208,6 +208,7 @@ def test_another_configuration_is_not_merged_as_this_one(base, tuned):
 
 
 def test_a_lora_run_knows_its_base(base, tuned, tmp_path):
+    tuned("lora")
     moved = tmp_path / "moved"
     moved.mkdir()
     for name in ("flow", "tuned-lora"):

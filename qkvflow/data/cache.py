@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import jax
+from jinja2 import TemplateError
 from levanter.data import BatchProcessor
 from levanter.data.sharded_datasource import ShardedDataSource
 from levanter.data.text import HfDatasetSourceConfig, LmDatasetSourceConfigBase
@@ -27,6 +28,7 @@ logger = logging.getLogger(__name__)
 _TOKENS_PER_WRITE = 1 << 23
 _CHARACTERS_PER_BATCH = 1 << 20
 _FULL_DISK_BYTES = 1 << 20
+_UNFIT = (KeyError, ValueError, TypeError, TemplateError)  # what formats raise for a record that they cannot read
 
 
 def load_or_build(
@@ -76,7 +78,7 @@ def load_or_build(
                 else:
                     # Each process of a run in a folder of its own, where file locks do not reach other machines.
                     own = f".{jax.process_index()}" if jax.process_index() else ""
-                    _build(folder / f"{split}.building{own}", target, source, shards, processor, options)
+                    _build(folder / f"{split}.building{own}", target, source, shards, processor, options, verify)
     if absent.is_file():
         return None
     what = soundness.damage(target, whole=verify)
@@ -100,12 +102,12 @@ def _build(
     shards: ShardedDataSource[dict],
     processor: BatchProcessor[dict, dict],
     options: CacheOptions,
+    verify: bool,
 ) -> None:
     logger.info("Tokenising into %s", target)
     metadata = CacheMetadata(preprocessor_metadata=processor.metadata)
     is_local = isinstance(source, FilesSource | BuiltinSource)
-    if not is_local:
-        _try_first_record(shards, processor)
+    _try_first_record(shards, processor)
     if is_local or isinstance(processor, ControlledTokenizer):
         shutil.rmtree(building, ignore_errors=True)
         try:
@@ -122,19 +124,19 @@ def _build(
         for entry in filter(_is_shard, [*building.iterdir()]):
             shutil.rmtree(entry)  # the joined arrays contain all of it
     soundness.seal(building)
-    if not _is_good(target):
+    if not _is_good(target, verify):
         shutil.rmtree(target, ignore_errors=True)
         try:
             building.rename(target)
             return
         except OSError:
-            if not _is_good(target):
+            if not _is_good(target, verify):
                 raise
     shutil.rmtree(building)  # another process was first
 
 
-def _is_good(target: Path) -> bool:
-    return _is_finished(target) and soundness.damage(target) is None
+def _is_good(target: Path, verify: bool) -> bool:
+    return _is_finished(target) and soundness.damage(target, whole=verify) is None
 
 
 def _write_tokens(
@@ -147,8 +149,13 @@ def _write_tokens(
     with SerialCacheWriter(str(building), processor.output_exemplar, metadata) as writer:
         rows: list[dict] = []
         size = 0
+        done = 0
         for batch in _batches(shards):
-            new = list(processor(batch))
+            try:
+                new = list(processor(batch))
+            except _UNFIT as error:
+                raise _unfit(batch, processor, done, error) from error
+            done += len(batch)
             rows += new
             size += sum(max(len(values) for values in row.values()) for row in new)
             if size >= _TOKENS_PER_WRITE:
@@ -198,12 +205,35 @@ def _try_first_record(shards: ShardedDataSource[dict], processor: BatchProcessor
     for record in shards:
         try:
             processor([record])
-        except KeyError as error:
-            raise UserError(
-                f"a record of the data has no key {error}; keys found: {', '.join(map(str, record))}. Name "
-                "the key that holds the text with `format: {type: text, text_key: NAME}` in the component."
-            ) from error
+        except _UNFIT as error:
+            raise _unfit([record], processor, 0, error) from error
         return
+
+
+def _unfit(batch: list[dict], processor: BatchProcessor[dict, dict], done: int, error: Exception) -> UserError:
+    """What to tell of a batch that has a record which the component's format cannot read.
+
+    Args:
+        done: records before the batch.
+    """
+    place = 0
+    for i, record in enumerate(batch):
+        try:
+            processor([record])
+        except _UNFIT as own:
+            place, error = i, own
+            break
+    if isinstance(error, UserError):  # which says more
+        return error
+    number, keys = done + place + 1, ", ".join(map(str, batch[place]))
+    if isinstance(error, KeyError):
+        return UserError(
+            f"record {number} of the data has no key {error}; keys found: {keys}. Name the keys that it has in the"
+            " component's `format`: for text `{type: text, text_key: NAME}`."
+        )
+    return UserError(
+        f"record {number} of the data (keys: {keys}) does not fit the component's `format`: {first_line(error)}"
+    )
 
 
 def _is_finished(cache: Path) -> bool:

@@ -53,7 +53,7 @@ def check_enough_tokens(data: LmDataConfig, seq_len: int) -> TokenCounts:
             f" {', '.join(data.components)}."
         )
     for name, held_out in (data.num_validation_sequences or {}).items():
-        available = train.get(name, 0) // seq_len
+        available = sum(n for part, n in train.items() if part == name or part.startswith(f"{name}/")) // seq_len
         if not 0 < held_out < available:
             raise UserError(
                 f"num_validation_sequences takes {held_out} sequences of component {name!r}, which has "

@@ -8,6 +8,7 @@ from typing import Any
 
 from levanter.data.mixture import StopStrategy
 from levanter.data.text import (
+    ChatLmDatasetFormat,
     ConcatDatasetComponent,
     DatasetComponent,
     DatasetComponentBase,
@@ -23,7 +24,7 @@ from qkvflow.data.formats import DocumentFormat
 from qkvflow.data.packing import check_pack
 from qkvflow.data.resolved import ResolvedDataConfig
 from qkvflow.data.sources import BuiltinSource, FilesSource
-from qkvflow.data.tokenizers import resolve_tokenizer, tokenizer_fingerprint
+from qkvflow.data.tokenizers import resolve_tokenizer, template_fingerprint, tokenizer_fingerprint
 from qkvflow.errors import UserError
 from qkvflow.files import array_path
 from qkvflow.ranges import ProperShare, check_ranges
@@ -86,6 +87,12 @@ class DataConfig(LmDataConfig):
             )
         return ControlField(self.control_key, dim)
 
+    def check_files(self) -> None:
+        """Checks the local files of all components; see `FilesSource.check`."""
+        for _, source in _sources(self._with_shortcuts().components):
+            if isinstance(source, FilesSource):
+                source.check()
+
     def evaluating(self, validation: str | list[str]) -> "DataConfig":
         """The same data, with other files for evaluation and none for training."""
         source = FilesSource(validation=_as_list(validation), text_key=self.text_key)
@@ -126,8 +133,9 @@ class DataConfig(LmDataConfig):
             "enforce_eos": self.enforce_eos,
             "chat_template": self.chat_template,
         }
+        own_template = template_fingerprint(Path(tokenizer))
         components = {
-            name: _resolve_component(name, component, self.cache_dir, settings, control)
+            name: _resolve_component(name, component, self.cache_dir, settings, control, own_template)
             for name, component in plain.components.items()
         }
         values = {field.name: getattr(plain, field.name) for field in dataclasses.fields(LmDataConfig)}
@@ -147,9 +155,9 @@ class DataConfig(LmDataConfig):
         """`train` and `validation`, or the built-in text, as components."""
         if self.train is None:
             if self.components:
-                return self
+                return dataclasses.replace(self, components=_whole(self.components, self.num_validation_sequences))
             return dataclasses.replace(self, components={"builtin": DatasetComponent(source=BuiltinSource())})
-        validation = _as_list(self.validation)
+        validation, sequences = _as_list(self.validation), _only_text(self.num_validation_sequences)
         source = FilesSource(
             train=_as_list(self.train),
             validation=validation,
@@ -159,11 +167,37 @@ class DataConfig(LmDataConfig):
         # These settings name components, all of which are replaced.
         return dataclasses.replace(
             self,
-            components={"text": DatasetComponent(source=source)},
+            components=_whole({"text": DatasetComponent(source=source)}, sequences),
             train_weights=None,
             max_train_batches=_only_text(self.max_train_batches),
-            num_validation_sequences=_only_text(self.num_validation_sequences),
+            num_validation_sequences=sequences,
         )
+
+
+def _whole(
+    components: Mapping[str, DatasetComponentBase], sequences: Mapping[str, int] | None
+) -> dict[str, DatasetComponentBase]:
+    """The components; those that are evaluated on `sequences` of their training text hold out nothing else.
+
+    Raises:
+        UserError: one of them has validation files, which Levanter would ignore.
+    """
+
+    def undivided(name: str, component: DatasetComponentBase) -> DatasetComponentBase:
+        if isinstance(component, ConcatDatasetComponent):
+            children = {child: undivided(f"{name}/{child}", part) for child, part in component.children.items()}
+            return dataclasses.replace(component, children=children)
+        source = component.source if isinstance(component, DatasetComponent) else None
+        if not isinstance(source, FilesSource):
+            return component
+        if source.validation:
+            raise UserError(
+                f"component {name!r} has validation files, and `num_validation_sequences` evaluates it on sequences of"
+                " its training text instead: leave one of them out"
+            )
+        return dataclasses.replace(component, source=dataclasses.replace(source, validation_fraction=0.0))
+
+    return {name: undivided(name, part) if name in (sequences or {}) else part for name, part in components.items()}
 
 
 def _resolve_component(
@@ -172,10 +206,11 @@ def _resolve_component(
     cache_dir: str | None,
     settings: dict[str, Any],
     control: ControlField | None,
+    own_template: str | None,
 ) -> DatasetComponentBase:
     if isinstance(component, ConcatDatasetComponent):
         children = {
-            child_name: _resolve_component(f"{name}/{child_name}", child, cache_dir, settings, control)
+            child_name: _resolve_component(f"{name}/{child_name}", child, cache_dir, settings, control, own_template)
             for child_name, child in component.children.items()
         }
         return dataclasses.replace(component, children=children)
@@ -196,6 +231,13 @@ def _resolve_component(
     component = _with_text_format(name, component)
     if control is not None:
         component = with_control(name, component, control)
+    format = component.format
+    if isinstance(format, ChatLmDatasetFormat) and format.chat_template is None:
+        # Differs from Levanter, which does not read `data.chat_template`.
+        component = dataclasses.replace(
+            component, format=dataclasses.replace(format, chat_template=settings["chat_template"])
+        )
+        settings = settings if own_template is None else settings | {"own_template": own_template}
     if isinstance(component.source, FilesSource):
         component.source.check()
     fingerprint = cache_fingerprint(component.source, settings | {"format": repr(component.format)})

@@ -39,6 +39,19 @@ def record_end_tokens(source: Path, made: Path) -> None:
             fresh.write_text(json.dumps({**before, "eos_token_id": ends}) + "\n", encoding="utf-8")
 
 
+def end_named_elsewhere(folder: Path) -> object | None:
+    """The end token of another file, where `tokenizer_config.json` names none: of the tokenizer, or the model's first.
+
+    Raises:
+        UserError: a file cannot be read.
+    """
+    config, special = folder / "tokenizer_config.json", folder / "special_tokens_map.json"
+    if config.is_file() and _read(config).get("eos_token") is not None:
+        return None
+    own = _read(special).get("eos_token") if special.is_file() else None
+    return next(iter(_named(folder)), None) if own is None else own
+
+
 def _named(folder: Path) -> list[object]:
     for file in (folder / GENERATION, folder / "config.json"):
         found = _read(file).get("eos_token_id") if file.is_file() else None

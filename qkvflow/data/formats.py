@@ -1,6 +1,6 @@
 """How documents become tokens: `format: {type: document}`, Levanter's text format without side effects."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,8 +9,10 @@ from levanter.data import BatchProcessor
 from levanter.data.text import LmDatasetFormatBase, TextLmDatasetFormat
 from levanter.tokenizers import MarinTokenizer
 
-from qkvflow.data.pieces import pieces
+from qkvflow.data.pieces import PIECE_CHARACTERS, pieces
 from qkvflow.data.readers import BEGINS, ENDS
+
+_CHARACTERS_AT_ONCE = 1 << 20
 
 
 @LmDatasetFormatBase.register_subclass("document")
@@ -43,7 +45,7 @@ class DocumentTokenizer(BatchProcessor[dict, dict]):
 
     def __call__(self, batch: Sequence[dict]) -> Sequence[dict]:
         split = [list(pieces(record[self.text_key])) for record in batch]
-        encoded = iter(self.tokenizer.encode_batch([piece for parts in split for piece in parts]))
+        encoded = self._encoded(piece for parts in split for piece in parts)
         rows = []
         for record, parts in zip(batch, split, strict=True):
             ids = list(self._bos) if record.get(BEGINS, True) else []
@@ -53,6 +55,16 @@ class DocumentTokenizer(BatchProcessor[dict, dict]):
                 ids.extend(self._eos)
             rows.append({"input_ids": np.asarray(ids, dtype=np.int32)})
         return rows
+
+    def _encoded(self, texts: Iterable[str]) -> Iterator[list[int]]:
+        """The tokens of each piece, some pieces at once: a result is 90 times as large as its text."""
+        group: list[str] = []
+        for text in texts:
+            group.append(text)
+            if len(group) * PIECE_CHARACTERS >= _CHARACTERS_AT_ONCE and sum(map(len, group)) >= _CHARACTERS_AT_ONCE:
+                yield from self.tokenizer.encode_batch(group)
+                group = []
+        yield from self.tokenizer.encode_batch(group)
 
     @property
     def output_exemplar(self) -> dict[str, Any]:

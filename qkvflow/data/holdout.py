@@ -11,31 +11,32 @@ import numpy as np
 from qkvflow.data.readers import read_records
 from qkvflow.errors import UserError
 
-_WINDOW_BYTES = 1 << 16
+_WINDOW_BYTES, _REACH_BYTES = 1 << 16, 1 << 10
 
 
 def text_boundary(path: Path, fraction: float) -> int:
     """The byte offset at which the last part of a plain text, about `fraction` of the bytes, begins.
 
     This is the first line end at or after `(1 - fraction) * size`; failing that, the last line end before it, then a
-    space, then a position between two characters. Neither part is empty if the text has at least two characters.
+    space, then a position between two characters. Line ends and spaces count up to half of the last part (or 1,024
+    bytes) away. Neither part is empty if the text has at least two characters.
     """
     size = path.stat().st_size
     if size < 2:
         return size
     target = min(max(int(size * (1 - fraction)), 1), size - 1)
+    reach = max(int(fraction * size / 2), _REACH_BYTES)
+    first, last = max(target - reach, 1), min(target + reach, size - 1)
     with path.open("rb") as file:
         for mark in (b"\n", b" "):
             # A line that ends exactly at the target counts.
-            for start in range(target - 1, size, _WINDOW_BYTES):
+            for start in range(target - 1, last, _WINDOW_BYTES):
                 file.seek(start)
-                found = file.read(_WINDOW_BYTES).find(mark)
+                found = file.read(min(_WINDOW_BYTES, last - start)).find(mark)
                 if found >= 0:
-                    if start + found + 1 < size:
-                        return start + found + 1
-                    break
-            for stop in range(target - 1, 0, -_WINDOW_BYTES):
-                start = max(stop - _WINDOW_BYTES, 0)
+                    return start + found + 1
+            for stop in range(target - 1, first - 1, -_WINDOW_BYTES):
+                start = max(stop - _WINDOW_BYTES, first - 1)
                 file.seek(start)
                 found = file.read(stop - start).rfind(mark)
                 if found >= 0:

@@ -142,11 +142,46 @@ def _decompressed(path: Path) -> BinaryIO:
     if path.suffix.lower() == ".gz":
         return gzip.open(path)
     if path.suffix.lower() == ".zst":
+        return io.BufferedReader(_ZstdFile(path))
+    return path.open("rb")
+
+
+class _ZstdFile(io.RawIOBase):
+    """The content of all frames of a .zst file. zstandard's own reader does not tell where the last one is cut off."""
+
+    def __init__(self, path: Path):
         import zstandard
 
-        reader = zstandard.ZstdDecompressor().stream_reader(path.open("rb"), read_across_frames=True)
-        return io.BufferedReader(reader)
-    return path.open("rb")
+        self._decompressor = zstandard.ZstdDecompressor()
+        self._file, self._frame, self._pending = path.open("rb"), None, memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._pending:
+            block = self._file.read(_BLOCK_BYTES // 8)
+            if not block:
+                if self._frame is not None:
+                    raise EOFError("it ends in the middle of its compressed content: it was cut off")
+                return 0
+            self._pending = memoryview(b"".join(self._decompressed(block)))
+        count = min(len(buffer), len(self._pending))
+        buffer[:count], self._pending = self._pending[:count], self._pending[count:]
+        return count
+
+    def _decompressed(self, block: bytes) -> Iterator[bytes]:
+        while block:
+            if self._frame is None:
+                self._frame = self._decompressor.decompressobj()
+            yield self._frame.decompress(block)
+            block = b""
+            if self._frame.eof:
+                block, self._frame = self._frame.unused_data, None
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
 
 
 def _parquet_records(path: Path, text_key: str | None, control: ControlField | None) -> Iterator[tuple[str, Any]]:

@@ -12,7 +12,7 @@ from levanter.tokenizers import load_tokenizer as load_levanter_tokenizer
 from tokenizers import Tokenizer
 
 from qkvflow.data.byte_level import END_OF_TEXT, byte_tokenizer
-from qkvflow.data.end_tokens import GENERATION, end_tokens, record_end_tokens
+from qkvflow.data.end_tokens import GENERATION, end_named_elsewhere, end_tokens, record_end_tokens
 from qkvflow.data.hub import download_tokenizer
 from qkvflow.errors import UserError
 from qkvflow.files import local_path, replacing
@@ -67,10 +67,13 @@ def resolve_tokenizer(spec: str, folder: Path) -> Path:
     return folder
 
 
-def copy_tokenizer(source: Path, folder: Path) -> Path:
-    """Copies the tokenizer of another run to `folder`, together with the record of its origin.
+def copy_tokenizer(source: Path, folder: Path, spec: str) -> Path:
+    """Copies the tokenizer of another run, or of a Hugging Face folder, to `folder`, with the record of its origin.
 
     If `folder` already holds a tokenizer, it is used unchanged. Returns: `folder`.
+
+    Args:
+        spec: by which the run in whose folder it will be asks for it; recorded where `source` has no such record.
     """
     if not (folder / "tokenizer.json").is_file():
         check_folder(source)
@@ -78,6 +81,8 @@ def copy_tokenizer(source: Path, folder: Path) -> Path:
         files = [name for name in (*TOKENIZER_FILES[1:], ORIGIN_FILE) if (source / name).is_file()]
         for name in files:
             _copy_file(source / name, folder / name)
+        if ORIGIN_FILE not in files:
+            (folder / ORIGIN_FILE).write_text(json.dumps({"spec": spec}) + "\n", encoding="utf-8")
         record_end_tokens(source, folder)
         # The last one: if it exists, the folder is complete.
         _copy_file(source / TOKENIZER_FILES[0], folder / TOKENIZER_FILES[0])
@@ -113,13 +118,23 @@ def load_tokenizer(folder: Path) -> MarinTokenizer:
 
 
 def tokenizer_fingerprint(folder: Path) -> str:
-    """sha256 (hex) over the content of `tokenizer.json` and `tokenizer_config.json`."""
+    """sha256 (hex) over the content of `tokenizer.json` and `tokenizer_config.json`, and over an end-of-text token that
+    only another file names."""
     digest = hashlib.sha256()
     for name in TOKENIZER_FILES[:2]:
         file = Path(folder) / name
         content = file.read_bytes() if file.is_file() else b""
         digest.update(f"{name} {len(content)}\n".encode() + content)
+    end = end_named_elsewhere(Path(folder))
+    if end is not None:
+        digest.update(f"end {end}\n".encode())
     return digest.hexdigest()
+
+
+def template_fingerprint(folder: Path) -> str | None:
+    """sha256 (hex) of the chat template in a file of its own; None without one."""
+    file = Path(folder) / "chat_template.jinja"
+    return hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else None
 
 
 def check_folder(folder: Path) -> None:
@@ -220,8 +235,8 @@ def _refuse_other_origin(spec: str, folder: Path) -> None:
     source = local_path(spec)
     if (source / "tokenizer.json").is_file():
         same = source.resolve() == folder.resolve() or tokenizer_fingerprint(source) == tokenizer_fingerprint(folder)
-    else:
-        same = found == spec
+    else:  # older runs do not record a folder, which may be gone
+        same = found == spec or (found is None and source.is_absolute())
     if not same:
         raise UserError(
             f"{folder} already contains another tokenizer (made from {found!r}; the configuration now asks for"

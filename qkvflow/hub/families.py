@@ -5,6 +5,7 @@ ignores are handled here or rejected; a sliding window limits the context to its
 """
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -135,8 +136,22 @@ def _settle_rope(settings: Any) -> None:
     for name, value in without_effect.get(kind, {}).items():
         if scaling.get(name, value) not in (value, None):
             raise UserError(f"rope_scaling of type {kind!r} has {name}: {scaling[name]!r}, which is not supported")
-    if kind == "yarn" and not scaling.get("original_max_position_embeddings"):
-        settings.rope_scaling = scaling | {"original_max_position_embeddings": settings.max_position_embeddings}
+    if kind == "yarn":
+        trained = scaling.get("original_max_position_embeddings") or settings.max_position_embeddings
+        settings.rope_scaling = scaling | {"original_max_position_embeddings": trained}
+        _check_ramp(settings, trained, scaling.get("beta_slow") or 1.0)
+
+
+def _check_ramp(settings: Any, trained: int, beta_slow: float) -> None:
+    """Refuses YaRN whose ramp ends beyond the last pair of a head, where Levanter cuts it off and transformers does
+    not."""
+    head = _head_dim(settings) or settings.hidden_size // settings.num_attention_heads
+    end = head * math.log(trained / (beta_slow * 2 * math.pi)) / (2 * math.log(settings.rope_theta))
+    if math.ceil(end) > head // 2 - 1:
+        raise UserError(
+            f"rope_scaling of type 'yarn' has a ramp that ends at pair {math.ceil(end)} of a head of {head // 2} pairs"
+            f" (original_max_position_embeddings {trained}, rope_theta {settings.rope_theta:g}), which is not supported"
+        )
 
 
 def _take_rope_parameters(settings: Any) -> None:

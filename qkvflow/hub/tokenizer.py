@@ -29,7 +29,7 @@ def save_tokenizer(source: Path, name: str) -> Iterator[Path]:
         made = Path(scratch) / "tokenizer"
         if (source / TOKENIZER_FILES[0]).is_file():
             load_tokenizer(source)  # a message names this folder, not the copy
-            copy_tokenizer(source, made)
+            copy_tokenizer(source, made, name)
         else:
             _convert(source, made)
         (made / ORIGIN_FILE).write_text(json.dumps({"spec": name}) + "\n", encoding="utf-8")

@@ -60,5 +60,5 @@ def import_run(folder: HubFolder, target: Path | Place, data: DataConfig) -> Pat
     with save_tokenizer(folder.path, data.tokenizer) as tokenizer:
         model = read_hub_model(folder, config, tokenizer)
         with new_run(target, config, model) as fresh:
-            copy_tokenizer(tokenizer, fresh.tokenizer)
+            copy_tokenizer(tokenizer, fresh.tokenizer, data.tokenizer)
     return target

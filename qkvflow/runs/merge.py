@@ -36,7 +36,7 @@ def merge_run(path: str | os.PathLike, target: Path | Place, checkpoint_step: in
     config = read_config(source.config, TrainConfig)
     origin = {"run": str(source.place.resolved()), "checkpoint_step": run.step}
     with new_run(target, config, run.model, run.step) as fresh:
-        copy_tokenizer(source.tokenizer, fresh.tokenizer)
+        copy_tokenizer(source.tokenizer, fresh.tokenizer, config.data.tokenizer)
         shutil.copyfile(source.metrics, fresh.metrics)
         write_text(fresh.path / "merged_from.json", json.dumps(origin, indent=2) + "\n")
     return target

@@ -113,7 +113,7 @@ class FromBase(Start):
     def of(cls, run: PreparedRun[FinetuneConfig], base: Base, mode: FinetuneMode) -> "FromBase":
         """That of an opened run directory, which gets the tokenizer of the base."""
         if base.tokenizer is not None:
-            copy_tokenizer(base.tokenizer[0], run.directory.tokenizer)
+            copy_tokenizer(base.tokenizer[0], run.directory.tokenizer, base.tokenizer[1])
         return cls(run.config.model, run.directory, base, mode)
 
     @property

@@ -427,7 +427,7 @@ def test_too_little_text():
     assert set(check_enough_tokens(resolve(components=mixed, train_weights=zero), 8).validation) == {"v", "b"}
     held_out = resolve(train="a.txt", num_validation_sequences={"text": 8})
     check_enough_tokens(held_out, 50)
-    with pytest.raises(UserError, match="8 sequences of component 'text', which has 5"):
+    with pytest.raises(UserError, match="8 sequences of component 'text', which has 6"):
         check_enough_tokens(held_out, 81)
 
 

@@ -125,6 +125,9 @@ def test_of_a_big_cache_sizes_and_small_files_are_compared_and_all_of_it_on_dema
         tokens(place, verify_caches=True)
     victim.write_bytes(content[:-1])
     assert "bytes instead of" in (soundness.damage(cache) or "")
+    victim.write_bytes(content)
+    assert tokens(place, verify_caches=True, rebuild_caches=True) == [*TEXT.encode(), 256]
+    assert soundness.damage(cache, whole=True) is None
 
 
 @pytest.mark.parametrize("first", [0, 1])

@@ -138,6 +138,12 @@ def test_a_window_shortens_the_context(tmp_path):
             "mscale_all_dim",
         ),
         (transformers.LlamaConfig(**SMALL, rope_scaling=YARN | {"truncate": False}), "truncate: False"),
+        (
+            transformers.LlamaConfig(
+                **SMALL, head_dim=128, rope_scaling=YARN | {"original_max_position_embeddings": 65_536}
+            ),
+            "a ramp that ends at pair 65 of a head of 64 pairs",
+        ),
         (transformers.GemmaConfig(**SMALL, head_dim=8, hidden_act="silu"), "hidden_act is 'silu'"),
         (
             transformers.GPT2Config(vocab_size=257, n_embd=16, n_layer=1, n_head=2, scale_attn_weights=False),

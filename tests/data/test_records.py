@@ -1,0 +1,167 @@
+"""Records that do not fit, texts that are cut off, and what a text that is partly evaluated gives for training."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import zstandard
+from haliax import Axis
+from levanter.data.text import (
+    ChatLmDatasetFormat,
+    ConcatDatasetComponent,
+    DatasetComponent,
+    SupervisedLmDatasetFormat,
+)
+
+from qkvflow.data import DataConfig, FilesSource, check_enough_tokens, formats, load_tokenizer
+from qkvflow.data.formats import DocumentTokenizer
+from qkvflow.data.tokenizers import resolve_tokenizer
+from qkvflow.errors import UserError
+
+TEMPLATE = "{% for m in messages %}{% generation %}{{ m['content'] }}{% endgeneration %}{% endfor %}"
+REFUSING = "{% generation %}{{ raise_exception('No!') }}{% endgeneration %}"
+CHAT = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]}
+
+
+@pytest.fixture(autouse=True)
+def own_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def write(name, records):
+    Path(name).write_text("".join(json.dumps(record) + "\n" for record in records))
+    return name
+
+
+def resolve(**settings):
+    return DataConfig(**settings).resolve(Path("tokenizer"))
+
+
+def build(format, records, **settings):
+    source = FilesSource(train=[write("a.jsonl", records)])
+    data = resolve(components={"c": DatasetComponent(source=source, format=format)}, **settings)
+    return data.build_caches("train")["c"]
+
+
+CHATS = ChatLmDatasetFormat(chat_template=TEMPLATE)
+
+
+@pytest.mark.parametrize(
+    ("format", "records", "message"),
+    [
+        (SupervisedLmDatasetFormat(), [{"text": "a"}], r"record 1 of the data \(keys: text\) does not fit .*'input'"),
+        (CHATS, [{"text": "a"}], "record 1 of the data has no key 'messages'; keys found: text"),
+        (CHATS, [CHAT] * 3 + [{"text": "a"}] + [CHAT], "record 4 of the data has no key 'messages'"),
+        (ChatLmDatasetFormat(), [CHAT], "cannot be used: No chat template"),
+        (ChatLmDatasetFormat(chat_template=REFUSING), [CHAT], r"record 1 of the data .* does not fit .*No!"),
+    ],
+)
+def test_a_record_that_does_not_fit_is_named(format, records, message):
+    with pytest.raises(UserError, match=message):
+        build(format, records)
+    assert not list(Path().rglob("*.building*"))
+
+
+def test_the_chat_template_of_the_configuration_is_read():
+    given = build(ChatLmDatasetFormat(), [CHAT], chat_template=TEMPLATE, cache_dir="a")
+    own = build(CHATS, [CHAT], chat_template="{{ 'unread' }}", cache_dir="b")
+    arrays = [cache.jagged_array_tree()["input_ids"].data for cache in (given, own)]
+    texts = [bytes(np.asarray(array[: len(b"HiHello")].read().result()).astype(np.uint8)) for array in arrays]
+    assert texts == [b"HiHello"] * 2
+
+
+def test_a_changed_template_or_end_token_gives_other_tokens():
+    """Also if it stands in a file of its own."""
+    folder = resolve_tokenizer("byte", Path("tokenizer"))
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"eos_token": None}))
+    (folder / "special_tokens_map.json").write_text("{}")
+    source = FilesSource(train=[write("a.jsonl", [CHAT])], text_key=None)
+
+    def places():
+        text = DatasetComponent(source=FilesSource(train=["a.txt"]))
+        chat = DatasetComponent(source=source, format=ChatLmDatasetFormat())
+        found = resolve(components={"text": text, "chat": chat}, tokenizer="tokenizer").components
+        return found["text"].cache_dir, found["chat"].cache_dir
+
+    Path("a.txt").write_text("some words")
+    first = places()
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    second = places()
+    assert second[0] == first[0]
+    assert second[1] != first[1]
+    (folder / "generation_config.json").write_text('{"eos_token_id": 7}')
+    assert places()[0] != first[0]
+
+
+@pytest.mark.parametrize("frames", [1, 3])
+def test_a_compressed_text_that_was_cut_off_is_refused(frames):
+    lines = [b"".join(b'{"text": "%d words"}\n' % n for n in range(k, k + 20_000)) for k in range(frames)]
+    whole = b"".join(map(zstandard.compress, lines))
+    source = FilesSource(train=["a.jsonl.zst"])
+
+    def records():
+        shards = source.get_shard_source("train")
+        assert shards is not None
+        return sum(1 for _ in shards)
+
+    Path("a.jsonl.zst").write_bytes(whole)
+    assert records() == 20_000 * frames
+    for kept in (len(whole) - 1, len(whole) - len(whole) // frames // 2):
+        Path("a.jsonl.zst").write_bytes(whole[:kept])
+        with pytest.raises(UserError, match=r"cannot be read: .*cut off|not valid JSON"):
+            records()
+
+
+def test_long_records_are_tokenised_in_groups(monkeypatch):
+    monkeypatch.setattr(formats, "_CHARACTERS_AT_ONCE", 100_000)
+    tokenizer = load_tokenizer(resolve_tokenizer("byte", Path("tokenizer")))
+    groups, encode = [], type(tokenizer).encode_batch
+
+    def counted(self, texts, **options):
+        groups.append(sum(map(len, texts)))
+        return encode(self, texts, **options)
+
+    monkeypatch.setattr(type(tokenizer), "encode_batch", counted)
+    texts = ["word and " * 50_000, "", "short", "other " * 30_000]
+    made = DocumentTokenizer(tokenizer, "text", enforce_bos=True, enforce_eos=True)([{"text": t} for t in texts])
+    assert [row["input_ids"].tolist() for row in made] == [[*text.encode(), 256] for text in texts]
+    assert len(groups) > 3
+    assert max(groups) < 100_000 + 65_536
+
+
+def test_a_text_evaluated_on_its_training_sequences_holds_out_nothing_else():
+    Path("a.txt").write_text("word\n" * 100)
+    Path("b.txt").write_text("other\n" * 100)
+    alone = resolve(train="a.txt", num_validation_sequences={"text": 2})
+    assert check_enough_tokens(alone, 50).train == {"text": 501}
+    both = ConcatDatasetComponent(
+        children={
+            name: DatasetComponent(source=FilesSource(train=[f"{name}.txt"], validation_fraction=0.5)) for name in "ab"
+        }
+    )
+    joined = resolve(components={"both": both}, num_validation_sequences={"both": 7})
+    assert check_enough_tokens(joined, 50).train == {"both/a": 501, "both/b": 601}
+    assert len(joined.validation_sets(Axis("position", 50))["both"].as_sync_dataset()) == 7
+    with pytest.raises(UserError, match="'text' has validation files, and `num_validation_sequences`"):
+        resolve(train="a.txt", validation="b.txt", num_validation_sequences={"text": 2})
+
+
+LONG_LINES = "".join("word " * n + "\n" for n in (40_000, 30_000, 100_000))
+
+
+@pytest.mark.parametrize("text", ["A title\n" + "word " * 200_000, LONG_LINES, "x" * 10**6])
+def test_a_tenth_is_held_out_whatever_the_lines(text):
+    Path("a.txt").write_text(text)
+    parts = FilesSource(train=["a.txt"], validation_fraction=0.1)
+    shards = parts.get_shard_source("validation")
+    assert shards is not None
+    held_out = "".join(record["text"] for record in shards)
+    assert text.endswith(held_out)
+    assert 0.04 < len(held_out) / len(text) < 0.16
+
+
+def test_files_that_are_not_there_are_told_before_a_run_is_made():
+    with pytest.raises(UserError, match=r"missing\.txt does not exist"):
+        DataConfig(train="missing.txt").check_files()
