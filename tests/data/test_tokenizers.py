@@ -1,11 +1,12 @@
 """Tokenizers: every spec gives a local folder with the right ids, and every mistake a clear message."""
 
 import json
+import shutil
 
 import pytest
 import tiktoken
 
-from qkvflow.data import load_tokenizer, resolve_tokenizer, tokenizer_fingerprint
+from qkvflow.data import copy_tokenizer, load_tokenizer, resolve_tokenizer, tokenizer_fingerprint
 from qkvflow.data.byte_level import byte_alphabet
 from qkvflow.data.tiktoken_conversion import convert
 from qkvflow.errors import UserError
@@ -164,3 +165,17 @@ def test_mistakes_are_named(tmp_path):
     ]:
         with pytest.raises(UserError, match=message):
             resolve_tokenizer(spec, tmp_path / "out")
+
+
+def test_a_copy_of_a_folder_of_hugging_face_outlives_it(tmp_path):
+    """Which has no record of its origin; older copies have none, either."""
+    source = resolve_tokenizer("byte", tmp_path / "source")
+    (source / "origin.json").unlink()
+    folder = copy_tokenizer(source, tmp_path / "run", str(source))
+    older = copy_tokenizer(source, tmp_path / "older", str(source))
+    (older / "origin.json").unlink()
+    shutil.rmtree(source)
+    for made in (folder, older):
+        assert resolve_tokenizer(str(source), made) == made
+    with pytest.raises(UserError, match="already contains another tokenizer"):
+        resolve_tokenizer(str(tmp_path / "elsewhere"), folder)

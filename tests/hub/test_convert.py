@@ -115,7 +115,9 @@ def test_the_card_says_what_it_is(tmp_path):
     assert "| eval/loss | 4.9" in card
     assert "trust_remote_code=True" in card
     assert f"--to_hf {out} --steps 5" in card
-    card = (run_convert("--run", OLD / "flow", "--to_hf", tmp_path / "as_trained") / "README.md").read_text()
+    words = ["--run", OLD / "flow", "--to_hf", tmp_path / "as_trained", "--checkpoint_step", 3]
+    card = (run_convert(*words) / "README.md").read_text()
+    assert f"{tmp_path / 'as_trained'} --checkpoint_step 3\n" in card
     assert "| nats per token | |" in card
 
 
