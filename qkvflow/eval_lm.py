@@ -109,22 +109,22 @@ def main(
         if config.exit is not None:
             model = wanted.flow(run, "only a flow has exits")
             exits = read_exits(model, _examples(run, config), config.exit, progress, config.calibrate)
-            _tell(run, exits_table(exits), "exits.json", {"exits": [asdict(r) for r in exits]}, keys)
+            _tell(run, exits_table(exits), "exits.json", {"exits": [asdict(r) for r in exits]}, config)
             return exits
         if caches:
             model = wanted.flow(run, "only a flow can share its cache")
             shared = read_caches(model, _examples(run, config), caches, progress)
-            _tell(run, caches_table(shared), "cache.json", {"caches": [asdict(r) for r in shared]}, keys)
+            _tell(run, caches_table(shared), "cache.json", {"caches": [asdict(r) for r in shared]}, config)
             return shared
         if config.continuity:
             found = _continuity(run, config, progress)
-            _tell(run, continuity_table(found), "continuity.json", found.as_json(), keys)
+            _tell(run, continuity_table(found), "continuity.json", found.as_json(), config)
             return found
         models = wanted.models(run)  # before any is evaluated, so that an impossible one costs nothing
         readings = read_all(run, models, _evaluator(run, config), progress)
         if _other_text(keys) is None:
             warn_of_lost(run, {f"{r.solver} with {r.steps} steps": r.loss for r in readings})
-    _tell(run, table(readings), "depth.json", {"readings": [asdict(r) for r in readings]}, keys, readings)
+    _tell(run, table(readings), "depth.json", {"readings": [asdict(r) for r in readings]}, config, readings)
     return readings
 
 
@@ -171,26 +171,38 @@ def _tell(
     shown: str,
     name: str,
     content: dict[str, Any],
-    keys: Mapping[str, Any] = {},
+    config: EvalConfig,
     readings: Sequence[Reading] = (),
 ) -> None:
-    """Prints a table, and writes its content to the run's folder `evaluation`; more than one reading is drawn too.
-
-    keys: of `data`, which choose another text; it is part of the name.
-    """
+    """Prints a table, and writes its content: see `_write`."""
     print(shown)
-    target = _place(run.path / "evaluation" / name, keys)
-    if _other_text(keys) is not None:
-        content = {"data": _plain(keys), **content}
+    target = _write(run, name, content, config, readings)
+    if target is not None:
+        print(f"Written to {run.directory.location / 'evaluation' / target.name}")
+
+
+def _write(
+    run: Run, name: str, content: dict[str, Any], config: EvalConfig, readings: Sequence[Reading] = ()
+) -> Path | None:
+    """Writes results to the run's folder `evaluation`, with what was read; None, after a warning, if that fails.
+
+    Another text, and averaged parameters, are part of the name. More than one reading is drawn too.
+    """
+    keys, file = config.data or {}, run.path / "evaluation" / name
+    target = _place(file.with_stem(f"{file.stem}-averaged") if config.averaged else file, keys)
+    limits = {"max_eval_batches": config.max_eval_batches, "batch_size": config.batch_size}
+    read: dict[str, Any] = limits if config.tasks is None else {}
+    read |= {"data": _plain(keys)} if _other_text(keys) is not None else {}
     try:
         target.parent.mkdir(exist_ok=True)
-        write_text(target, json_text({"checkpoint_step": run.step, **content}))
+        write_text(target, json_text({"checkpoint_step": run.step, "averaged": config.averaged, **read, **content}))
         if len(readings) > 1:
             draw(readings, target.with_suffix(".png"))
         run.directory.push()
-        print(f"Written to {run.directory.location / 'evaluation' / target.name}")
+        return target
     except OSError as error:
         warnings.warn(Notice(f"the results cannot be written to {target}: {error.strerror}"), stacklevel=1)
+        return None
 
 
 def _tasks(config: EvalConfig, wanted: Depths) -> list[TaskReading]:
@@ -208,7 +220,8 @@ def _tasks(config: EvalConfig, wanted: Depths) -> list[TaskReading]:
         for model in wanted.models(run):
             with progress.phase(f"Tasks with {name_of(model)}"):
                 found.append(tasks.read(run, model))
-    _tell(run, task_table(found), "tasks.json", {"readings": [asdict(reading) for reading in found]})
+            _write(run, "tasks.json", {"readings": [asdict(reading) for reading in found]}, config)
+    _tell(run, task_table(found), "tasks.json", {"readings": [asdict(reading) for reading in found]}, config)
     return found
 
 

@@ -18,6 +18,15 @@ _scratch: list[Path] = []  # of this process: none yet, or one
 _LONGEST_NAME, _LONGEST_PATH = 255, 4096  # bytes, on nearly every file system
 
 
+def is_unicode(text: str) -> bool:
+    """Whether a text has no half characters, and no bytes of a command line that are not UTF-8."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def local_path(name: str | os.PathLike) -> Path:
     """The path that a user names; `~` is their home, all else stands for itself.
 

@@ -15,7 +15,7 @@ from qkvflow.analysis.reading import Reading, read, sequence
 from qkvflow.axes import CONTROL
 from qkvflow.cli.quiet import quiet_libraries
 from qkvflow.errors import UserError
-from qkvflow.files import local_path
+from qkvflow.files import is_unicode, local_path
 from qkvflow.progress import Progress
 from qkvflow.runs import load_run
 from qkvflow.runs.evaluate import RunEvaluator
@@ -46,8 +46,10 @@ def encode(run: Run, reading: Reading, text: str) -> EncodedText:
     """The tokens of a text, without special tokens.
 
     Raises:
-        UserError: a text without tokens, or longer than the context.
+        UserError: a text without tokens, longer than the context, or with bytes that are not UTF-8.
     """
+    if not is_unicode(text):
+        raise UserError("The text is not text: it contains bytes or half characters that are not UTF-8.")
     ids = run.tokenizer.encode(text)
     tokens = sequence(reading, np.asarray(ids, np.int64))
     return EncodedText(text, np.asarray(tokens.array), tuple(label(run.tokenizer, int(i)) for i in ids))

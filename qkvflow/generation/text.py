@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from levanter.tokenizers import MarinTokenizer
 
 from qkvflow.errors import UserError
+from qkvflow.files import is_unicode
 from qkvflow.generation.vocabulary import Vocabulary
 
 _WINDOW, _CONTEXT = 32, 8  # tokens decoded together, and how many of them stay when the window moves on
@@ -18,10 +19,8 @@ def encode_prompt(tokenizer: MarinTokenizer, text: str) -> list[int]:
 
     An empty prompt starts a new document: begin-of-text, or else end-of-text, which ends the previous document.
     """
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:
-        raise UserError("The prompt is not text: it contains bytes or half characters that are not UTF-8.") from None
+    if not is_unicode(text):
+        raise UserError("The prompt is not text: it contains bytes or half characters that are not UTF-8.")
     ids = list(tokenizer.encode(text)) if text else []
     begin = tokenizer.bos_token_id
     if begin is not None and ids[:1] != [begin]:

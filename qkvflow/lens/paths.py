@@ -50,8 +50,8 @@ def curvature(states: NamedArray) -> NamedArray:
 
 def cosine_similarity(states: NamedArray) -> NamedArray:
     """cos(x_k, x_l) of each token at all pairs of layers: {layers, other_layers, ..., position}."""
-    x = _array(states)
-    return _named(cosine(x[:, None], x[None]), states, (LAYERS, OTHER_LAYERS))
+    x = _directions(_array(states))
+    return _named(np.einsum("k...e,l...e->kl...", x, x), states, (LAYERS, OTHER_LAYERS))
 
 
 def effective_rank(states: NamedArray) -> NamedArray:
@@ -90,7 +90,8 @@ def clustering(states: NamedArray, closeness: float = 0.99) -> Clustering:
     count = x.shape[-2]
     if count < 2:
         raise UserError("clusters need at least two tokens, but there is only one: give a longer text.")
-    similar = cosine(x[..., :, None, :], x[..., None, :, :])
+    directions = _directions(x)
+    similar = directions @ np.swapaxes(directions, -1, -2)
     upper = np.triu_indices(count, 1)
     reached = (similar >= closeness) | np.eye(count, dtype=bool)
     for _ in range(count.bit_length()):  # doubles the length of the paths that join tokens
@@ -112,6 +113,12 @@ def cosine(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """Along the last axis; NaN where one of the two vectors is zero."""
     with np.errstate(invalid="ignore", divide="ignore"):
         return np.sum(a * b, axis=-1) / (np.linalg.norm(a, axis=-1) * np.linalg.norm(b, axis=-1))
+
+
+def _directions(x: np.ndarray) -> np.ndarray:
+    """Of length one along the last axis; NaN for a zero vector."""
+    with np.errstate(invalid="ignore", divide="ignore"):
+        return x / np.linalg.norm(x, axis=-1, keepdims=True)
 
 
 def _array(states: NamedArray) -> np.ndarray:

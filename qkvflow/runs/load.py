@@ -24,8 +24,9 @@ from levanter.utils.tree_utils import inference_mode
 from qkvflow.checksums import damage_of
 from qkvflow.config import read_config
 from qkvflow.data import load_tokenizer
+from qkvflow.depth.schedule import StepGrowth
 from qkvflow.errors import Notice, UserError, first_line
-from qkvflow.models import lora
+from qkvflow.models import NeuralOdeLMHeadModel, lora
 from qkvflow.named import is_named
 from qkvflow.places import Place
 from qkvflow.runs.base import Base, BaseRecord, OfficialBase
@@ -73,7 +74,7 @@ def load_run(
         path: the run directory, `runs/<id>`, or `gs://bucket/runs/<id>`; or a Hugging Face folder, which is loaded like
             a run.
         checkpoint_step: N of the checkpoint `step-N`; defaults to the newest good one, with a warning (`Notice`) if a
-            newer one is damaged.
+            newer one is damaged. Where depth grows in training, the model has the steps of that time.
         merge: for a LoRA run: add its low-rank terms to the base's weights, which gives an ordinary model; otherwise
             they stay separate, as in training.
         averaged: the average of the parameters over steps (`trainer.model_averaging`), instead of the last ones.
@@ -84,7 +85,17 @@ def load_run(
     """
     directory = find_run(path)
     with disk_errors_are_told(directory.path), bucket_errors_are_told(directory.place):
-        return _read_run(directory, _choose_step(directory, checkpoint_step), merge, averaged)
+        run = _read_run(directory, _choose_step(directory, checkpoint_step), merge, averaged)
+    return dataclasses.replace(run, model=_at_trained_depth(run))
+
+
+def _at_trained_depth(run: Run) -> LmHeadModel:
+    """The model; where depth grows in training, with the steps that it had at this checkpoint."""
+    depth = run.model.config.depth if isinstance(run.model, NeuralOdeLMHeadModel) else None
+    if depth is None or not isinstance(depth.steps, StepGrowth):
+        return run.model
+    steps = depth.steps.at(run.step, run.config.trainer.num_train_steps)
+    return run.model if steps == depth.reading_steps else run.model.with_depth(depth.on_grid(steps))
 
 
 def _read_run(directory: RunDirectory, step: int, merge: bool = True, averaged: bool = False) -> Run:

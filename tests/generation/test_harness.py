@@ -40,6 +40,11 @@ def test_prompts_are_cut_to_leave_room_but_not_away(harness, prompt, asked, new,
     assert len(tokens) + length <= 128
 
 
+@pytest.mark.parametrize("name", ["max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens"])
+def test_every_name_of_the_number_of_new_tokens_is_read(harness, name):
+    assert harness._job(0, "a", {name: 7})[1] == 7
+
+
 def test_a_task_that_leaves_no_room_for_its_prompt_is_refused(harness):
     with pytest.raises(UserError, match=r"asks for 128 new tokens .* 128 positions"):
         harness._job(0, "a", {"max_gen_toks": 128})

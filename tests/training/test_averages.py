@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import json
 
 import numpy as np
 import pytest
@@ -57,6 +58,8 @@ def test_programs_read_either(run):
     assert last.loss == pytest.approx(logged["eval/loss"], rel=1e-5)
     assert average.loss == pytest.approx(logged["eval/ema/loss"], rel=1e-5)
     assert abs(last.loss - average.loss) > 0.01
+    for file, loss in (("depth.json", last.loss), ("depth-averaged.json", average.loss)):
+        assert json.loads((run / "evaluation" / file).read_text())["readings"][0]["loss"] == pytest.approx(loss)
 
 
 def test_the_end_of_a_training_says_both(training, run):

@@ -114,6 +114,7 @@ def test_stopped_in_any_stage_and_at_a_change(base, undisturbed, last):
         train(base, name, trainer=stop)
     assert leaving.value.code == 128 + signal.SIGTERM
     assert [r["step"] for r in read_metrics(base / name / "metrics.jsonl")] == list(range(last + 1))
+    assert load_run(base / name).model.config.depth.reading_steps == (1, 1, 1, 2, 2, 2, 4, 4)[last]
     continued = train(base, name)
     records, jumps = read_metrics(continued / "metrics.jsonl"), read_metrics(undisturbed / "metrics.jsonl")
     assert [r.get("depth/loss_jump") for r in records] == [r.get("depth/loss_jump") for r in jumps]
