@@ -124,6 +124,11 @@ class DepthConfig:
         """The training step, counted from 0, with which each stage begins."""
         return self.steps.first_steps(num_train_steps) if isinstance(self.steps, StepGrowth) else (0,)
 
+    def reached(self, step: int, num_train_steps: int) -> "DepthConfig":
+        """The depth as it was in a training step, counted from 0, where it grows; else itself."""
+        steps = self.steps.at(step, num_train_steps) if isinstance(self.steps, StepGrowth) else self.reading_steps
+        return self if steps == self.reading_steps else self.on_grid(steps)
+
     def plan(self, evaluate: str) -> AbstractPlan:
         """The plan outside training; `evaluate` (`batched` or `in_scan`) is what `auto` stands for here."""
         steps = self.reading_steps

@@ -24,7 +24,6 @@ from levanter.utils.tree_utils import inference_mode
 from qkvflow.checksums import damage_of
 from qkvflow.config import read_config
 from qkvflow.data import load_tokenizer
-from qkvflow.depth.schedule import StepGrowth
 from qkvflow.errors import Notice, UserError, first_line
 from qkvflow.models import NeuralOdeLMHeadModel, lora
 from qkvflow.named import is_named
@@ -91,11 +90,11 @@ def load_run(
 
 def _at_trained_depth(run: Run) -> LmHeadModel:
     """The model; where depth grows in training, with the steps that it had at this checkpoint."""
-    depth = run.model.config.depth if isinstance(run.model, NeuralOdeLMHeadModel) else None
-    if depth is None or not isinstance(depth.steps, StepGrowth):
+    if not isinstance(run.model, NeuralOdeLMHeadModel):
         return run.model
-    steps = depth.steps.at(run.step, run.config.trainer.num_train_steps)
-    return run.model if steps == depth.reading_steps else run.model.with_depth(depth.on_grid(steps))
+    depth = run.model.config.depth
+    reached = depth.reached(run.step, run.config.trainer.num_train_steps)
+    return run.model if reached is depth else run.model.with_depth(reached)
 
 
 def _read_run(directory: RunDirectory, step: int, merge: bool = True, averaged: bool = False) -> Run:
