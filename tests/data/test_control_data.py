@@ -22,6 +22,7 @@ from levanter.data.text import (
 from levanter.models.lm_model import LmExample
 from levanter.schedule import BatchSchedule
 from support.models import small_config
+from support.records import write
 
 from qkvflow.data import BuiltinSource, DataConfig, FilesSource
 from qkvflow.data import cache as cache_module
@@ -36,11 +37,6 @@ EOS, DIM = 256, 3
 @pytest.fixture(autouse=True)
 def own_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-
-
-def write(name, records):
-    Path(name).write_text("".join(json.dumps(record) + "\n" for record in records))
-    return name
 
 
 def random_records(count, seed=0, dim=DIM):

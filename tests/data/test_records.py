@@ -13,6 +13,7 @@ from levanter.data.text import (
     DatasetComponent,
     SupervisedLmDatasetFormat,
 )
+from support.records import write
 
 from qkvflow.data import DataConfig, FilesSource, check_enough_tokens, formats, load_tokenizer
 from qkvflow.data.formats import DocumentTokenizer
@@ -27,11 +28,6 @@ CHAT = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "c
 @pytest.fixture(autouse=True)
 def own_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-
-
-def write(name, records):
-    Path(name).write_text("".join(json.dumps(record) + "\n" for record in records))
-    return name
 
 
 def resolve(**settings):
