@@ -119,10 +119,7 @@ def exported(folder: Path) -> dict[str, str]:
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("qkvflow"):
             for alias in node.names:
                 name = alias.asname or alias.name
-                if (
-                    not name.startswith("_")
-                    and f"{node.module}.{alias.name}" != "qkvflow.interrupts.leave_while_importing"
-                ):
+                if not name.startswith("_") and f"{node.module}.{alias.name}" != "qkvflow.interrupts.imports_begin":
                     found[name] = f"{node.module}.{alias.name}"
     return dict(sorted(found.items()))
 

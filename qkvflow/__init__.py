@@ -5,9 +5,9 @@ Importing qkvflow registers the model `type: neuralode` with Levanter.
 
 import importlib
 
-from qkvflow.interrupts import leave_while_importing
+from qkvflow.interrupts import imports_begin
 
-leave_while_importing()
+imports_begin()
 
 from qkvflow import models as models  # noqa: E402
 from qkvflow.generation import generate as generate  # noqa: E402

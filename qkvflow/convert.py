@@ -123,8 +123,9 @@ def _out(config: ConvertConfig, progress: Progress) -> Path:
         warn_if_lost(run, ordinary, f"{depth.solver} with {ordinary.config.depth.reading_steps} steps")
     with progress.phase(f"Writing {target}"), new_folder(target, "--to_hf") as made:
         reason = write_folder(ordinary, run.directory.tokenizer, made)
-        chosen = {"steps": config.steps, "checkpoint_step": config.checkpoint_step, "averaged": config.averaged or None}
-        words = "".join(f" --{key} {str(value).lower()}" for key, value in chosen.items() if value is not None)
+        averaged = "true" if config.averaged else None
+        chosen = {"steps": config.steps, "checkpoint_step": config.checkpoint_step, "averaged": averaged}
+        words = "".join(f" --{key} {value}" for key, value in chosen.items() if value is not None)
         card = Card(
             name=target.name,
             origin=f"the run `{run.directory.place.name}` after step {run.step}",

@@ -174,9 +174,12 @@ def _tell(
     config: EvalConfig,
     readings: Sequence[Reading] = (),
 ) -> None:
-    """Prints a table, and writes its content: see `_write`."""
+    """Prints a table, writes its content (see `_write`), and says where."""
     print(shown)
-    target = _write(run, name, content, config, readings)
+    _say_where(run, _write(run, name, content, config, readings))
+
+
+def _say_where(run: Run, target: Path | None) -> None:
     if target is not None:
         print(f"Written to {run.directory.location / 'evaluation' / target.name}")
 
@@ -216,12 +219,13 @@ def _tasks(config: EvalConfig, wanted: Depths) -> list[TaskReading]:
             tasks = Tasks(options)
         with progress.phase(f"Loading {config.run}"):
             run = load_run(config.run, config.checkpoint_step, averaged=config.averaged)
-        found = []
+        found, target = [], None
         for model in wanted.models(run):
             with progress.phase(f"Tasks with {name_of(model)}"):
                 found.append(tasks.read(run, model))
-            _write(run, "tasks.json", {"readings": [asdict(reading) for reading in found]}, config)
-    _tell(run, task_table(found), "tasks.json", {"readings": [asdict(reading) for reading in found]}, config)
+            target = _write(run, "tasks.json", {"readings": [asdict(reading) for reading in found]}, config)
+    print(task_table(found))
+    _say_where(run, target)
     return found
 
 

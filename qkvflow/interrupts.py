@@ -18,20 +18,21 @@ from typing import NoReturn
 STATUS, MESSAGE = 130, "\nstopped by Ctrl-C\n"
 
 
-def leave_while_importing() -> None:
-    """If a program of this package is about to be imported, until `raise_from_now_on`. Otherwise nothing changes."""
+def imports_begin() -> None:
+    """Called first, where a program of this package is about to import the rest. Elsewhere nothing changes."""
     words = sys.orig_argv
     wanted = words[words.index("-m") + 1 :][:1] if "-m" in words else []
     # While Python looks for the module of `-m`, that is all that argv says.
     is_module = sys.argv[:1] == ["-m"] and bool(wanted) and wanted[0].startswith("qkvflow.")
     is_program = is_module or Path(next(iter(sys.argv), "")).stem in ("qkvflow", "qkvflow_command")
-    if is_program:
-        gc.disable()
-    if is_program and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    if not is_program:
+        return
+    gc.disable()
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _leave)
 
 
-def raise_from_now_on() -> None:
+def imports_end() -> None:
     """Ctrl-C is `KeyboardInterrupt` again, and garbage is collected."""
     if not gc.isenabled():
         gc.freeze()

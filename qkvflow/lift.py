@@ -79,6 +79,8 @@ def main(config: LiftConfig) -> Path | Place:
             for dim in config.loss_by_k or ():
                 check_liftable(shape, dataclasses.replace(weights, dim=dim), align=config.align)
             run = on_other_text(load_run(config.base, config.checkpoint_step), config.data or {})
+            if {"train", "validation", "components"} & set(config.data or {}):
+                run.config.data.check_files()
             model = enter(run.model)
         evaluator = _evaluator(run, config) if config.loss_by_k else None
         ordered = _aligned(model, progress) if config.align else model

@@ -49,7 +49,7 @@ def encode(run: Run, reading: Reading, text: str) -> EncodedText:
         UserError: a text without tokens, longer than the context, or with bytes that are not UTF-8.
     """
     if not is_unicode(text):
-        raise UserError("The text is not text: it contains bytes or half characters that are not UTF-8.")
+        raise UserError("The text contains bytes or half characters that are not UTF-8.")
     ids = run.tokenizer.encode(text)
     tokens = sequence(reading, np.asarray(ids, np.int64))
     return EncodedText(text, np.asarray(tokens.array), tuple(label(run.tokenizer, int(i)) for i in ids))

@@ -18,7 +18,7 @@ from qkvflow.cli.keys import key_table, sections
 from qkvflow.cli.quiet import notices_on
 from qkvflow.errors import UserError, shortened
 from qkvflow.files import remove_scratch
-from qkvflow.interrupts import MESSAGE, STATUS, raise_from_now_on
+from qkvflow.interrupts import MESSAGE, STATUS, imports_end
 from qkvflow_command import COMMANDS
 
 T = TypeVar("T")
@@ -75,7 +75,7 @@ def end_process(status: int) -> NoReturn:
 
 def _status(main: Callable[[T], Any], config_class: type[T], argv: Sequence[str]) -> int:
     try:
-        raise_from_now_on()
+        imports_end()
         if any(word in HELP for word in argv):
             sys.stdout.write(_help(main, config_class, argv))
         else:

@@ -107,7 +107,8 @@ def _build(
     logger.info("Tokenising into %s", target)
     metadata = CacheMetadata(preprocessor_metadata=processor.metadata)
     is_local = isinstance(source, FilesSource | BuiltinSource)
-    _try_first_record(shards, processor)
+    if not is_local:
+        _try_first_record(shards, processor)
     if is_local or isinstance(processor, ControlledTokenizer):
         shutil.rmtree(building, ignore_errors=True)
         try:
@@ -148,8 +149,7 @@ def _write_tokens(
     """Writes all shards in order to one store, in bounded memory."""
     with SerialCacheWriter(str(building), processor.output_exemplar, metadata) as writer:
         rows: list[dict] = []
-        size = 0
-        done = 0
+        size, done = 0, 0  # tokens in `rows`; records before the batch
         for batch in _batches(shards):
             try:
                 new = list(processor(batch))

@@ -39,8 +39,7 @@ def check_enough_tokens(data: LmDataConfig, seq_len: int) -> TokenCounts:
     }
     validation = _counts(data, held_out_caches, seq_len, "validation")
     for name, component in data.components.items():
-        names = [f"{name}/{c}" for c in component.children] if isinstance(component, ConcatDatasetComponent) else [name]
-        missing = [part for part in names if part not in train]
+        missing = [part for part in _caches_of(data, name) if part not in train]
         if isinstance(component, DatasetComponent | ConcatDatasetComponent) and is_trained_on(data, name) and missing:
             raise UserError(
                 f"component {missing[0]!r} has no training data. Give it some, or set its weight in "
@@ -53,7 +52,7 @@ def check_enough_tokens(data: LmDataConfig, seq_len: int) -> TokenCounts:
             f" {', '.join(data.components)}."
         )
     for name, held_out in (data.num_validation_sequences or {}).items():
-        available = sum(n for part, n in train.items() if part == name or part.startswith(f"{name}/")) // seq_len
+        available = sum(train.get(part, 0) for part in _caches_of(data, name)) // seq_len
         if not 0 < held_out < available:
             raise UserError(
                 f"num_validation_sequences takes {held_out} sequences of component {name!r}, which has "
@@ -87,6 +86,12 @@ def _too_short(name: str, purpose: str, tokens: int, needed: int) -> str:
     found = f"the {purpose} text of component {name!r} has {tokens} tokens, but one sequence needs {needed}"
     more = "more text" if purpose == "training" else "more text for validation (or a bigger validation_fraction)"
     return f"{found}. Give {more}" + (f", or set train_seq_len to at most {tokens}." if tokens > 1 else ".")
+
+
+def _caches_of(data: LmDataConfig, name: str) -> list[str]:
+    """The names of a component's caches: its own, or those of the parts of a joined one."""
+    component = data.components.get(name)
+    return [f"{name}/{c}" for c in component.children] if isinstance(component, ConcatDatasetComponent) else [name]
 
 
 def component_of(data: LmDataConfig, name: str) -> DatasetComponent:

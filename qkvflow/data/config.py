@@ -155,7 +155,9 @@ class DataConfig(LmDataConfig):
         """`train` and `validation`, or the built-in text, as components."""
         if self.train is None:
             if self.components:
-                return dataclasses.replace(self, components=_whole(self.components, self.num_validation_sequences))
+                return dataclasses.replace(
+                    self, components=_without_holdout(self.components, self.num_validation_sequences)
+                )
             return dataclasses.replace(self, components={"builtin": DatasetComponent(source=BuiltinSource())})
         validation, sequences = _as_list(self.validation), _only_text(self.num_validation_sequences)
         source = FilesSource(
@@ -167,25 +169,28 @@ class DataConfig(LmDataConfig):
         # These settings name components, all of which are replaced.
         return dataclasses.replace(
             self,
-            components=_whole({"text": DatasetComponent(source=source)}, sequences),
+            components=_without_holdout({"text": DatasetComponent(source=source)}, sequences),
             train_weights=None,
             max_train_batches=_only_text(self.max_train_batches),
             num_validation_sequences=sequences,
         )
 
 
-def _whole(
+def _without_holdout(
     components: Mapping[str, DatasetComponentBase], sequences: Mapping[str, int] | None
 ) -> dict[str, DatasetComponentBase]:
-    """The components; those that are evaluated on `sequences` of their training text hold out nothing else.
+    """The components; those that are evaluated on sequences of their training text hold out nothing else.
+
+    Args:
+        sequences: `num_validation_sequences`.
 
     Raises:
         UserError: one of them has validation files, which Levanter would ignore.
     """
 
-    def undivided(name: str, component: DatasetComponentBase) -> DatasetComponentBase:
+    def whole(name: str, component: DatasetComponentBase) -> DatasetComponentBase:
         if isinstance(component, ConcatDatasetComponent):
-            children = {child: undivided(f"{name}/{child}", part) for child, part in component.children.items()}
+            children = {child: whole(f"{name}/{child}", part) for child, part in component.children.items()}
             return dataclasses.replace(component, children=children)
         source = component.source if isinstance(component, DatasetComponent) else None
         if not isinstance(source, FilesSource):
@@ -197,7 +202,7 @@ def _whole(
             )
         return dataclasses.replace(component, source=dataclasses.replace(source, validation_fraction=0.0))
 
-    return {name: undivided(name, part) if name in (sequences or {}) else part for name, part in components.items()}
+    return {name: whole(name, part) if name in (sequences or {}) else part for name, part in components.items()}
 
 
 def _resolve_component(

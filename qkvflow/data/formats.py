@@ -9,7 +9,7 @@ from levanter.data import BatchProcessor
 from levanter.data.text import LmDatasetFormatBase, TextLmDatasetFormat
 from levanter.tokenizers import MarinTokenizer
 
-from qkvflow.data.pieces import PIECE_CHARACTERS, pieces
+from qkvflow.data.pieces import pieces
 from qkvflow.data.readers import BEGINS, ENDS
 
 _CHARACTERS_AT_ONCE = 1 << 20
@@ -59,11 +59,13 @@ class DocumentTokenizer(BatchProcessor[dict, dict]):
     def _encoded(self, texts: Iterable[str]) -> Iterator[list[int]]:
         """The tokens of each piece, some pieces at once: a result is 90 times as large as its text."""
         group: list[str] = []
+        size = 0
         for text in texts:
             group.append(text)
-            if len(group) * PIECE_CHARACTERS >= _CHARACTERS_AT_ONCE and sum(map(len, group)) >= _CHARACTERS_AT_ONCE:
+            size += len(text)
+            if size >= _CHARACTERS_AT_ONCE:
                 yield from self.tokenizer.encode_batch(group)
-                group = []
+                group, size = [], 0
         yield from self.tokenizer.encode_batch(group)
 
     @property

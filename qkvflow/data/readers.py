@@ -165,12 +165,13 @@ class _ZstdFile(io.RawIOBase):
                 if self._frame is not None:
                     raise EOFError("it ends in the middle of its compressed content: it was cut off")
                 return 0
-            self._pending = memoryview(b"".join(self._decompressed(block)))
+            self._pending = memoryview(b"".join(self._content(block)))
         count = min(len(buffer), len(self._pending))
         buffer[:count], self._pending = self._pending[:count], self._pending[count:]
         return count
 
-    def _decompressed(self, block: bytes) -> Iterator[bytes]:
+    def _content(self, block: bytes) -> Iterator[bytes]:
+        """Of a block of the file, in which frames may end and begin."""
         while block:
             if self._frame is None:
                 self._frame = self._decompressor.decompressobj()

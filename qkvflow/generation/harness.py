@@ -30,7 +30,7 @@ from qkvflow.generation.text import Continuation
 from qkvflow.generation.writer import Writer
 
 # Names of the number of new tokens, as the harness knows them.
-_NEW = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
+_NAMES_OF_LENGTH = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 _NEW_TOKENS = 256  # if the task does not say: the harness's own default
 _LENGTHS = (64, 256)  # texts are padded to one of these, or to a multiple of the last: each is compiled once
 
@@ -136,7 +136,7 @@ class HarnessModel(TemplateLM):
         stops = [until] if isinstance(until, str) else [stop for stop in until if stop]
         prompt = self.tok_encode(context) or [self.prefix_token_id]
         default = min(_NEW_TOKENS, self.max_length - min(len(prompt), self.max_length // 2))
-        new = int(next((options[name] for name in _NEW if options.get(name) is not None), default))
+        new = int(next((options[name] for name in _NAMES_OF_LENGTH if options.get(name) is not None), default))
         if new >= self.max_length:
             raise UserError(
                 f"a task asks for {new} new tokens (max_gen_toks), which leave nothing of the model's {self.max_length}"

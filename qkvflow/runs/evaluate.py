@@ -28,7 +28,7 @@ def on_other_text(run: Run, keys: Mapping[str, Any]) -> Run:
     """The run with other keys of its `data`. `validation` alone is the text to evaluate on, whatever the run had.
 
     Raises:
-        UserError: a key that there is not, a wrong value, another tokenizer, or files that are not there.
+        UserError: a key that there is not, a wrong value, or another tokenizer.
     """
     if "tokenizer" in keys:
         raise UserError(
@@ -43,8 +43,6 @@ def on_other_text(run: Run, keys: Mapping[str, Any]) -> Run:
         data = data.evaluating(files) if files is not None else data
     else:
         data = decode(type(stored), encode(stored) | dict(keys), "data")
-    if {"train", "validation", "components"} & set(keys):
-        data.check_files()
     return dataclasses.replace(run, config=dataclasses.replace(run.config, data=data))
 
 

@@ -20,7 +20,7 @@ import yaml
 from qkvflow.cli import parse
 from qkvflow.config import Text, decode, encode
 from qkvflow.errors import UserError
-from qkvflow.interrupts import leave_while_importing, raise_from_now_on
+from qkvflow.interrupts import imports_begin, imports_end
 from qkvflow.runs.config import RunTrainerConfig, TrainConfig
 
 GPT2 = {"type": "gpt2", "hidden_dim": 32, "num_heads": 2, "num_layers": 2, "max_seq_len": 16}
@@ -347,17 +347,17 @@ def test_no_garbage_is_looked_for_while_a_program_imports(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["qkvflow"])
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     try:
-        leave_while_importing()
+        imports_begin()
         assert not gc.isenabled()
-        raise_from_now_on()
+        imports_end()
         assert gc.isenabled()
         assert gc.get_freeze_count() > 0
     finally:
         gc.unfreeze()
         gc.enable()
     monkeypatch.setattr(sys, "argv", ["notebook"])
-    leave_while_importing()
-    raise_from_now_on()
+    imports_begin()
+    imports_end()
     assert gc.isenabled()
     assert gc.get_freeze_count() == 0
 

@@ -12,8 +12,8 @@ from qkvflow.training.start import FromScratch
 from qkvflow.training.together import Trained, train_together
 
 SEEDS, STEPS = (3, 8), 20
-# Where a gradient is nothing but rounding (the bias of keys, which a softmax does not see; about 1e-9), an epsilon of
-# that size would make steps of it, other ones in any other program.
+# The gradient of the bias of keys, which a softmax does not see, is nothing but rounding: about 1e-9, another in any
+# other program. With an epsilon that is not far larger, Adam would make steps of it.
 ADAM = {"learning_rate": 3e-3, "warmup": 2, "epsilon": 1e-4}
 
 
