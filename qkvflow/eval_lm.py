@@ -106,14 +106,18 @@ def main(
             run = load_run(config.run, config.checkpoint_step, averaged=config.averaged)
         run = on_other_text(run, config.data or {})
         keys = config.data or {}
+
+        def text() -> list[LmExample]:
+            return list(_evaluator(run, config).examples())
+
         if config.exit is not None:
             model = wanted.flow(run, "only a flow has exits")
-            exits = read_exits(model, _examples(run, config), config.exit, progress, config.calibrate)
+            exits = read_exits(model, text, config.exit, progress, config.calibrate)
             _tell(run, exits_table(exits), "exits.json", {"exits": [asdict(r) for r in exits]}, config)
             return exits
         if caches:
             model = wanted.flow(run, "only a flow can share its cache")
-            shared = read_caches(model, _examples(run, config), caches, progress)
+            shared = read_caches(model, text, caches, progress)
             _tell(run, caches_table(shared), "cache.json", {"caches": [asdict(r) for r in shared]}, config)
             return shared
         if config.continuity:
@@ -160,10 +164,6 @@ def _check(config: EvalConfig, wanted: Depths) -> None:
 
 def _evaluator(run: Run, config: EvalConfig) -> RunEvaluator:
     return RunEvaluator(run, config.batch_size, config.max_eval_batches)
-
-
-def _examples(run: Run, config: EvalConfig) -> list[LmExample]:
-    return list(_evaluator(run, config).examples())
 
 
 def _tell(

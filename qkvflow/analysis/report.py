@@ -31,7 +31,7 @@ from qkvflow.runs import load_run
 from qkvflow.runs.checkpoints import checkpoint_steps
 from qkvflow.runs.load import Run
 
-LARGEST = 5_000_000  # maximum size of a page, in bytes
+COMFORTABLE = 5  # MB of a page
 MOST_RUNS = 4
 _POINTS = 120_000  # eigenvalues of all runs, checkpoints and families combined
 _ATTENTION = 1_500_000  # attention values on the whole page
@@ -121,13 +121,12 @@ def main(config: ReportConfig) -> Path:
             tick(total, total)
         data["opening"] = findings.opening(data["runs"])
         html = render(data)
-        if len(html.encode()) > LARGEST:
-            raise UserError(
-                f"the page would have {len(html.encode()) / 1e6:.1f} MB, more than {LARGEST / 1e6:.0f}: use shorter or"
-                " fewer texts, fewer --checkpoints, or fewer runs in --compare"
-            )
         target.write_text(html, encoding="utf-8")
-    print(f"Written to {target} ({len(html.encode()) / 1e6:.2f} MB): open it in a browser")
+        size = len(html.encode()) / 1e6
+        if size > COMFORTABLE:
+            hint = "use shorter or fewer texts, fewer --checkpoints, or fewer runs in --compare"
+            warnings.warn(Notice(f"the page has {size:.1f} MB, and a browser opens it slowly: {hint}"), stacklevel=2)
+    print(f"Written to {target} ({size:.2f} MB): open it in a browser")
     return target
 
 

@@ -14,6 +14,10 @@ from haliax import Axis, NamedArray
 
 from qkvflow.axes import BATCH, BATCH_HEADS, HEAD_SIZE, KEY_POSITION, POSITION
 
+UNROLLED_ROWS = (
+    8  # sequences whose keys a compiled program writes one by one; for more, it loops over these (compile time)
+)
+
 
 class Window(eqx.Module):
     """The new positions start, start + 1, ... of each sequence, of which the first `count` are real.
@@ -130,8 +134,20 @@ def _leaves(memory):
 
 def _write(memory: NamedArray, new: NamedArray, start: NamedArray) -> NamedArray:
     sequences = new.rearrange((BATCH, ..., POSITION, HEAD_SIZE)).array.astype(memory.dtype)
-    array = memory.array
-    for i, sequence in enumerate(sequences):  # updates in place; one for all sequences would be a scatter
-        at = (jnp.asarray(i * len(sequence), start.dtype), start.array[i], jnp.zeros((), start.dtype))
-        array = jax.lax.dynamic_update_slice(array, sequence, at)
+    starts = start.array.astype(jnp.int32)
+    rows, heads = sequences.shape[:2]
+
+    def put(array, row):  # updates in place; one for all sequences would be a scatter
+        at = (jnp.asarray(row * heads, jnp.int32), starts[row], jnp.int32(0))
+        return jax.lax.dynamic_update_slice(array, jax.lax.dynamic_index_in_dim(sequences, row, keepdims=False), at)
+
+    def put_some(group, array):
+        for i in range(UNROLLED_ROWS):
+            array = put(array, group * UNROLLED_ROWS + i)
+        return array
+
+    groups = rows // UNROLLED_ROWS if rows > UNROLLED_ROWS else 0
+    array = jax.lax.fori_loop(0, groups, put_some, memory.array)
+    for row in range(groups * UNROLLED_ROWS, rows):
+        array = put(array, row)
     return hax.named(array, memory.axes)

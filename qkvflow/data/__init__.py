@@ -6,6 +6,7 @@ from qkvflow.data.sources import BuiltinSource, FilesSource
 from qkvflow.data.tokenizers import (
     copy_tokenizer,
     load_tokenizer,
+    number_of_ids,
     resolve_tokenizer,
     same_tokenizer,
     tokenizer_fingerprint,
@@ -19,6 +20,7 @@ __all__ = [
     "check_enough_tokens",
     "copy_tokenizer",
     "load_tokenizer",
+    "number_of_ids",
     "resolve_tokenizer",
     "same_tokenizer",
     "tokenizer_fingerprint",

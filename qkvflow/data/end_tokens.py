@@ -22,7 +22,8 @@ def end_tokens(folder: Path, tokenizer: MarinTokenizer) -> tuple[int, ...]:
         UserError: the file cannot be read.
     """
     ids = [tokenizer.eos_token_id, *_named(folder)]
-    return tuple(dict.fromkeys(i for i in ids if type(i) is int and 0 <= i < len(tokenizer)))
+    known = set(tokenizer.get_vocab().values())
+    return tuple(dict.fromkeys(i for i in ids if type(i) is int and i in known))
 
 
 def record_end_tokens(source: Path, made: Path) -> None:

@@ -9,6 +9,7 @@ from levanter.tokenizers import MarinTokenizer
 from levanter.utils.hf_utils import byte_length_of_token
 
 from qkvflow.data.byte_level import byte_alphabet
+from qkvflow.data.tokenizers import number_of_ids
 from qkvflow.errors import UserError
 
 _TOKENS_PER_READ = 1 << 22
@@ -75,12 +76,11 @@ def token_byte_lengths(tokenizer: MarinTokenizer) -> np.ndarray:
     token that is part of a character. The tokens of a byte-level vocabulary have one letter per byte.
     """
     special = set(tokenizer.all_special_ids)
-    tokens = [
-        token if isinstance(token, str) else "" for token in map(tokenizer.convert_ids_to_tokens, range(len(tokenizer)))
-    ]
+    names = {i: token for token, i in tokenizer.get_vocab().items()}
+    tokens = [names.get(i, "") for i in range(number_of_ids(tokenizer))]
     alphabet = set(byte_alphabet())
     if alphabet <= set(tokens):
         lengths = [0 if i in special or not alphabet.issuperset(t) else len(t) for i, t in enumerate(tokens)]
     else:
-        lengths = [byte_length_of_token(tokenizer, i) for i in range(len(tokens))]
+        lengths = [byte_length_of_token(tokenizer, i) if token else 0 for i, token in enumerate(tokens)]
     return np.asarray(lengths, dtype=np.int64)

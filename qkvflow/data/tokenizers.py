@@ -33,6 +33,11 @@ ORIGIN_FILE = "origin.json"
 _PROBES = ("Hello, world! It's 12345.67 of them.", "  two  spaces\n\n\tand a tab", "naïve Ünïcödé 漢字 🙂 ﬁ")
 
 
+def number_of_ids(tokenizer: MarinTokenizer) -> int:
+    """The largest id of a tokenizer plus 1: its number of tokens, or more if its ids have gaps."""
+    return max(len(tokenizer), 1 + max(tokenizer.get_vocab().values(), default=-1))
+
+
 def resolve_tokenizer(spec: str, folder: Path) -> Path:
     """Writes the tokenizer that `spec` names to `folder`, in Hugging Face's layout.
 

@@ -1,11 +1,13 @@
 """What is cheaper than the full model, beside it: tokens that stop early, and caches that steps share."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+import equinox as eqx
 from levanter.models.lm_model import LmExample
 
 from qkvflow.generation.forced import CacheReading, ExitReading, ForcedReader, read_with_cache
 from qkvflow.models import NeuralOdeLMHeadModel
+from qkvflow.models.cached import CachedModel
 from qkvflow.models.exits import ExitConfig
 from qkvflow.models.shared_cache import EXACT, CacheSharing
 from qkvflow.progress import Progress
@@ -13,13 +15,16 @@ from qkvflow.progress import Progress
 
 def read_exits(
     model: NeuralOdeLMHeadModel,
-    examples: Sequence[LmExample],
+    text: Callable[[], Sequence[LmExample]],
     exits: ExitConfig,
     progress: Progress,
     calibrate: float | None = None,
 ) -> list[ExitReading]:
-    """The full model, and the one with exits; with `calibrate`, at the threshold that costs that many nats."""
-    reader = ForcedReader(model, exits)
+    """The full model, and the one with exits; with `calibrate`, at the threshold that costs that many nats.
+
+    text: reads the examples, once it is known that the model has such exits.
+    """
+    reader, examples = ForcedReader(model, exits), text()
     with progress.phase("The full model"):
         full = reader.read(examples, 0.0)
     if calibrate is not None:
@@ -30,11 +35,20 @@ def read_exits(
 
 
 def read_caches(
-    model: NeuralOdeLMHeadModel, examples: Sequence[LmExample], caches: Sequence[CacheSharing], progress: Progress
+    model: NeuralOdeLMHeadModel,
+    text: Callable[[], Sequence[LmExample]],
+    caches: Sequence[CacheSharing],
+    progress: Progress,
 ) -> list[CacheReading]:
-    """The exact cache, and each of `caches`."""
-    readings = []
-    for sharing in dict.fromkeys([EXACT, *caches]):
+    """The exact cache, and each of `caches`.
+
+    text: reads the examples, once it is known that the model can have such caches.
+    """
+    wanted = list(dict.fromkeys([EXACT, *caches]))
+    for sharing in wanted:
+        eqx.filter_eval_shape(CachedModel.of, model, None, sharing)
+    readings, examples = [], text()
+    for sharing in wanted:
         with progress.phase(f"Cache: {sharing}"):
             readings.append(read_with_cache(model, sharing, examples))
     return readings

@@ -3,6 +3,7 @@
 from levanter.tokenizers import MarinTokenizer
 
 from qkvflow.data.byte_level import byte_alphabet
+from qkvflow.data.tokenizers import number_of_ids
 
 BROKEN = "\ufffd"  # what a decoder returns for bytes that are not a (complete) character
 _BYTES = {character: byte for byte, character in enumerate(byte_alphabet())}
@@ -19,6 +20,7 @@ class Vocabulary:
 
     def __init__(self, tokenizer: MarinTokenizer):
         self.tokenizer = tokenizer
+        self._size = number_of_ids(tokenizer)
         names = [f"<0x{byte:02X}>" for byte in range(256)]
         ids = zip(range(256), names, (tokenizer.convert_tokens_to_ids(name) for name in names), strict=True)
         # A tokenizer may have such a token as ordinary text.
@@ -30,7 +32,7 @@ class Vocabulary:
         self._texts: dict[int, str] = {}
 
     def __len__(self) -> int:
-        return len(self.tokenizer)
+        return self._size
 
     def decode(self, tokens: list[int]) -> str:
         """The text of tokens."""

@@ -45,7 +45,7 @@ class Writer:
 
     def engine(self, slots: int, length: int, elastic: bool = False) -> Engine:
         """An engine for texts of up to `length` tokens. It never generates tokens that the tokenizer does not have."""
-        return self.prepared.engine(slots, length, self.stop_tokens, len(self.tokenizer), elastic)
+        return self.prepared.engine(slots, length, self.stop_tokens, len(self.vocabulary), elastic)
 
 
 def open_writer(

@@ -31,7 +31,7 @@ def _matches(pattern: str, known: Sequence[str]) -> list[str]:
     if not isinstance(pattern, str):
         raise UserError(f"a name must be a text such as '3.mlp.out', got {pattern!r:.80}.")
     found = [name for name in known if name == pattern or fnmatchcase(name, pattern)]
-    found = found or [name for name in known if _same_time(pattern, name)]
+    found = found or _at_time(pattern, known)
     if not found:
         near = difflib.get_close_matches(pattern, known, n=1)
         hint = f" Did you mean {near[0]}?" if near else ""
@@ -39,12 +39,15 @@ def _matches(pattern: str, known: Sequence[str]) -> list[str]:
     return found
 
 
-def _same_time(one: str, other: str) -> bool:
-    """Whether both are the state at the same layer-time in different notation (0.50, 1/3)."""
-    a, b = _STATE.fullmatch(one), _STATE.fullmatch(other)
-    if a is None or b is None:
-        return False
-    return a["part"] == b["part"] and abs(_time(a) - _time(b)) < _CLOSE
+def _at_time(pattern: str, known: Sequence[str]) -> list[str]:
+    """The state at the layer-time of a name in different notation (0.50, 1/3): the nearest one, if there is one."""
+    wanted = _STATE.fullmatch(pattern)
+    if wanted is None:
+        return []
+    matches = [(name, match) for name in known if (match := _STATE.fullmatch(name)) and match["part"] == wanted["part"]]
+    away = {name: abs(_time(match) - _time(wanted)) for name, match in matches}
+    nearest = min(away, key=away.__getitem__, default=None)
+    return [] if nearest is None or away[nearest] >= _CLOSE else [nearest]
 
 
 def _time(match: re.Match) -> float:

@@ -55,8 +55,8 @@ class CachedFlow(eqx.Module):
         if evaluations > MOST_EVALUATIONS:
             raise UserError(
                 f"This flow has {evaluations:,} evaluations of its field, but at most {MOST_EVALUATIONS} can be cached:"
-                " each is compiled separately and keeps its own keys and values. Use fewer steps, or recompute the"
-                " whole text for each token (use_cache false)."
+                " each is compiled separately and keeps its own keys and values. Use fewer steps. To generate text with"
+                " as many, recompute it for each token: `qkvflow sample --use_cache false`."
             )
         times = flow.plan.times
         stacked = evaluate(flow.weights, grid(times))

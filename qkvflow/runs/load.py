@@ -23,7 +23,7 @@ from levanter.utils.tree_utils import inference_mode
 
 from qkvflow.checksums import damage_of
 from qkvflow.config import read_config
-from qkvflow.data import load_tokenizer
+from qkvflow.data import load_tokenizer, number_of_ids
 from qkvflow.errors import Notice, UserError, first_line
 from qkvflow.models import NeuralOdeLMHeadModel, lora
 from qkvflow.named import is_named
@@ -108,7 +108,7 @@ def _read_run(directory: RunDirectory, step: int, merge: bool = True, averaged: 
     if directory.hub is not None:
         model = read_hub_model(directory.hub, config, directory.tokenizer)
         return Run(config, inference_mode(model, True), tokenizer, step, directory)
-    vocab = Axis("vocab", len(tokenizer) if config.vocab_size is None else config.vocab_size)
+    vocab = Axis("vocab", number_of_ids(tokenizer) if config.vocab_size is None else config.vocab_size)
     checkpoint = directory.checkpoints / f"step-{step}"
     if is_adapter(directory):
         model = _read_adapter(directory, checkpoint, part)

@@ -16,6 +16,7 @@ from qkvflow.data.checks import component_of
 from qkvflow.data.control.records import check_some_control
 from qkvflow.data.packing import is_stream
 from qkvflow.data.statistics import token_counts, unigram_entropy
+from qkvflow.data.tokenizers import number_of_ids
 from qkvflow.errors import UserError
 from qkvflow.runs.config import TrainConfig
 from qkvflow.runs.prepare import PreparedRun
@@ -66,7 +67,7 @@ def open_corpus(run: PreparedRun[TrainConfig], trainer: TrainerConfig, Pos: Axis
         except (AssertionError, ValueError) as error:  # such as max_train_batches beyond the end of a component
             raise UserError(f"the training set of `data` cannot be made: {error}") from error
         validation = data.tagged_eval_sets(Pos)
-    tokens, unigram = sum(counts.train.values()), _unigram(data, len(tokenizer))
+    tokens, unigram = sum(counts.train.values()), _unigram(data, number_of_ids(tokenizer))
     return Corpus(tokenizer, train, validation, tokens, _sequences(data, counts, Pos), unigram)
 
 

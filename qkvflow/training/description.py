@@ -7,7 +7,7 @@ import equinox as eqx
 from haliax import Axis
 from levanter.models.lm_model import LmHeadModel
 
-from qkvflow.data.tokenizers import load_tokenizer, resolve_tokenizer
+from qkvflow.data.tokenizers import load_tokenizer, number_of_ids, resolve_tokenizer
 from qkvflow.errors import UserError
 from qkvflow.models import NeuralOdeConfig, NeuralOdeLMHeadModel, cost
 from qkvflow.models.levanter_twin import enter, enter_config
@@ -102,7 +102,7 @@ def vocabulary_size(config: TrainConfig) -> int:
         return size
     with tempfile.TemporaryDirectory() as folder:
         try:
-            return len(load_tokenizer(resolve_tokenizer(config.data.tokenizer, Path(folder))))
+            return number_of_ids(load_tokenizer(resolve_tokenizer(config.data.tokenizer, Path(folder))))
         except UserError as error:
             raise UserError(f"{error} To describe the model without its tokenizer, give --vocab_size N.") from error
 

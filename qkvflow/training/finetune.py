@@ -5,7 +5,7 @@ import tempfile
 from pathlib import Path
 
 from qkvflow.config.levanter_ranges import LEVANTER
-from qkvflow.data import load_tokenizer, resolve_tokenizer, same_tokenizer
+from qkvflow.data import load_tokenizer, number_of_ids, resolve_tokenizer, same_tokenizer
 from qkvflow.errors import UserError
 from qkvflow.places import Place
 from qkvflow.ranges import check_ranges
@@ -112,7 +112,7 @@ def _tokenizer_of_official(asked: str | None, base: Base) -> str:
     if asked is None:
         raise UserError(f"{base.path} does not name its tokenizer: give `data.tokenizer`, such as tiktoken:gpt2")
     with tempfile.TemporaryDirectory() as scratch:
-        tokens = len(load_tokenizer(resolve_tokenizer(asked, Path(scratch))))
+        tokens = number_of_ids(load_tokenizer(resolve_tokenizer(asked, Path(scratch))))
     # A vocabulary is rounded up for the mesh, but never to twice its size.
     if not tokens <= base.Vocab.size < 2 * tokens:
         raise UserError(

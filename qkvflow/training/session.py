@@ -18,6 +18,7 @@ from levanter.trainer_state import TrainerState
 from levanter.utils.jax_utils import parameter_count
 
 from qkvflow.config import encode
+from qkvflow.data import number_of_ids
 from qkvflow.errors import UserError
 from qkvflow.models import NeuralOdeConfig
 from qkvflow.places import Place
@@ -192,7 +193,7 @@ def _opened(
 
     with progress.phase("Preparing data"):
         corpus = open_corpus(run, levanter_config, config.Pos, data_key)
-    vocab = vocabulary(config, len(corpus.tokenizer), levanter_config)
+    vocab = vocabulary(config, number_of_ids(corpus.tokenizer), levanter_config)
 
     with levanter_config.use_device_mesh():
         shape = start.shape(vocab)

@@ -5,11 +5,15 @@ import shutil
 
 import pytest
 import tiktoken
+from support.tokenizers import with_gaps
 
-from qkvflow.data import copy_tokenizer, load_tokenizer, resolve_tokenizer, tokenizer_fingerprint
+from qkvflow.data import copy_tokenizer, load_tokenizer, number_of_ids, resolve_tokenizer, tokenizer_fingerprint
 from qkvflow.data.byte_level import byte_alphabet
+from qkvflow.data.end_tokens import end_tokens
+from qkvflow.data.statistics import token_byte_lengths
 from qkvflow.data.tiktoken_conversion import convert
 from qkvflow.errors import UserError
+from qkvflow.generation.vocabulary import Vocabulary
 
 TEXTS = [
     "",
@@ -179,3 +183,12 @@ def test_a_copy_of_a_folder_of_hugging_face_outlives_it(tmp_path):
         assert resolve_tokenizer(str(source), made) == made
     with pytest.raises(UserError, match="already contains another tokenizer"):
         resolve_tokenizer(str(tmp_path / "elsewhere"), folder)
+
+
+def test_ids_with_gaps_all_have_a_place(tmp_path):
+    """Fewer tokens than the largest id: a vocabulary of as many rows as tokens would have no row for some."""
+    tokenizer = with_gaps(tmp_path)
+    assert len(tokenizer) == 4
+    assert number_of_ids(tokenizer) == len(Vocabulary(tokenizer)) == 8 > max(tokenizer.encode("é bc"))
+    assert token_byte_lengths(tokenizer).tolist() == [1, 2, 0, 0, 0, 0, 0, 2]
+    assert end_tokens(tmp_path, tokenizer) == (5,)

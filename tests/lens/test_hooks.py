@@ -14,6 +14,7 @@ from qkvflow import lens
 from qkvflow.blocks import Gpt2BlockConfig, Inputs, SsmBlockConfig
 from qkvflow.depth import DepthConfig
 from qkvflow.errors import UserError
+from qkvflow.lens.names import chosen, state_name
 from qkvflow.lens.run import opened
 from qkvflow.models import ControlConfig
 from qkvflow.models.levanter_twin import enter
@@ -248,6 +249,8 @@ def test_names_and_globs():
     assert lens.names(model, "state.*") == ("state.0", "state.0.5", "state.1")
     assert lens.names(model, "state.1/2") == lens.names(model, "state.01/02") == ("state.0.5",)
     assert len(lens.names(model, "1.[13].shifted")) == 2
+    deep = [state_name(step, 2000) for step in range(2001)]  # neighbours are as close as 0.0005
+    assert chosen("state.1/3", deep) == {"state.0.3335"}
     assert tuple(eqx.filter_eval_shape(lens.run_with_cache, model, TOKENS, None)[1]) == known
     order = [known.index(name) for name in ("prelude.1.out", "state.0", "0.0.in", "1.3.out", "coda.0.in", "norm")]
     assert order == sorted(order)

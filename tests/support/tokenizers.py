@@ -51,3 +51,15 @@ def byte_fallback(folder: Path, kind: str, **config) -> MarinTokenizer:
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>", **config}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     return load_tokenizer(folder)
+
+
+def with_gaps(folder: Path) -> MarinTokenizer:
+    """Words with the ids 0, 1 and 7; the end of a text is 5."""
+    tokenizer = Tokenizer(models.WordLevel({"a": 0, "bc": 1, "é": 7, "</s>": 5}, unk_token="a"))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.WhitespaceSplit(), decoders.Fuse()
+    tokenizer.add_special_tokens(["</s>"])
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return load_tokenizer(folder)
