@@ -32,7 +32,7 @@ from qkvflow.runs.config import FinetuneDataConfig
 from qkvflow.runs.directory import location_of
 from qkvflow.runs.hub import import_run
 from qkvflow.runs.known_loss import warn_if_lost
-from qkvflow.runs.made import new_folder, refuse_existing
+from qkvflow.runs.made import new_folder, refuse_existing, refuse_target
 from qkvflow.tracking import read_metrics
 from qkvflow.weights import PerLayerConfig
 
@@ -83,7 +83,7 @@ def _in(config: ConvertConfig, source: str, progress: Progress) -> Path | Place:
         raise UserError(f"--data.tokenizer: the tokenizer comes with {source}. Leave it out")
     config.data.check_files()
     target, path = location_of(config.run), local_path(source)
-    refuse_existing(target, "--run")
+    refuse_target(target, "--run")
     is_path = path.exists() or source.startswith(("/", "./", "../", "~"))
     if is_path and not HubFolder.is_one(path):
         raise UserError(f"{source} is not a folder with a {CONFIG}, so it has no model in Hugging Face format")

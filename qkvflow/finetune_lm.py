@@ -9,6 +9,8 @@ The second writes `runs/finetune-quickstart_lora-merged`, an ordinary run that d
 import functools
 from pathlib import Path
 
+import jax
+
 import qkvflow as qkvflow  # registers the models
 from qkvflow.cli import run_program
 from qkvflow.cli.program import conclude
@@ -38,11 +40,17 @@ def main(config: FinetuneConfig) -> Path | Place:
         UserError: before any work if a setting cannot work.
         SystemExit: with the signal's status if SIGTERM or Ctrl-C stopped the training; a checkpoint is written first.
     """
-    if config.merge and config.mode is None:
-        if config.run is None:
-            raise UserError("name the LoRA run to merge: --run runs/<id> --merge")
-        return _merge(find_run(config.run), config)
+    if config.merge and config.mode is None and config.run is None:
+        raise UserError("name the LoRA run to merge: --run runs/<id> --merge")
     join(config.trainer)  # an official base has arrays
+    if config.merge and jax.process_count() > 1:
+        raise UserError(
+            f"--merge works in one process, but there are {jax.process_count()}. Train without it, and then merge in"
+            f" one: {called('finetune')} --run runs/<id> --merge"
+        )
+    if config.merge and config.mode is None:
+        assert config.run is not None
+        return _merge(find_run(config.run), config)
     settled, base, mode = settle(config)
     directory = finetune_directory(config)
     if config.merge:

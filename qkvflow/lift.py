@@ -30,7 +30,7 @@ from qkvflow.runs.config import RunTrainerConfig, TrainConfig
 from qkvflow.runs.directory import location_of
 from qkvflow.runs.evaluate import RunEvaluator, on_other_text
 from qkvflow.runs.load import find_run, stored_config
-from qkvflow.runs.made import new_run, refuse_existing
+from qkvflow.runs.made import new_run, refuse_target
 from qkvflow.weights import BasisConfig, Fit, WeightsConfig
 
 _ROUNDING = 1e-5  # a relative error that fp32 does not explain
@@ -70,7 +70,7 @@ def main(config: LiftConfig) -> Path | Place:
         if getattr(config, name) is not None and not config.loss_by_k:
             raise UserError(f"--{name} is only for the losses of --loss_by_k: add that, or leave it out")
     target = location_of(config.run)
-    refuse_existing(target, "--run")
+    refuse_target(target, "--run")
     with quiet_libraries() as quiet:
         progress = Progress(quiet.terminal)
         with progress.phase(f"Loading {config.base}"):

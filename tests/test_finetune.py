@@ -207,6 +207,22 @@ def test_another_configuration_is_not_merged_as_this_one(base, tuned):
         _finetune(_raw(base, "tuned-lora", {**MODES["lora"], "r": 4}, steps=5) | {"merge": True})
 
 
+def test_a_run_that_its_file_names_is_merged(base, tuned, tmp_path):
+    whole = tuned("lora")
+    raw = _raw(base, "tuned-lora", steps=5, merge=True, config_path="configs/tuned/lora.yaml")
+    raw["trainer"]["id"] = None
+    merged = _finetune(raw)
+    assert merged == whole.with_name("tuned-lora-merged")
+    assert fingerprint(load_run(merged).model) == fingerprint(load_run(whole).model)
+
+
+def test_one_process_merges(base, monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    for raw in (_raw(base, "in-two", merge=True), {"run": str(base / "runs" / "flow"), "merge": True}):
+        with pytest.raises(UserError, match=r"--merge works in one process, but there are 2"):
+            _finetune(raw)
+
+
 def test_a_lora_run_knows_its_base(base, tuned, tmp_path):
     tuned("lora")
     moved = tmp_path / "moved"
@@ -271,7 +287,14 @@ def test_a_stopped_run_continues_bit_for_bit(base, mode):
     config["trainer"]["id"] = broken.name
     (broken / "config.yaml").write_text(yaml.safe_dump(config))
     assert checkpoint_steps(broken / "checkpoints") == [2]
-    _finetune(_raw(base, broken.name, mode, train_steps=5, trainer=every))
+    original, away = base / "runs" / "flow", base / "runs" / "away"
+    if mode != "lora":  # their checkpoints hold everything, so the base may be gone
+        original.rename(away)
+    try:
+        _finetune(_raw(base, broken.name, mode, train_steps=5, trainer=every))
+    finally:
+        if away.exists():
+            away.rename(original)
     losses = [[(r["step"], r["train/loss"]) for r in read_metrics(p / "metrics.jsonl")] for p in (whole, broken)]
     assert losses[0] == losses[1]
     assert fingerprint(load_run(broken).model) == fingerprint(load_run(whole).model)

@@ -253,6 +253,7 @@ def test_a_loss_that_is_not_finite_is_explained(tmp_path):
         ("trainer.load_checkpoint", False, "overwrite"),
         ("trainer.load_checkpoint", True, "has no checkpoint yet"),
         ("data.stop_strategy", "restarts", "first_exhausted, all_exhausted, restart"),
+        ("data.stop_strategy", "first_exhausted", r"num_train_steps` is 1000000, but .* sequences end after \d+ steps"),
         ("data.max_train_batches", {"nothing": 1}, "has nothing, which no component is called"),
         ("data.max_train_batches", {"builtin": 10**6}, "training set of `data` cannot be made: Max sequences"),
         ("trainer.checkpointer.base_path", "elsewhere", "run directory"),
@@ -266,8 +267,9 @@ def test_a_loss_that_is_not_finite_is_explained(tmp_path):
     ],
 )
 def test_impossible_settings_are_refused_and_leave_nothing(tmp_path, key, value, words):
+    more = {"num_train_steps": 10**6} if value == "first_exhausted" else {}
     with pytest.raises(UserError, match=words):
-        main(decode(TrainConfig, _changed(_raw(tmp_path), key, value)))
+        main(decode(TrainConfig, _changed(_raw(tmp_path, **more), key, value)))
     assert not (tmp_path / "runs" / "a").exists()
 
 

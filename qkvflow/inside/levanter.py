@@ -55,7 +55,12 @@ class StoppableCheckpointer(Checkpointer):
         super()._do_rm_checkpoint(checkpoint)
 
     def save_to_continue(self, tree: Any, step: int) -> None:
-        """Saves a temporary checkpoint: it replaces those before it, and the next due one replaces it."""
+        """Saves a temporary checkpoint: it replaces those before it, and the next due one replaces it. At a step whose
+        checkpoint is to be kept, saves that one."""
+        every = self._get_current_step_save_interval(step)
+        if step > 0 and every is not None and step % every == 0:
+            self.on_step(tree=tree, step=step)
+            return
         name = f"step-{step}"
 
         def replace() -> None:

@@ -174,9 +174,16 @@ def run_id(given: str | None, config_path: str | None) -> str:
         parts = list(Path(config_path).with_suffix("").parts)
         below = len(parts) - 1 - parts[::-1].index("configs") if "configs" in parts[:-1] else len(parts) - 2
         given = re.sub(r"[^A-Za-z0-9._-]+", "-", "-".join(parts[below + 1 :])).strip("-.")
-    if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,200}", given):
+    check_name(given, "`trainer.id`")
+    return given
+
+
+def check_name(name: str, what: str) -> None:
+    """Raises:
+    UserError: `name` cannot be that of a run; the message says that `what` has it.
+    """
+    if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,200}", name):
         raise UserError(
-            f"`trainer.id` is {shortened(given)!r}, but must be one folder name of letters, digits, `.`, `_` and `-`"
+            f"{what} is {shortened(name)!r}, but must be one folder name of letters, digits, `.`, `_` and `-`"
             " that starts with a letter or a digit"
         )
-    return given

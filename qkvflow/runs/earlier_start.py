@@ -36,7 +36,8 @@ class EarlierStart:
             raise _no_run(directory, "its config.yaml was not written by a run")
         own = {directory.config, directory.changes, directory.base, directory.tokenizer, directory.data}
         own |= {directory.metrics, directory.tensorboard}
-        names = {path.name for path in own} | {directory.checkpoints.name, directory.damaged.name, "profiler", "wandb"}
+        names = {path.name for path in own} | {directory.checkpoints.name, directory.damaged.name}
+        names |= {"artifacts", "profiler", "wandb"}  # of Levanter
         strangers = directory.strangers(names) + _strangers_of_tokenizer(directory.tokenizer)
         if strangers:
             raise _no_run(directory, f"it contains {', '.join(strangers[:5])}")

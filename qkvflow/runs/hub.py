@@ -4,7 +4,7 @@ from pathlib import Path
 
 from levanter.models.lm_model import LmHeadModel
 
-from qkvflow.data import DataConfig, copy_tokenizer, load_tokenizer
+from qkvflow.data import DataConfig, copy_tokenizer, load_tokenizer, number_of_ids
 from qkvflow.errors import UserError
 from qkvflow.hub.families import model_config
 from qkvflow.hub.folder import HubFolder
@@ -12,7 +12,7 @@ from qkvflow.hub.read import read_model, vocabulary
 from qkvflow.hub.tokenizer import save_tokenizer
 from qkvflow.places import Place
 from qkvflow.runs.config import RunTrainerConfig, TrainConfig
-from qkvflow.runs.made import new_run, refuse_existing
+from qkvflow.runs.made import new_run, refuse_target
 
 _LONGEST_TEXT = 1024  # tokens of a text to evaluate on: many models could take more than most data sets have
 _BATCH = 8
@@ -41,9 +41,10 @@ def read_hub_model(folder: HubFolder, config: TrainConfig, tokenizer: Path) -> L
         UserError: the folder is damaged, or its tokenizer has more tokens than its model.
     """
     loaded = load_tokenizer(tokenizer)
-    if len(loaded) > (config.vocab_size or 0):
+    tokens = number_of_ids(loaded)
+    if tokens > (config.vocab_size or 0):
         raise UserError(
-            f"the tokenizer in {folder.path} has {len(loaded)} tokens, but the model only has {config.vocab_size}: its"
+            f"the tokenizer in {folder.path} has {tokens} tokens, but the model only has {config.vocab_size}: its"
             " embedding has no rows for the last ones. Use the tokenizer that the model was trained with"
         )
     return read_model(folder, config.model, loaded)
@@ -55,7 +56,7 @@ def import_run(folder: HubFolder, target: Path | Place, data: DataConfig) -> Pat
     Raises:
         UserError: the folder cannot be read, or `target` exists. Nothing is written then.
     """
-    refuse_existing(target, "--run")
+    refuse_target(target, "--run")
     config = hub_config(folder, data)
     with save_tokenizer(folder.path, data.tokenizer) as tokenizer:
         model = read_hub_model(folder, config, tokenizer)

@@ -17,7 +17,7 @@ from qkvflow.inside.levanter import save_checkpoint
 from qkvflow.places import Place
 from qkvflow.runs.checksum_manager import ChecksumManager
 from qkvflow.runs.config import TrainConfig
-from qkvflow.runs.directory import RunDirectory, run_id
+from qkvflow.runs.directory import RunDirectory, check_name, run_id
 from qkvflow.runs.disk import disk_errors_are_told
 
 
@@ -69,6 +69,14 @@ def new_run(target: Path | Place, config: TrainConfig, model: LmHeadModel, step:
         yield fresh
         write_config(fresh.config, config)
         fresh.push()
+
+
+def refuse_target(target: Path | Place, flag: str) -> None:
+    """Raises:
+    UserError: there is something at `target` already, or a run cannot have its name.
+    """
+    check_name(target.name, f"the name of the run ({flag})")
+    refuse_existing(target, flag)
 
 
 def refuse_existing(target: Path | Place, flag: str) -> None:

@@ -135,9 +135,8 @@ def prepare_run(config: C, phase: Phase | None = None) -> Iterator[PreparedRun[C
             process, if its run is finished, if its configuration differs in a key that matters, or if all its
             checkpoints are damaged.
     """
-    name = run_id(config.trainer.id, config.config_path)
-    config = dataclasses.replace(config, trainer=dataclasses.replace(config.trainer, id=name))
-    directory = RunDirectory.at(location_of(config.run_dir) / name)
+    config = _named(config)
+    directory = RunDirectory.at(location_of(config.run_dir) / str(config.trainer.id))
     if "::" in str(directory.path.absolute()):
         raise UserError(
             f"{directory.path.absolute()} contains `::`, which libraries interpret as two paths. Choose another folder"
@@ -158,6 +157,11 @@ def prepare_run(config: C, phase: Phase | None = None) -> Iterator[PreparedRun[C
                 prepared.keep()
             raise
         prepared.keep()
+
+
+def _named(config: C) -> C:
+    name = run_id(config.trainer.id, config.config_path)
+    return dataclasses.replace(config, trainer=dataclasses.replace(config.trainer, id=name))
 
 
 def _lead(directory: RunDirectory, config: C, phase: Phase | None, stack: contextlib.ExitStack) -> PreparedRun[C]:
@@ -330,7 +334,7 @@ def _started_otherwise(directory: RunDirectory, changes: Mapping[str, str], more
 def check_is_same(directory: RunDirectory, config: TrainConfig) -> None:
     """Raises: UserError: `config` is not that of the finished run in `directory`."""
     stored = read_config(directory.config, type(config))
-    changes = differences(stored.settled(stored), _continued(config, stored), FREE_KEYS)
+    changes = differences(stored.settled(stored), _continued(_named(config), stored), FREE_KEYS)
     if changes:
         raise _started_otherwise(directory, changes)
 

@@ -66,9 +66,25 @@ def open_corpus(run: PreparedRun[TrainConfig], trainer: TrainerConfig, Pos: Axis
             train = data.train_set(Pos, trainer.batch_schedule, key=key)
         except (AssertionError, ValueError) as error:  # such as max_train_batches beyond the end of a component
             raise UserError(f"the training set of `data` cannot be made: {error}") from error
+        _check_lasts(train, trainer)
         validation = data.tagged_eval_sets(Pos)
     tokens, unigram = sum(counts.train.values()), _unigram(data, number_of_ids(tokenizer))
     return Corpus(tokenizer, train, validation, tokens, _sequences(data, counts, Pos), unigram)
+
+
+def _check_lasts(train: AsyncDataset, trainer: TrainerConfig) -> None:
+    """Raises:
+    UserError: the training set ends before the training.
+    """
+    if not train.is_finite():
+        return
+    length, batches = len(train.as_sync_dataset()), trainer.batch_schedule
+    if batches.global_data_offset_by_step(trainer.num_train_steps - 1) >= length:
+        raise UserError(
+            f"`trainer.num_train_steps` is {trainer.num_train_steps}, but with this `data.stop_strategy` the {length}"
+            f" training sequences end after {batches.find_step_containing_offset(length - 1) + 1} steps. Train for so"
+            " many, or set data.stop_strategy to restart"
+        )
 
 
 def _sequences(data: LmDataConfig, counts: TokenCounts, Pos: Axis) -> int | None:

@@ -10,12 +10,13 @@ from qkvflow.errors import UserError
 from qkvflow.places import Place
 from qkvflow.ranges import check_ranges
 from qkvflow.runs.base import Base, BaseRecord, OfficialBase
+from qkvflow.runs.checkpoints import checkpoint_steps
 from qkvflow.runs.config import FinetuneConfig
 from qkvflow.runs.directory import RunDirectory, location_of, run_id
 from qkvflow.runs.load import RunBase, find_run, is_adapter
 from qkvflow.runs.modes import FinetuneMode
 from qkvflow.runs.prepare import has_begun
-from qkvflow.training.start import FromBase, adapted_shape
+from qkvflow.training.start import FromBase, RecordedBase, adapted_shape
 
 
 def settle(config: FinetuneConfig) -> tuple[FinetuneConfig, Base, FinetuneMode]:
@@ -40,7 +41,7 @@ def settle(config: FinetuneConfig) -> tuple[FinetuneConfig, Base, FinetuneMode]:
     if config.trainer.initialize_from is not None:
         raise UserError("`trainer.initialize_from` cannot be set: a fine-tune starts from `run` or `official`")
     directory = finetune_directory(config)
-    base = _open(config, directory)
+    base = _open(config, directory, mode)
     if directory.place.resolved() == Place.of(base.path).resolved():
         raise UserError(f"the fine-tune would write into its base {base.path}: give it a name with --trainer.id NAME")
     if not mode.stores_base and config.run is not None and is_adapter(find_run(config.run)):
@@ -78,11 +79,13 @@ def finetune_directory(config: FinetuneConfig) -> RunDirectory:
     return directory
 
 
-def _open(config: FinetuneConfig, directory: RunDirectory) -> Base:
+def _open(config: FinetuneConfig, directory: RunDirectory, mode: FinetuneMode) -> Base:
+    record = BaseRecord.read(directory) if has_begun(directory) else None
+    if record is not None and mode.stores_base and checkpoint_steps(directory.checkpoints):
+        return RecordedBase.of(directory, record)  # its checkpoints hold everything: the base may be gone
     if config.official is not None:
         return OfficialBase.open(config.official)
     assert config.run is not None
-    record = BaseRecord.read(directory) if has_begun(directory) else None
     if config.checkpoint_step is None and record is not None:  # the base may have been trained on since this run began
         return RunBase.open(config.run, record.checkpoint_step, directory.location)
     return RunBase.open(config.run, config.checkpoint_step)

@@ -94,12 +94,27 @@ class RecordedBase(Base):
 
     Attributes:
         directory: of the run.
+        step: of the base's checkpoint; None for an official one.
     """
 
     directory: RunDirectory
+    step: int | None
+
+    @classmethod
+    def of(cls, directory: RunDirectory, record: BaseRecord) -> "RecordedBase":
+        """What a run that has begun tells of its base, `record`."""
+        config = stored_config(directory)
+        assert config.vocab_size is not None  # `commit` has written it
+        tokenizer = (directory.tokenizer, str(config.data.tokenizer))
+        path, model = Place.of(record.path), decode(LmConfig, record.model)
+        return cls(path, model, Axis("vocab", config.vocab_size), tokenizer, directory, record.checkpoint_step)
 
     def load(self) -> LmHeadModel:
         return load_base(self.directory)
+
+    @property
+    def checkpoint_step(self) -> int | None:
+        return self.step
 
 
 @dataclass(frozen=True)
@@ -151,11 +166,8 @@ def start_of(directory: RunDirectory) -> tuple[TrainConfig, Start]:
         config = stored_config(directory)
         return config, FromScratch(config.model, directory)
     config = read_config(directory.config, FinetuneConfig)
-    assert config.vocab_size is not None  # `commit` has written it
     assert config.mode is not None
-    Vocab, tokenizer = Axis("vocab", config.vocab_size), (directory.tokenizer, str(config.data.tokenizer))
-    base = RecordedBase(Place.of(record.path), decode(LmConfig, record.model), Vocab, tokenizer, directory)
-    return config, FromBase(config.model, directory, base, config.mode)
+    return config, FromBase(config.model, directory, RecordedBase.of(directory, record), config.mode)
 
 
 def adapted_shape(base: Base, mode: FinetuneMode, model: Any) -> eqx.Module:

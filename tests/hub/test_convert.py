@@ -163,6 +163,8 @@ def test_nothing_is_overwritten(folder, tmp_path):
         run_convert("--run", OLD / "gpt2", "--to_hf", folder)
     with pytest.raises(UserError, match="already exists"):
         run_convert("--from_hf", folder, "--run", tmp_path)
+    with pytest.raises(UserError, match=r"name of the run \(--run\) is 'my model', but"):
+        run_convert("--from_hf", "somebody/nothing", "--run", tmp_path / "my model")
     assert _content(folder) == before
     assert not list(tmp_path.iterdir())
 

@@ -119,6 +119,8 @@ def test_what_cannot_be_lifted_leaves_nothing(tmp_path):
             run_lift(OLD / "gpt2", tmp_path / "made", f"--{name}", "2")
     with pytest.raises(UserError, match="already exists"):
         run_lift(OLD / "gpt2", foreign)
+    with pytest.raises(UserError, match=r"name of the run \(--run\) is 'my flow', but"):
+        run_lift(tmp_path / "nothing", tmp_path / "my flow")
     generated = ["--base", str(OLD / "gpt2"), "--run", str(tmp_path / "made"), "--weights", "{type: generated}"]
     with pytest.raises(UserError, match="type generated cannot be fitted"):
         lift.main(parse(lift.LiftConfig, generated)[0])

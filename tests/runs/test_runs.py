@@ -236,6 +236,7 @@ def test_before_the_first_step_a_configuration_may_change(tmp_path, trace):
     if trace in (None, "base"):
         if trace == "base":  # what a fine-tune says before its first step
             (path / "metrics.jsonl").write_text('{"step": 0, "finetune/parameters": 9}\n')
+        (path / "artifacts").mkdir()  # of `trainer.log_jaxprs`
         with prepare_run(given) as run:
             assert (run.last_step, run.changes, run.config.vocab_size) == (-1, {}, None)
             (path / "data.json").write_text('{"a.txt": "1"}')

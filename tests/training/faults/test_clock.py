@@ -58,6 +58,23 @@ def test_the_interval_between_saves_survives_a_jump(tmp_path, mad_clock):
     assert checkpoint_steps(tmp_path / "ours") == [12]  # temporary ones go when the next is there, whatever their dates
 
 
+def test_a_stop_at_a_step_whose_checkpoint_is_kept_keeps_it(tmp_path):
+    def resumed(keep, stops, steps):
+        folder = tmp_path / str(stops)
+        with TrainerConfig(require_accelerator=False).use_device_mesh():
+            for stop in (*stops, None):  # each is a process of its own
+                config = CheckpointerConfig(base_path=str(folder), save_interval=None, keep=[{"every": keep}])
+                checkpointer, start = create_checkpointer(config), 1 + max(checkpoint_steps(folder), default=0)
+                for step in range(start, steps if stop is None else stop):
+                    checkpointer.on_step(tree={"x": jnp.ones(3)}, step=step)
+                if stop is not None:
+                    checkpointer.save_to_continue({"x": jnp.ones(3)}, stop)
+                checkpointer.wait_until_finished()
+        return checkpoint_steps(folder)
+
+    assert resumed(4, (), 14) == resumed(4, (4, 7, 12), 14) == [4, 8, 12]
+
+
 @pytest.mark.slow
 @pytest.mark.program
 def test_the_newest_checkpoint_is_that_of_the_last_step_whatever_its_date(training, undisturbed, mad_clock):
