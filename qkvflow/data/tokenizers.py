@@ -16,7 +16,7 @@ from qkvflow.data.end_tokens import GENERATION, end_named_elsewhere, end_tokens,
 from qkvflow.data.hub import download_tokenizer
 from qkvflow.errors import UserError
 from qkvflow.files import local_path, replacing
-from qkvflow.inside.levanter import with_end_token
+from qkvflow.inside.levanter import with_default_template, with_end_token
 
 # The files of a tokenizer in Hugging Face's layout; the first is required.
 TOKENIZER_FILES = (
@@ -118,6 +118,7 @@ def load_tokenizer(folder: Path) -> MarinTokenizer:
         tokenizer = load_levanter_tokenizer(str(folder))
     except Exception as error:  # `tokenizers` raises plain Exception for a broken file
         raise UserError(f"the tokenizer in {folder} cannot be read: {error}") from error
+    tokenizer = with_default_template(tokenizer)
     ends = end_tokens(Path(folder), tokenizer) if tokenizer.eos_token_id is None else ()
     return with_end_token(tokenizer, ends[0]) if ends else tokenizer
 

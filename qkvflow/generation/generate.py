@@ -1,5 +1,6 @@
 """`qkvflow.generate`: continues a batch of token sequences."""
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 
 import haliax as hax
@@ -85,7 +86,8 @@ def generate(
                 f"tokens of sequence {i} range from {prompt.min()} to {prompt.max()}, but the vocabulary has only"
                 f" {vocab}."
             )
-    options = [SamplingOptions(temperature, top_k, top_p, seed + i) for i in range(Batch.size)]
+    first = SamplingOptions(temperature, top_k, top_p, seed)
+    options = [dataclasses.replace(first, seed=int(seed) + i) for i in range(Batch.size)]
 
     drafting = Drafting.of(draft_steps, draft_tokens)
     exits = None if exit is None else ExitConfig.of(exit)
@@ -139,4 +141,6 @@ def _controls(prepared: PreparedModel, control: NamedArray | None, Batch: Axis) 
     if BATCH in names and control.resolve_axis(BATCH) != Batch:
         raise UserError(f"The control is for {control.axis_size(BATCH)} sequences, but there are {Batch.size}.")
     control = control.broadcast_axis(Batch).rearrange((BATCH, ..., CONTROL))
+    if jnp.issubdtype(control.dtype, jnp.floating):  # NumPy does not know bf16
+        control = control.astype(jnp.float32)
     return [prepared.check_control(row) for row in np.asarray(jax.device_get(control.array))]

@@ -113,7 +113,7 @@ class HarnessModel(TemplateLM):
         for k, row in enumerate(rows):
             tokens[k, : len(row) - 1], targets[k, : len(row) - 1] = row[:-1], row[1:]
         axes = (Axis(BATCH, self._size), Axis(POSITION, length))
-        told = _told(self._model, hax.named(tokens, axes), jnp.asarray(targets), len(self._codec))
+        told = _told(self._model, hax.named(tokens, axes), jnp.asarray(targets), len(self._writer.vocabulary))
         return jax.device_get(told)
 
     def generate_until(self, requests, disable_tqdm: bool = False) -> list[str]:

@@ -85,7 +85,7 @@ class Sampling(eqx.Module):
             np.asarray([o.temperature for o in options], np.float32),
             np.asarray([min(o.top_k or ALL, ALL) for o in options], np.int32),
             np.asarray([1.0 if o.top_p is None else o.top_p for o in options], np.float32),
-            np.asarray([o.seed % 2**32 for o in options], np.uint32),
+            np.asarray([int(o.seed) % 2**32 for o in options], np.uint32),
             np.asarray([o.logprobs for o in options], bool),
             np.asarray([ALL if o.draft_tokens is None else min(o.draft_tokens, ALL) for o in options], np.int32),
             np.asarray([OWN if o.exits is None else o.exits.threshold for o in options], np.float32),

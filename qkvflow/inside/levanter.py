@@ -31,6 +31,7 @@ __all__ = [
     "save_checkpoint",
     "set_manager",
     "settle_devices",
+    "with_default_template",
     "with_end_token",
 ]
 
@@ -92,6 +93,19 @@ def with_end_token(tokenizer: MarinTokenizer, end: int) -> MarinTokenizer:
     """
     special = sorted({*tokenizer.all_special_ids, end})
     changes = {"_eos_id": end, "_eos_token": tokenizer.convert_ids_to_tokens(end), "_all_special_ids": special}
+    return dataclasses.replace(tokenizer, **changes)
+
+
+def with_default_template(tokenizer: MarinTokenizer) -> MarinTokenizer:
+    """The tokenizer with the default one of several named chat templates, or with none if none is the default.
+
+    Reason: Levanter takes the whole list in `tokenizer_config.json` for one template.
+    """
+    templates = tokenizer.chat_template
+    if not isinstance(templates, list):
+        return tokenizer
+    named = {one.get("name"): one.get("template") for one in templates if isinstance(one, dict)}
+    changes = {"_chat_template": named.get("default")}
     return dataclasses.replace(tokenizer, **changes)
 
 

@@ -1,7 +1,7 @@
 """From ordinary layers to a flow: the same model with a W(t) that passes through or near its layers."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from qkvflow.blocks import Gpt2BlockConfig, LlamaBlockConfig
@@ -47,7 +47,7 @@ def check_liftable(config: NeuralOdeConfig, weights: WeightsConfig, *, align: bo
             f"layers of type {_kind(config.block)} cannot be aligned, only those of GPT-2 and Llama. Fit them without"
             " alignment: --align false."
         )
-    check_enough_layers(weights.dim, len(config.plan.times))
+    check_enough_layers(_basis(weights, config.plan.times), config.plan.times)
     return weights
 
 
@@ -67,12 +67,17 @@ def lift(model: NeuralOdeLMHeadModel, weights: BasisConfig) -> tuple[NeuralOdeLM
     """
     check_liftable(model.config, weights, align=False)
     layers = model.transformer.flow.weights
-    found = fit(layers, FunctionBasis(weights.basis, weights.dim, right_closed=layers.times[0] > 0.0))
+    found = fit(layers, _basis(weights, layers.times))
     return _with_weights(model, found.weights, weights), found
 
 
 def _with_weights(model: NeuralOdeLMHeadModel, block, weights: WeightsConfig) -> NeuralOdeLMHeadModel:
     return model.with_weights(block, dataclasses.replace(model.config, weights=weights))
+
+
+def _basis(weights: BasisConfig, times: Sequence[float]) -> FunctionBasis:
+    """The functions of time for layers at these times."""
+    return FunctionBasis(weights.basis, weights.dim, right_closed=times[0] > 0.0)
 
 
 def _kind(config) -> str:

@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
-import jinja2
+from levanter.tokenizers import MarinTokenizer
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from qkvflow.generation.text import clearly_longer
 from qkvflow.generation.vocabulary import Vocabulary
@@ -133,21 +134,14 @@ def _content(where: str, given: Any) -> str:
     return "".join(part["text"] for part in given)
 
 
-class _Message(dict[str, str]):
-    """A message as templates of transformers see it: a key that it lacks is empty, for example `message.tool_calls`.
-
-    Differs from Levanter's rendering, which refuses these: Qwen's templates ask for it in each response.
-    """
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return self[name] if name in self else jinja2.Undefined(name=name)
-
-
 def _written(messages: list[dict[str, str]], writer: Writer) -> str:
-    """The messages as formatted by the template, with the beginning of the response."""
-    if writer.tokenizer.chat_template is None:
+    """The messages as formatted by the template, with the beginning of the response, as transformers writes them.
+
+    Differs from Levanter's rendering, which refuses what transformers leaves empty (Qwen's templates ask each message
+    for `tool_calls`, Granite's for `thinking`) and loops with `break`.
+    """
+    template = writer.tokenizer.chat_template
+    if template is None:
         raise wrong(
             "messages",
             "The tokenizer of this model has no chat template, so messages cannot be formatted as text: use"
@@ -155,11 +149,22 @@ def _written(messages: list[dict[str, str]], writer: Writer) -> str:
             code="no_chat_template",
         )
     try:
-        options = {"tokenize": False, "add_generation_prompt": True, "tools": None, "documents": None}
-        text = writer.tokenizer.apply_chat_template([_Message(one) for one in messages], **options)
-        str(text).encode()
+        (text,), _ = render_jinja_template(
+            [messages], chat_template=template, add_generation_prompt=True, **_special_tokens(writer.tokenizer)
+        )
+        text.encode()
     except UnicodeEncodeError:
         raise wrong("messages", "`messages` are not text: they contain half characters that are not UTF-8.") from None
     except Exception as error:  # a template may reject messages, or fail in any way
         raise wrong("messages", f"The tokenizer's chat template rejects these messages: {error}") from None
-    return str(text)
+    return text
+
+
+def _special_tokens(tokenizer: MarinTokenizer) -> dict[str, str]:
+    pad = tokenizer.pad_token_id
+    named = {
+        "bos_token": tokenizer.bos_token,
+        "eos_token": tokenizer.eos_token,
+        "pad_token": None if pad is None else str(tokenizer.convert_ids_to_tokens(pad)),
+    }
+    return {name: token for name, token in named.items() if token is not None}

@@ -17,7 +17,7 @@ def guarded(max_connections: int, header_timeout: float, stall_timeout: float) -
 
     max_connections: further connections get a 503 response and are closed.
     header_timeout: seconds from the first byte of a request, or from the connection, to the end of its headers.
-    stall_timeout: seconds that a response may wait for its client to read.
+    stall_timeout: seconds that a response may wait for its client to read any of it.
     """
 
     class Guarded(H11Protocol):
@@ -44,11 +44,23 @@ def guarded(max_connections: int, header_timeout: float, stall_timeout: float) -
 
         def pause_writing(self) -> None:
             super().pause_writing()
-            self._stalled = self._stalled or self.loop.call_later(stall_timeout, self.transport.abort)
+            if self._stalled is None:
+                self._watch_reading()
 
         def resume_writing(self) -> None:
             super().resume_writing()
             self._stalled = _stop(self._stalled)
+
+        def _watch_reading(self) -> None:
+            """Writing resumes when nearly all is read; until then a client that reads, however slowly, is kept."""
+            unread = self.transport.get_write_buffer_size()
+            self._stalled = self.loop.call_later(stall_timeout, self._check_reading, unread)
+
+        def _check_reading(self, unread: int) -> None:
+            if self.transport.get_write_buffer_size() < unread:
+                self._watch_reading()
+            else:
+                self.transport.abort()
 
         def _watch_headers(self) -> None:
             if self.cycle is not None and not self.cycle.response_complete:

@@ -36,6 +36,8 @@ class Event:
         tokens: number of tokens so far.
         drafted: counts of drafting for the text.
         told: tokens whose text is now reported; prompt tokens have no offsets.
+        mean: log-probability per token so far, with those that are not reported, such as of a stop string; 0 if it was
+            not requested.
     """
 
     text: str
@@ -44,6 +46,7 @@ class Event:
     told: Sequence[Told] = ()
     is_prompt: bool = False
     drafted: Drafted | None = None
+    mean: float = 0.0
 
 
 @dataclass(eq=False)
@@ -81,6 +84,7 @@ class Running:
         self._continuation = continuation
         self._held: deque[Told] = deque()
         self._prompt = [Told(job.tokens[0], None)]
+        self._total = 0.0  # log-probability of all added tokens
 
     def read(self, logprobs: Logprobs | None) -> None:
         """Records the log-probabilities of a piece of the prompt."""
@@ -110,12 +114,14 @@ class Running:
             assert logprobs is not None
             offset = text.offset_of(token, before)
             self._held.append(_told(token, logprobs, place, self.job.top, offset))
+            self._total += float(logprobs.token[place])
         told = []
         # Tokens of a stop string are not reported; tokens without text after the last character are.
         end = text.shown if text.reason is None or text.shown < text.made else text.made + 1
         while self._held and self._held[0].offset < end:
             told.append(self._held.popleft())
-        event = Event(shown, text.reason, text.tokens, told, drafted=drafted)
+        mean = self._total / max(1, text.tokens)
+        event = Event(shown, text.reason, text.tokens, told, drafted=drafted, mean=mean)
         return event if shown or told or text.reason else None
 
 

@@ -182,19 +182,14 @@ class _Made:
 
     def __init__(self):
         self.text, self.reason = "", None
+        self.mean = 0.0  # log-probability per generated token
         self.prompt: list[Told] = []
         self.told: list[Told] = []
 
     def add(self, event: Event) -> None:
         self.text += event.text
-        self.reason = event.reason
+        self.reason, self.mean = event.reason, event.mean
         (self.prompt if event.is_prompt else self.told).extend(event.told)
-
-    @property
-    def mean(self) -> float:
-        """The mean log-probability per token."""
-        known = [t.logprob for t in self.told if t.logprob is not None]
-        return sum(known) / max(1, len(known))
 
 
 def _moved(told: Iterable[Told], by: int) -> list[Told]:

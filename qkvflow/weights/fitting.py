@@ -2,12 +2,13 @@
 
     C = argmin sum_l || sum_k phi_k(t_l) C_k - W_l ||^2        for every array by itself; t_l: the times of the stack
 
-With as many functions as layers the sum is 0: exact by construction for pieces, up to rounding for the others, which
-the condition of the matrix phi_k(t_l) amplifies: near 10 for `cosine`, exponential in L for `chebyshev`, `linear` and
-`spline`, whose nodes are not the times of the layers (docs/hub.md has numbers).
+With as many functions as layers, at times of equal distance, the sum is 0: exact by construction for pieces, up to
+rounding for the others, which the condition of the matrix phi_k(t_l) amplifies: near 10 for `cosine`, exponential in L
+for `chebyshev`, `linear` and `spline`, whose nodes are not the times of the layers (docs/hub.md has numbers).
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import equinox as eqx
@@ -49,7 +50,7 @@ def fit(layers: PerLayer, basis: FunctionBasis) -> Fit:
         UserError: see `check_enough_layers`.
     """
     times = np.asarray(layers.times, np.float64)
-    check_enough_layers(basis.dim, len(times))
+    check_enough_layers(basis, times)
     phi = basis.values(times)
     coefficients = map_named(lambda w: _solved(phi, w), layers.blocks.stacked)
     wrong, size = _squares(phi, coefficients, layers.blocks.stacked)
@@ -66,14 +67,21 @@ def fit(layers: PerLayer, basis: FunctionBasis) -> Fit:
     )
 
 
-def check_enough_layers(dim: int, layers: int) -> None:
+def check_enough_layers(basis: FunctionBasis, times: Sequence[float]) -> None:
     """Raises:
-    UserError: there are more functions than layers, so the fit is not unique.
+    UserError: the fit to layers at these times is not unique: there are more functions than layers, or the times leave
+        some out (pieces, and times of unequal distance), or the condition exceeds fp64 (K = L = 48 of `chebyshev`).
     """
+    dim, layers = basis.dim, len(times)
     if dim > layers:
         raise UserError(
             f"{dim} functions of time cannot be determined from {layers} layers. Give at most {layers}; finetune_lm can"
             " refine the weights afterwards (mode: {type: flow, refine: K})."
+        )
+    if np.linalg.matrix_rank(basis.values(np.asarray(times, np.float64))) < dim:
+        raise UserError(
+            f"{dim} functions of time (basis: {basis.name}) cannot be determined from {layers} layers at their times:"
+            f" the matrix phi_k(t_l) is singular in fp64. Give fewer than {dim}, or basis: cosine."
         )
 
 

@@ -131,5 +131,7 @@ def test_options_may_be_numpys():
     one, other = (jax.tree.leaves(Sampling.of([SamplingOptions(**options)])) for options in (given, numpys))
     for ours, theirs in zip(one, other, strict=True):
         np.testing.assert_array_equal(ours, theirs)
+    for kind in (np.int32, np.uint32):  # 2**32 is none of theirs
+        assert Sampling.of([SamplingOptions(seed=kind(3))]).seed.tolist() == [3]
     with pytest.raises(UserError, match="seed"):
         SamplingOptions(seed=np.float32(1))

@@ -225,6 +225,16 @@ def test_roughness_by_hand():
 
 REFUSALS = {
     "more functions than layers": (layered(), BasisConfig("cosine", 7), "from 6 layers"),
+    "pieces without a layer": (
+        layered(depth=DepthConfig(solver="tsit5", steps=6)),
+        BasisConfig("piecewise", 14),
+        r"14 functions of time \(basis: piecewise\) cannot be determined from 31 layers",
+    ),
+    "as many as fp64 can tell apart": (
+        layered(depth=DepthConfig(steps=48)),
+        BasisConfig("chebyshev", 48),
+        r"singular in fp64",
+    ),
     "weights of another kind": (layered(), GeneratedConfig(), "type generated cannot be fitted"),
     "a flow": (small_config("generated"), BasisConfig("cosine", 3), "already a flow"),
     "control": (layered(control=ControlConfig()), BasisConfig("cosine", 3), "control"),

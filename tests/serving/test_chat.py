@@ -3,9 +3,11 @@
 import openai
 import pytest
 from support.serving import complete, tiny_writer
+from transformers import AutoTokenizer
 
 from qkvflow.serving.chat import read
 from qkvflow.serving.errors import RequestError
+from qkvflow.serving.tokens import tokenizer_info
 
 USER = {"role": "user", "content": "Hi"}
 WRITTEN = "<user>Hi\n<assistant>"
@@ -83,6 +85,25 @@ QWEN = (  # what Qwen's template asks of a response, and Llama's of any message
     "{% if 'tool_calls' in message %}t{% endif %}{{ message['content'] }}{{ message.reasoning_content }}\n"
     "{% endfor %}"
 )
+
+
+TRANSFORMERS = (  # what Granite's template asks of its variables, and a loop that ends early
+    "{% for message in messages %}{% if message.role == 'assistant' %}{% break %}{% endif %}"
+    "{% if thinking %}t{% endif %}{% if 'citations' in controls %}c{% endif %}{{ message['content'] }}{{ eos_token }}"
+    "{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_a_template_is_read_as_transformers_reads_it(model, tmp_path, named):
+    others = [{"name": "tool_use", "template": "{{ nothing.at.all }}"}, {"name": "default", "template": TRANSFORMERS}]
+    writer = tiny_writer(model, tmp_path, template=others if named else TRANSFORMERS)
+    messages = [USER, {"role": "assistant", "content": "Hey"}, USER]
+    text = read({"messages": messages}, writer, 512).prompts[0].text
+    assert text == "Hi" + writer.tokenizer.eos_token
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    assert theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True) == text
+    assert tokenizer_info(writer, 512)["chat_template"] == TRANSFORMERS
 
 
 def test_a_template_may_ask_for_keys_that_a_message_lacks(model, tmp_path):

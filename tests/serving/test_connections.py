@@ -8,12 +8,13 @@ import time
 import httpx
 import pytest
 from fastapi import FastAPI
-from fastapi.responses import StreamingResponse
+from fastapi.responses import Response, StreamingResponse
 from support.serving import served
 
 from qkvflow.serving import guarded
 
 HEADER_TIMEOUT, MOST, STALL_TIMEOUT = 0.5, 20, 0.7
+WHOLE = 2**26  # bytes of a response: far more than the buffers of sockets hold
 
 
 @pytest.fixture(scope="module")
@@ -36,6 +37,10 @@ def url():
                 yield b"x" * 2**16
 
         return StreamingResponse(pieces())
+
+    @app.get("/whole")
+    def whole():
+        return Response(b"x" * WHOLE)
 
     with served(app, http=guarded(MOST, HEADER_TIMEOUT, STALL_TIMEOUT), ws="none", lifespan="off") as url:
         yield url
@@ -127,3 +132,15 @@ def test_a_client_that_does_not_read(url):
                 received += len(piece)
     assert received < 2000 * 2**16, "the answer was cut"
     assert time.monotonic() - began < 10
+
+
+def test_a_client_that_reads_slowly_gets_it_all(url):
+    """A response that is written at once, and read in several times the limit."""
+    with connected(url) as sock:
+        sock.sendall(b"GET /whole HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+        began, received = time.monotonic(), 0
+        while piece := sock.recv(2**20):
+            received += len(piece)
+            time.sleep(max(0.0, began + 4 * STALL_TIMEOUT * received / WHOLE - time.monotonic()))
+        assert time.monotonic() - began > 2 * STALL_TIMEOUT
+    assert received > WHOLE

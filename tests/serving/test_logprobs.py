@@ -135,6 +135,22 @@ def test_best_of(client):
     assert best.usage.completion_tokens == sum(len(v) for v in every)
 
 
+def test_best_of_with_a_stop_string_counts_what_was_made(client):
+    """The tokens of the stop string count too: a text that ends at once is not the likeliest for that."""
+    options = {"temperature": 1.0, "seed": 9, "max_tokens": 6, "logprobs": 0}
+    every = complete(client, n=6, **options).choices
+    stop = every[0].text[0]  # one at least ends at once
+    values = []
+    for made in every:
+        at = made.text.find(stop)
+        end = len(made.logprobs.tokens) if at < 0 else sum(offset <= at for offset in made.logprobs.text_offset)
+        values.append(sum(made.logprobs.token_logprobs[:end]) / end)
+    best = max(range(6), key=values.__getitem__)
+    chosen = complete(client, n=1, best_of=6, stop=stop, **options).choices[0]
+    assert chosen.text == every[best].text.split(stop)[0]
+    assert min(values) < max(values)
+
+
 def test_tokenizer(server, writer):
     """`/tokenize`, `/detokenize`, `/tokenizer_info`, at the root."""
     url = server[0]

@@ -12,10 +12,9 @@ import haliax as hax
 import jax
 import openai
 import uvicorn
-from levanter.tokenizers import load_tokenizer
 from support.models import is_float, small_config
 
-from qkvflow.data.tokenizers import resolve_tokenizer
+from qkvflow.data.tokenizers import load_tokenizer, resolve_tokenizer
 from qkvflow.generation.prepare import PreparedModel
 from qkvflow.generation.writer import Writer
 from qkvflow.models import ControlConfig
@@ -43,13 +42,13 @@ def tiny_model():
     return build(jax.random.PRNGKey(0))
 
 
-def tiny_writer(model, folder, template: str | None = TEMPLATE) -> Writer:
+def tiny_writer(model, folder, template: str | list | None = TEMPLATE) -> Writer:
     """The model with a byte tokenizer."""
     resolve_tokenizer("byte", folder)
     if template is not None:
         settings = folder / "tokenizer_config.json"
         settings.write_text(json.dumps(json.loads(settings.read_text()) | {"chat_template": template}))
-    return Writer("tiny", 0, PreparedModel(model), load_tokenizer(str(folder)), (256, END))
+    return Writer("tiny", 0, PreparedModel(model), load_tokenizer(folder), (256, END))
 
 
 @contextlib.contextmanager
