@@ -158,7 +158,7 @@ def _run_data(source: _Source, sources: list[_Source], config: ReportConfig, ste
         "continuity": runs.continuity(run),
         "times": rounded(source.times, 4),
         "trained_times": rounded(spectra.spectral.training_times(run.model), 4),
-        "texts": [texts.describe_text(source.reading, text) for text in source.texts],
+        "texts": [texts.describe_text(text) for text in source.texts],
         "fresh": _fresh(source, config, points, step) if config.draws else None,
     }
     data["snapshots"] = []

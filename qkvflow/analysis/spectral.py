@@ -149,10 +149,10 @@ def over_training(
     if not steps:
         raise UserError(f"{run} has no checkpoints. Set trainer.checkpointer.keep to keep some during training.")
     values, at = [], times
-    for done, step in enumerate(sorted(steps)):
+    for done, step in enumerate(sorted(steps, reverse=True)):  # the depth may have grown: the times are the newest's
         model = load_run(run, step).model
         at = training_times(model) if at is None else at
-        values.append(eigenvalues(model, family, at))
+        values.insert(0, eigenvalues(model, family, at))
         if tick is not None:
             tick(done + 1, len(steps))
     heads = ("heads",) if values[0].ndim == 3 else ()

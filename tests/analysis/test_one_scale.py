@@ -46,17 +46,18 @@ def test_the_page_draws_the_entropy_of_a_step_at_the_time_of_its_weights():
     if node is None:
         pytest.skip("no node on this machine")
     stubs = """
-const text = { entropy: [[[0, 0.5]], [[0, 0.6]]] }, described = { labels: ["a", "b"], ends: [0, 0.5, 1] };
-const run = (name, times) => ({ name, texts: [{ ...described, times }] });
+const described = { labels: ["a", "b"] };
+const run = (name, times) => ({ name, texts: [described], text: { times, entropy: [[[0, 0.5]], [[0, 0.6]]] } });
 const RUNS = [run("one", [0.5, 1]), run("other", [0.4, 0.9])], MANY = true, state = { run: 0, t: 0 }, DASHES = [];
-const runOf = () => RUNS[0], textOf = () => text, describeOf = (r = runOf()) => r.texts[0];
+const runOf = () => RUNS[0], textOf = (r = runOf()) => r.text, describeOf = (r = runOf()) => r.texts[0];
 const colour = () => "", mean = v => v[0];
-const nullSeries = (read, x) => [{ points: x.map(t => [t, 0]) }], lineChart = (width, spec) => spec;
+const nullSeries = (read, times) => [{ points: times({ times: [0.3, 0.8] }).map(t => [t, 0]) }];
+const lineChart = (width, spec) => spec;
 """
     script = stubs + (WEB / "motion.js").read_text() + "console.log(JSON.stringify(entropyChart(1).series"
     script += ".map(s => s.points.map(p => p[0]))))"
     done = subprocess.run([node, "-e", script], capture_output=True, text=True, check=True)
-    assert json.loads(done.stdout) == [[0.5, 1], [0.4, 0.9], [0.5, 1]]
+    assert json.loads(done.stdout) == [[0.5, 1], [0.4, 0.9], [0.3, 0.8]]
 
 
 @pytest.mark.parametrize("number", [np.nan, np.inf])

@@ -159,13 +159,14 @@ def test_words_have_an_effect_as_rarely_as_they_should():
 
 
 def test_the_lens_concludes_beside_both_nulls():
-    describe = {"labels": list("abc"), "ends": [0.0, 0.5, 1.0], "ids": [1, 2, 3]}
+    describe = {"labels": list("abc"), "ids": [1, 2, 3]}
     data = {
+        "ends": [0.0, 0.5, 1.0],
         "lens": {
             "loss": [[5.0, 5.0], [2.0, 2.0], [1.0, 1.0]],
             "rank": [[9, 9], [1, 0], [0, 0]],
             "top": [[[1], [2], [9]]],
-        }
+        },
     }
     text = findings.of_lens(data, describe, [{"loss": [5, 4, 3]}], {"loss": [6, 6, 6]})
     assert "2 of 2 next tokens are correct at t = 1, 0 at t = 0" in text

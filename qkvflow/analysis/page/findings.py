@@ -85,7 +85,7 @@ def of_lens(data: Data, describe: Data, shuffled: Sequence[Data], fresh: Data | 
         return "A single token has no next token."
     loss = [float(np.mean(row)) for row in data["lens"]["loss"]]
     right = [sum(r == 0 for r in row) for row in data["lens"]["rank"]]
-    total, ends = len(data["lens"]["rank"][0]), describe["ends"]
+    total, ends = len(data["lens"]["rank"][0]), data["ends"]
     half = next((t for t, x in zip(ends, loss, strict=True) if x <= (loss[0] + loss[-1]) / 2), ends[-1])
     gained = loss[0] - loss[-1]
     text = f"{right[-1]} of {total} next tokens are correct at t = 1, {right[0]} at t = 0; "

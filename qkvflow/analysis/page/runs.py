@@ -28,7 +28,7 @@ def describe_run(run: Run, name: str) -> Data:
         choice = {
             part: getattr(config, part).get_choice_name(type(getattr(config, part))) for part in ("weights", "block")
         }
-        depth = config.depth
+        depth = getattr(run.model.config, "depth", config.depth)  # of this checkpoint, if the depth grows
         steps = "adaptive" if depth.is_adaptive else depth.reading_steps
         rows |= {**choice, "form": getattr(config.block, "form", "-"), "depth": f"{depth.solver}, {steps} steps"}
         if config.prelude_layers or config.coda_layers:

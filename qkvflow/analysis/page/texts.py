@@ -18,14 +18,12 @@ _ALPHABET = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/"
 _TOP = 5
 
 
-def describe_text(reading: Reading, text: EncodedText) -> Data:
+def describe_text(text: EncodedText) -> Data:
     """The part that is the same for all checkpoints of a run."""
     return {
         "text": text.text,
         "labels": list(text.labels),
         "ids": [int(i) for i in text.ids],
-        "ends": rounded(reading.ends, 4),
-        "times": rounded(reading.times, 4),
     }
 
 
@@ -50,6 +48,7 @@ def text_data(reading: Reading, ids: np.ndarray, outputs: Sequence[int], k: int,
     motion = trajectory.motion(reading, ids)
     step()
     data: Data = {
+        **_grid(reading),
         "outputs": list(outputs),
         "scores": rounded(scores),
         "lens": {
@@ -84,6 +83,7 @@ def null_data(reading: Reading, ids: np.ndarray, k: int, step: Step) -> Data:
     motion = trajectory.motion(reading, ids)
     scores = np.cumsum(lyapunov.token_exponents(reading, ids), axis=0).max(axis=-1)
     data: Data = {
+        **_grid(reading),
         "loss": rounded(lens.loss.mean(axis=-1)) if len(ids) > 1 else [],
         "right": rounded((lens.rank == 0).mean(axis=-1)) if len(ids) > 1 else [],
         "motion": {f.name: rounded(np.median(getattr(motion, f.name), axis=-1)) for f in fields(motion)},
@@ -110,6 +110,11 @@ def uniform_places(length: int) -> Data:
     """`places` for uniform attention."""
     seen = np.arange(2, length + 1)
     return {name: float(np.mean(1.0 / seen)) for name in ("first", "previous", "itself")} if length > 1 else {}
+
+
+def _grid(reading: Reading) -> Data:
+    """Its layer-times, after and in the steps: not those of another checkpoint of the run if its depth grows."""
+    return {"ends": rounded(reading.ends, 4), "times": rounded(reading.times, 4)}
 
 
 def _places(maps: np.ndarray) -> Data:

@@ -14,7 +14,7 @@ function lens() {
   const rows = [], now = endOf();
   const table = el("table", { id: "lens", className: "lens", role: "grid", "aria-label": `logit lens of ${run.name}: ${MODES[state.mode]}` });
   table.append(el("tr", {}, el("th", { scope: "col" }, "after"), ...describe.labels.map(l => el("th", { scope: "col" }, dot(l)))));
-  describe.ends.forEach((t, k) => {
+  text.ends.forEach((t, k) => {
     const cells = describe.labels.map((label, i) => {
       const own = lensCell(run, k, i), right = own.rank === 0, cell = el("td", { className: right ? "right" : "" }, (right && state.mode === "token" ? "✓" : "") + own.text);
       warm(cell, own.share);
@@ -33,7 +33,7 @@ function lens() {
 function lensPanel() {
   $("lens-box").append(el("div", { className: "wide" }));
   $("lens-section").querySelector(".finding").before(saveMenu("logit lens", () => ({ svg: () => pictured($("lens-box").firstElementChild),
-    csv: () => { const d = describeOf(), l = textOf().lens; return [["t", "token", "text", "most likely", "probability", "rank", "loss", "entropy", "kl"], ...d.ends.flatMap((t, k) => d.labels.map((w, i) => [t, i, w, runOf().vocabulary[l.top[k][i][0]], l.p[k][i][0], i < l.rank[k].length ? l.rank[k][i] + 1 : null, i < l.loss[k].length ? l.loss[k][i] : null, l.entropy[k][i], l.kl[k][i]]))]; } })));
+    csv: () => { const d = describeOf(), l = textOf().lens; return [["t", "token", "text", "most likely", "probability", "rank", "loss", "entropy", "kl"], ...textOf().ends.flatMap((t, k) => d.labels.map((w, i) => [t, i, w, runOf().vocabulary[l.top[k][i][0]], l.p[k][i][0], i < l.rank[k].length ? l.rank[k][i] + 1 : null, i < l.loss[k].length ? l.loss[k][i] : null, l.entropy[k][i], l.kl[k][i]]))]; } })));
   const fill = () => { options($("mode"), Object.entries(MODES), state.mode); $("echo").textContent = textOf().conclusions.echo; conclude("lens", r => textOf(r).conclusions.lens); };
   $("mode").onchange = e => set({ mode: e.target.value });
   onChange("run text step mode", () => { fill(); lens(); });

@@ -1,5 +1,5 @@
 /* What is chosen, for all panels: one model, one text, one layer-time, one checkpoint. It stands in the address. */
-const T = [...new Set(RUNS.flatMap(r => [...r.times, ...r.texts.flatMap(t => t.ends)]))].sort((a, b) => a - b);
+const T = [...new Set(RUNS.flatMap(r => [...r.times, ...r.snapshots.flatMap(s => s.texts.flatMap(t => t.ends))]))].sort((a, b) => a - b);
 const STEPS = [...new Set(RUNS.flatMap(r => r.snapshots.map(s => s.step)))].sort((a, b) => a - b);
 const state = { run: 0, text: 0, t: 1, step: STEPS.at(-1), family: "", head: -1, scale: "auto", trails: false, cloud: true, all: false, metric: "score", output: -1, mode: "token", ahead: 0 };
 const START = { ...state };
@@ -10,7 +10,7 @@ const snapshotOf = (run = runOf()) => run.snapshots[nearest(run.snapshots.map(s 
 const describeOf = (run = runOf()) => run.texts[state.text];
 const textOf = (run = runOf()) => snapshotOf(run).texts[state.text];
 const freshOf = (run = runOf()) => run.fresh ? run.fresh.texts[state.text] : null;
-const endOf = (run = runOf()) => nearest(describeOf(run).ends, state.t);
+const endOf = (run = runOf()) => nearest(textOf(run).ends, state.t);
 function set(changes) {
   const changed = Object.keys(changes).filter(k => state[k] !== changes[k]);
   if (!changed.length) return;

@@ -11,7 +11,7 @@ function valueOf(run, metric, k, i) { /* after step k (0 is the start); null whe
   return row ? mean(row.map(head => head[i])) : null;
 }
 function tokenScale() { /* over all runs and times, without the output token, and without the largest 3 % */
-  const values = RUNS.flatMap(r => describeOf(r).ends.flatMap((_, k) => describeOf(r).labels.map((_, i) => state.metric === "score" && i === outputsOf(r)[outputOf(r)] ? null : valueOf(r, state.metric, k, i)))).filter(finite);
+  const values = RUNS.flatMap(r => textOf(r).ends.flatMap((_, k) => describeOf(r).labels.map((_, i) => state.metric === "score" && i === outputsOf(r)[outputOf(r)] ? null : valueOf(r, state.metric, k, i)))).filter(finite);
   const high = quantile(values, 0.97) ?? 1, low = Math.min(quantile(values, 0.01) ?? 0, 0);
   return { low, high: high > low ? high : low + 1, over: values.some(v => v > high) };
 }
@@ -38,7 +38,7 @@ function tokens() {
 }
 function tokenPanel() {
   $("tokens-section").querySelector(".finding").before(saveMenu("token values", () => ({ svg: () => pictured($("tokens")),
-    csv: () => [["model", "token", "text", "t", ...Object.values(METRICS)], ...RUNS.flatMap(r => describeOf(r).labels.map((l, i) => [r.name, i, l, describeOf(r).ends[endOf(r)], ...Object.keys(METRICS).map(m => valueOf(r, m, endOf(r), i))]))] })));
+    csv: () => [["model", "token", "text", "t", ...Object.values(METRICS)], ...RUNS.flatMap(r => describeOf(r).labels.map((l, i) => [r.name, i, l, textOf(r).ends[endOf(r)], ...Object.keys(METRICS).map(m => valueOf(r, m, endOf(r), i))]))] })));
   const fill = () => {
     options($("metric"), Object.entries(METRICS).filter(([m]) => m !== "entropy" || textOf().entropy), state.metric);
     options($("output"), outputsOf().map(p => [p, `${p}: “${dot(describeOf().labels[p])}”`]), outputsOf()[outputOf(runOf())]);

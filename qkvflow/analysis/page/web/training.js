@@ -19,17 +19,17 @@ function facts() {
   row("parameters: total", RUNS.map(r => Object.values(r.parameters).reduce((a, b) => a + b, 0)));
   row("last validation loss", RUNS.map(r => r.curves.eval.length ? r.curves.eval.at(-1)[1] : null));
 }
-function nullSeries(read, x) { /* of the chosen model: shuffled texts, an untrained model */
+function nullSeries(read, times) { /* of the chosen model: shuffled texts, an untrained model, each at its own times */
   const shuffled = textOf().shuffled || [], fresh = freshOf(), list = [];
-  if (shuffled.length && read(shuffled[0])) list.push({ name: whose(runOf()) + "shuffled text", colour: "var(--null)", dash: DASHES[1], points: x.map((t, k) => [t, mean(shuffled.map(s => read(s)[k]))]),
-    band: shuffled.length > 1 ? x.map((t, k) => [t, Math.min(...shuffled.map(s => read(s)[k])), Math.max(...shuffled.map(s => read(s)[k]))]) : [] });
-  if (fresh && read(fresh)) list.push({ name: whose(runOf()) + "untrained", colour: "var(--fresh)", dash: DASHES[2], points: x.map((t, k) => [t, read(fresh)[k]]) });
+  if (shuffled.length && read(shuffled[0])) list.push({ name: whose(runOf()) + "shuffled text", colour: "var(--null)", dash: DASHES[1], points: times(shuffled[0]).map((t, k) => [t, mean(shuffled.map(s => read(s)[k]))]),
+    band: shuffled.length > 1 ? times(shuffled[0]).map((t, k) => [t, Math.min(...shuffled.map(s => read(s)[k])), Math.max(...shuffled.map(s => read(s)[k]))]) : [] });
+  if (fresh && read(fresh)) list.push({ name: whose(runOf()) + "untrained", colour: "var(--fresh)", dash: DASHES[2], points: times(fresh).map((t, k) => [t, read(fresh)[k]]) });
   return list;
 }
 const perRun = make => RUNS.map((r, i) => ({ ...make(r, i), name: MANY ? r.name : "this model", colour: colour(i), shape: i }));
 function hero(width) {
   return lineChart(width, { title: `Loss of the next token if the model stopped at t (nats, mean over “${dot(describeOf().text.slice(0, 40))}”)`, x: "layer-time t", xlim: [0, 1], height: width < 600 ? 190 : 250, zero: true, cursor: state.t, legend: true, choose: t => set({ t }),
-    series: [...perRun(r => ({ marks: true, points: describeOf(r).ends.map((t, k) => [t, mean(textOf(r).lens.loss[k])]) })), ...nullSeries(n => n.loss.length ? n.loss : null, describeOf().ends)] });
+    series: [...perRun(r => ({ marks: true, points: textOf(r).ends.map((t, k) => [t, mean(textOf(r).lens.loss[k])]) })), ...nullSeries(n => n.loss.length ? n.loss : null, n => n.ends)] });
 }
 function curves(width) {
   const steps = runOf().snapshots.map(s => s.step);
