@@ -1,4 +1,4 @@
-"""The report of a run whose depth grew: each checkpoint on its own layer-times, in the data and by the page's own code."""
+"""The report of a run whose depth grew: each checkpoint on its own layer-times, in the data and in what is drawn."""
 
 import json
 import re
@@ -67,7 +67,8 @@ def test_the_page_draws_them(data):
 const given = require("fs").readFileSync(0, "utf8"), node = { style: {}, getContext: () => ({}), append() {} };
 const document = { getElementById: id => ({ ...node, textContent: given }), createElement: () => node };
 const addEventListener = () => {}, location = { hash: "" };
-const lineChart = (width, spec) => spec, spread = (name, x, rows) => ({ points: rows.map((row, k) => [x[k], mean(row)]) });
+const lineChart = (width, spec) => spec;
+const spread = (name, x, rows) => ({ points: rows.map((row, k) => [x[k], mean(row)]) });
 const DASHES = [];
 """ + "\n".join(code.values())
     script += """
