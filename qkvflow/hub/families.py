@@ -89,7 +89,10 @@ def _qwen2(settings: Any) -> LmConfig:
 def _qwen3(settings: Any) -> LmConfig:
     _require(settings, attention_bias=False)
     window = settings.sliding_window if settings.use_sliding_window else None
-    return _shortened(Qwen3Config.from_hf_config(settings), window)
+    config = Qwen3Config.from_hf_config(settings)
+    # Levanter's field takes no null, which transformers writes; nothing reads it without `use_sliding_window`.
+    config = dataclasses.replace(config, use_sliding_window=False, sliding_window=Qwen3Config.sliding_window)
+    return _shortened(config, window)
 
 
 def _gemma(settings: Any) -> LmConfig:
@@ -97,6 +100,11 @@ def _gemma(settings: Any) -> LmConfig:
     # Levanter does not read it, and has the tanh form, which Gemma's older files call `gelu`.
     if settings.hidden_act not in ("gelu", "gelu_new"):
         raise UserError(f"hidden_act is {settings.hidden_act!r}, but only 'gelu_pytorch_tanh' is supported")
+    if _head_dim(settings) is not None:
+        share = settings.hidden_size // settings.num_attention_heads
+        raise UserError(
+            f"head_dim is {settings.head_dim}, but only hidden_size / num_attention_heads ({share}) is supported"
+        )
     return GemmaConfig.from_hf_config(settings)
 
 

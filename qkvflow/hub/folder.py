@@ -14,6 +14,8 @@ from qkvflow.errors import UserError, first_line
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 
+_PICKLES = "pytorch_model.bin.index.json"
+
 
 @dataclass(frozen=True)
 class Stored:
@@ -72,6 +74,11 @@ class HubFolder:
                 raise UserError(
                     f"{self.path} has no {WEIGHTS} (nor {INDEX}). Other file formats are refused, because loading them"
                     " can run code: save the model again with transformers, save_pretrained(folder)"
+                )
+            if (self.path / _PICKLES).is_file():
+                raise UserError(
+                    f"{self.path} has both {WEIGHTS} and {_PICKLES}, whose weights may differ and which some programs"
+                    " read first. Keep only the first, in a copy of the folder"
                 )
             return (self.path / WEIGHTS,)
         names = read_json(index).get("weight_map")

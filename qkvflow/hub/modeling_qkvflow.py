@@ -380,7 +380,10 @@ class QkvflowForCausalLM(PreTrainedModel, GenerationMixin):
             x = x[:, -logits_to_keep:] if isinstance(logits_to_keep, int) else x[:, logits_to_keep]
         head = self.embeddings.token_embeddings if self.lm_head is None else self.lm_head
         logits = F.linear(x, head.weight)
-        loss = None if labels is None else self.loss_function(logits, labels, vocab_size=self.config.vocab_size)
+        loss = None
+        if labels is not None:  # the count is of a Trainer that accumulates gradients, and divides by it only here
+            count = others.get("num_items_in_batch")
+            loss = self.loss_function(logits, labels, vocab_size=self.config.vocab_size, num_items_in_batch=count)
         return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past_key_values)
 
     def prepare_inputs_for_generation(self, input_ids, control=None, **kwargs):

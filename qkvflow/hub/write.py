@@ -15,7 +15,7 @@ from qkvflow.data import load_tokenizer
 from qkvflow.data.end_tokens import GENERATION, end_tokens
 from qkvflow.data.tokenizers import TOKENIZER_FILES
 from qkvflow.hub.custom import MODELING, custom
-from qkvflow.hub.folder import CONFIG, INDEX, WEIGHTS
+from qkvflow.hub.folder import CONFIG, INDEX, WEIGHTS, read_json
 from qkvflow.hub.native import Arrays, native, obstacle
 from qkvflow.models import NeuralOdeConfig, NeuralOdeLMHeadModel
 
@@ -48,6 +48,7 @@ def write_folder(
     for name in TOKENIZER_FILES:
         if (tokenizer / name).is_file():
             shutil.copyfile(tokenizer / name, folder / name)
+    _without_token_types(folder / TOKENIZER_FILES[1])
     # Not in config.json, where Llama would treat it as a token without an embedding.
     filler, ends = {"pad_token_id": loaded.eos_token_id}, end_tokens(tokenizer, loaded)
     several = {"eos_token_id": ends} if len(ends) > 1 else {}
@@ -71,6 +72,14 @@ def with_plain_embeddings(config: NeuralOdeConfig, arrays: Arrays) -> Arrays:
         elif name.startswith("transformer.norm.") and config.block.tie_word_embeddings:
             found[name] = array / m
     return found
+
+
+def _without_token_types(file: Path) -> None:
+    """Of a tokenizer without a class of its own, transformers would give models `token_type_ids`: GPT-2 adds their
+    embeddings to the tokens', others refuse them."""
+    settings = read_json(file) if file.is_file() else {}
+    if settings.get("tokenizer_class") in (None, "PreTrainedTokenizerFast") and "model_input_names" not in settings:
+        write_json(file, settings | {"model_input_names": ["input_ids", "attention_mask"]})
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:

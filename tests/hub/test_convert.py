@@ -226,6 +226,10 @@ DAMAGES = {
         lambda own: (own / "model.safetensors.index.json").write_text('{"weight_map": {"a": "b.safetensors"}}'),
         "both model.safetensors and model.safetensors.index.json",
     ),
+    "pickles of another model": (
+        lambda own: (own / "pytorch_model.bin.index.json").write_text('{"weight_map": {"a": "b.bin"}}'),
+        "both model.safetensors and pytorch_model.bin.index.json",
+    ),
 }
 
 

@@ -196,10 +196,21 @@ def test_a_control_for_each_position_goes_on_in_generation(tmp_path, tokenizer):
     assert logits.argmax(-1).tolist() == texts[0][:, 4:].tolist()
 
 
+def test_a_trainer_may_accumulate_gradients(tmp_path, tokenizer):
+    """It tells how many tokens all parts have, and adds the losses of the parts."""
+    exported(CUSTOM["parallel"], tokenizer, tmp_path / "out")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", trust_remote_code=True).eval()
+    tokens = torch.arange(24).reshape(4, 6)
+    whole = theirs(tokens, labels=tokens).loss
+    parts = [theirs(part, labels=part, num_items_in_batch=20).loss for part in (tokens[:3], tokens[3:])]
+    torch.testing.assert_close(sum(parts), whole)
+
+
 def test_the_tokenizer_leaves(tmp_path, tokenizer):
     exported(NATIVE["gpt2"], tokenizer, tmp_path / "out")
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     text = "naïve 漢字 🙂\n"
+    assert set(theirs(text)) == {"input_ids", "attention_mask"}  # all of it goes to a model
     assert theirs(text).input_ids == list(text.encode())
     assert theirs.decode(theirs(text).input_ids) == text
     assert theirs.eos_token_id == 256
