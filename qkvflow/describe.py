@@ -25,7 +25,7 @@ from qkvflow.cli.quiet import quiet_libraries
 from qkvflow.config.yaml_file import read_yaml
 from qkvflow.config.yaml_text import dump
 from qkvflow.errors import UserError
-from qkvflow.files import json_text
+from qkvflow.files import json_text, local_path
 from qkvflow.generation.precision import dtype_by_name
 from qkvflow.meshes import MeshReport, MeshShape, Target, describe_mesh
 from qkvflow.meshes.compilers import compiler_environment
@@ -95,7 +95,7 @@ def main(config: DescribeConfig) -> None:
     if config.dtype is not None:
         dtype_by_name(config.dtype)
     if config.json is not None:
-        _check_writable(Path(config.json))
+        _check_writable(local_path(config.json))
     with quiet_libraries() as quiet:
         progress = Progress(quiet.terminal)
         subjects = _subjects(config, shape)  # errors before long work
@@ -157,9 +157,10 @@ def _machine(config: DescribeConfig) -> tuple[MeshShape | None, Target | None]:
 def _subjects(config: DescribeConfig, shape: MeshShape | None) -> list[_Subject]:
     """Reads all configurations and runs."""
     subjects = []
+    short = {path: path.removesuffix(".yaml").removeprefix("configs/") for path in config.files}
     for path, (train, start) in [(path, _read(path, config.overrides)) for path in config.files]:
         vocab = config.vocab_size or vocabulary_size(train)
-        name = path.removesuffix(".yaml").removeprefix("configs/")
+        name = short[path] if list(short.values()).count(short[path]) == 1 else path
         subjects.append(_Subject(name, describe(train, vocab, start), train, vocab, path))
     for path in config.run:
         run = load_run(path, config.checkpoint_step)
@@ -204,7 +205,7 @@ def _tell(config: DescribeConfig, target: Target | None, found: _Found) -> None:
     for name, tried in found.trials.items():
         print("\n".join([f"\n{name} does not fit {target}. Tried:", *told(tried)]), flush=True)
     if config.json is not None:
-        _write(Path(config.json), found)
+        _write(local_path(config.json), found)
 
 
 def _read(path: str, overrides: list[str]) -> tuple[TrainConfig, Start | None]:

@@ -117,6 +117,19 @@ def test_command_line():
         program.main(program.DescribeConfig(run=["runs/c"], overrides=["--model.x", "1"]))
 
 
+def test_two_files_of_one_name_are_two_columns(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for place, width in ((tmp_path / "configs", 32), (tmp_path, 64)):
+        place.mkdir(exist_ok=True)
+        raw = tiny(tmp_path, "a", {**FLOW, "hidden_dim": width}) | {"vocab_size": 257}
+        (place / "one.yaml").write_text(yaml.safe_dump(raw))
+    files = ["one.yaml", "configs/one.yaml"]
+    program.main(program.DescribeConfig(files=files))
+    told = capsys.readouterr().out.splitlines()
+    assert told[0].split() == files
+    assert any(len(set(line.split()[-2:])) == 2 for line in told[1:] if len(line.split()) > 2)
+
+
 @pytest.mark.parametrize("name", ["exp/🚀.yaml", 'a "b" é\x7f\u2028.yaml'])
 def test_names_of_files_may_have_any_characters(name):
     config = parse(program.DescribeConfig, program.arguments(["--config_path", name]))[0]

@@ -98,6 +98,14 @@ def test_what_fills_up_a_batch_is_not_compared(place):
     np.testing.assert_array_equal(tokens.ravel(), list(b"a first, short text of two sequences\n")[:32])
 
 
+def test_weights_of_components_do_not_hold_for_others(place):
+    source = {"source": {"type": "files", "validation": ["other.txt"]}}
+    own = {"components": {"own": source}, "train": None, "train_weights": {"own": 0.0}}
+    run = on_other_text(on_other_text(load_run("runs/flow", 3), own), {"components": {"new": source}})
+    assert list(run.config.data.components) == ["new"]
+    assert RunEvaluator(run).loss(run.model) > 0
+
+
 def test_adaptive_steps_are_evaluated_as_they_are(place):
     """Not on a grid of as many steps as the first trial step is long."""
     run = load_run("runs/flow", 3)

@@ -91,12 +91,12 @@ def _set(raw: dict[str, Any], dotted: str, value: str | Typed) -> None:
         child = node.get(part)
         if isinstance(child, Typed):  # `--model '{...}' --model.hidden_dim 8`
             child = node[part] = child.value
-        if child is None:
-            child = node[part] = {}
-        elif not isinstance(child, dict):
+        if not isinstance(child, dict | None):
             parent = ".".join(parts[: index + 1])
             raise UserError(f"--{dotted}: `{parent}` is the value {show(child)} and has no keys below it")
-        node = child
+        # A copy: what a YAML anchor brings in stands at other places too.
+        node[part] = {} if child is None else dict(child)
+        node = node[part]
     node[parts[-1]] = value
 
 

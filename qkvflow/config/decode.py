@@ -184,6 +184,17 @@ def _required(cls: Any) -> set[str]:
     return {f.name for f in fields if f.default is missing and f.default_factory is missing}
 
 
+def _listed(raw: Typed) -> Any:
+    """`1,2,3` as `[1,2,3]`, where only a list may stand; what YAML cannot read so, such as `*.txt`, as it is typed."""
+    try:
+        return Typed(f"[{raw.text}]", raw.where).value
+    except UserError:
+        parts = [part.strip() for part in raw.text.split(",")]
+        if not all(parts):
+            raise
+        return [Typed(part, raw.where) for part in parts]
+
+
 def _decode_typed(cls: Any, raw: Typed, path: str) -> Any:
     """A value of the command line: as typed where text may stand, unless it is something else that may stand there."""
     is_union = typing.get_origin(cls) in (typing.Union, types.UnionType)
@@ -192,7 +203,7 @@ def _decode_typed(cls: Any, raw: Typed, path: str) -> Any:
     if not texts:
         origins = {typing.get_origin(option) or option for option in options} - {type(None)}
         if origins <= set(LISTS) and not isinstance(raw.value, list | dict | None):
-            raw = Typed(f"[{raw.text}]", raw.where)  # `1,2,3` is `[1,2,3]` where only a list may stand
+            return decode(cls, _listed(raw), path)
         return decode(cls, raw.value, path)
     try:
         value = raw.value

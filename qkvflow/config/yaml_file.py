@@ -7,6 +7,7 @@ from typing import Any
 
 from qkvflow.config.yaml_text import load, plain
 from qkvflow.errors import UserError, shortened
+from qkvflow.files import local_path
 
 _LONGEST_FILE = 4 << 20  # bytes: no person writes a longer one, and the parser would take minutes
 
@@ -22,6 +23,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 def read_written(path: Path) -> dict[str, Any]:
     """`read_yaml`, with numbers that remember how they were written: what `decode` is best given."""
+    path = local_path(path)
     name = shortened(str(path))
     try:
         with _found(path).open("rb") as file:

@@ -18,7 +18,7 @@ from levanter.trainer import TrainerConfig
 
 from qkvflow.axes import BATCH
 from qkvflow.config import decode, encode
-from qkvflow.data import check_enough_tokens
+from qkvflow.data import DataConfig, check_enough_tokens
 from qkvflow.errors import UserError
 from qkvflow.named import map_named
 from qkvflow.runs.load import Run
@@ -41,9 +41,24 @@ def on_other_text(run: Run, keys: Mapping[str, Any]) -> Run:
         rest = {key: value for key, value in keys.items() if key != "validation"}
         data = decode(type(stored), encode(stored) | rest, "data")
         data = data.evaluating(files) if files is not None else data
+    elif "components" in keys:
+        data = _with_components(stored, keys)
     else:
         data = decode(type(stored), encode(stored) | dict(keys), "data")
     return dataclasses.replace(run, config=dataclasses.replace(run.config, data=data))
+
+
+def _with_components(stored: DataConfig, keys: Mapping[str, Any]) -> DataConfig:
+    """What a run says of its own components, such as their weights, does not hold for others."""
+    own = {"train_weights", "max_train_batches", "num_validation_sequences"} - set(keys)
+    encoded = encode(stored)
+    others = {key: value for key, value in encoded.items() if key not in own}
+    data = decode(type(stored), others | dict(keys), "data")
+    if set(data.components) == set(stored.components):
+        return decode(type(stored), encoded | dict(keys), "data")
+    return (
+        dataclasses.replace(data, train_weights=dict.fromkeys(data.components, 0.0)) if "train_weights" in own else data
+    )
 
 
 class RunEvaluator:

@@ -97,6 +97,9 @@ def _sequences(data: LmDataConfig, counts: TokenCounts, Pos: Axis) -> int | None
 
 
 def _unigram(data: LmDataConfig, vocab_size: int) -> float | None:
+    if data.num_validation_sequences:  # their losses are those of sequences of the training text
+        return None
+
     def counts(split: str) -> np.ndarray:
         found = np.zeros(vocab_size, np.int64)
         for name, cache in data.build_caches(split).items():

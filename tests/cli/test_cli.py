@@ -93,6 +93,28 @@ def test_flags_override_the_file_at_any_depth(tmp_path):
     assert raw["inner"] == {"size": 5, "names": ["a"], "rate": 1e-3}
 
 
+def test_a_flag_changes_one_place_of_what_an_anchor_brings_in(tmp_path):
+    path = _file(tmp_path, "needed: 1\ntable: {a: &a {size: 1, names: [x]}, b: *a, c: {<<: *a, size: 2}}\n")
+    config, _ = parse(Outer, ["--config_path", path, "--table.b.size", "5", "--table.c.names", "[y]"])
+    assert config.table == {"a": Inner(1, ["x"]), "b": Inner(5, ["x"]), "c": Inner(2, ["y"])}
+
+
+def test_home_is_known_behind_an_equals_sign(tmp_path, monkeypatch):
+    _file(tmp_path, "needed: 3\n")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert parse(Outer, ["--config_path=~/some.yaml"])[0].needed == 3
+    (tmp_path / "inner.yaml").write_text("size: 7")
+    assert parse(Outer, ["--needed", "1", "--inner=@~/inner.yaml"])[0].inner.size == 7
+
+
+@pytest.mark.parametrize(
+    ("value", "names"),
+    [("*.txt", ["*.txt"]), ("my #1.txt", ["my #1.txt"]), ("*.txt, b", ["*.txt", "b"])],
+)
+def test_words_that_are_no_yaml_in_brackets_are_items(value, names):
+    assert parse(Outer, ["--needed", "1", "--inner.names", value])[0].inner.names == names
+
+
 @pytest.mark.parametrize("value", ["[a, b]", "['a', 'b']", "a,b", "a, b"])
 def test_flags_take_lists(value):
     assert parse(Outer, ["--needed", "1", "--inner.names", value])[0].inner.names == ["a", "b"]

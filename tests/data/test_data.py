@@ -28,6 +28,7 @@ from qkvflow.data.pieces import pieces
 from qkvflow.data.readers import read_records, read_text
 from qkvflow.data.statistics import token_byte_lengths, token_counts, unigram_entropy
 from qkvflow.errors import UserError
+from qkvflow.training.corpus import _unigram
 
 EOS = 256
 
@@ -427,6 +428,7 @@ def test_too_little_text():
     assert set(check_enough_tokens(resolve(components=mixed, train_weights=zero), 8).validation) == {"v", "b"}
     held_out = resolve(train="a.txt", num_validation_sequences={"text": 8})
     check_enough_tokens(held_out, 50)
+    assert _unigram(held_out, 257) is None  # of no text of its own: these sequences are training text
     with pytest.raises(UserError, match="8 sequences of component 'text', which has 6"):
         check_enough_tokens(held_out, 81)
 
