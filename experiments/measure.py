@@ -30,6 +30,7 @@ from experiments.texts import PARTS, Text
 from qkvflow.errors import UserError
 from qkvflow.evaluation.depths import Reading, read
 from qkvflow.runs import load_run
+from qkvflow.runs.directory import check_name
 from qkvflow.runs.evaluate import RunEvaluator, on_other_text
 from qkvflow.runs.load import Run
 from qkvflow.tracking import read_metrics
@@ -133,6 +134,7 @@ class Measure(Generic[T]):
                 settings.
         """
         for job in jobs:
+            check_name(job.name, "the name of a training, which begins with that of its arm,")
             self._check_is_same(job)
         found: dict[str, T] = {}
         spent, worked = 0.0, 0.0

@@ -11,7 +11,7 @@ from experiments.jobs import Arm, Place, Places
 from experiments.recipes import Changes, value_at
 from experiments.texts import Text
 from qkvflow.depth import solver_by_name
-from qkvflow.errors import UserError
+from qkvflow.errors import UserError, shortened
 
 _MISSING = object()
 
@@ -113,6 +113,7 @@ def plan(config: AblationsConfig, text: Text, run_dir: Path) -> dict[tuple[str, 
     known: dict[str, Arm] = {}
     of: dict[tuple[str, str], str] = {}
     for group_name, group in config.groups.items():
+        shown: list[tuple[Any, float]] = []
         for name, changes in group.arms.items():
             try:
                 recipe = config.recipe(group.base or config.base, text, run_dir, group.overrides, changes)
@@ -121,14 +122,29 @@ def plan(config: AblationsConfig, text: Text, run_dir: Path) -> dict[tuple[str, 
                 if digest not in known:
                     known[digest] = Arm(label=label, recipe=recipe, cost=cost_of(recipe), what=Model(label), text=text)
                 if group.by:
-                    value_of(group.by, recipe.raw["model"])
+                    shown.append((value_of(group.by, recipe.raw["model"]), recipe.rate))
                 # At the places of all groups, whichever are chosen: what is asked of a training has one record.
                 known[digest] = _read_at(known[digest], group.places, config.read_batches)
                 if group_name in config.chosen:
                     of[group_name, name] = digest
             except UserError as error:
                 raise UserError(f"groups.{group_name}.arms.{name}: {error}") from None
+        _check_shown(group_name, shown)
     return {key: known[digest] for key, digest in of.items()}
+
+
+def _check_shown(group: str, shown: list[tuple[Any, float]]) -> None:
+    """Raises:
+    UserError: arms that are to be shown by a value and their rate cannot be put in order, or not told apart.
+    """
+    values = [value for value, _ in shown]
+    are_numbers = all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
+    if not are_numbers and not all(isinstance(value, str) for value in values):
+        raise UserError(
+            f"groups.{group}.by: the values must all be numbers, or all texts, but are {shortened(str(values))}"
+        )
+    if len(set(shown)) < len(shown):
+        raise UserError(f"groups.{group}.by: two arms have the same value and learning rate. Leave one of them out")
 
 
 def _read_at(arm: Arm, places: list[Place], read_batches: int | None) -> Arm:

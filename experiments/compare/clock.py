@@ -28,8 +28,8 @@ class AtTime:
 
 
 def at_time(record: Comparison) -> dict[str, AtTime]:
-    """system -> what it has reached, without systems that have no trainings on the machine of the reference, and those
-    whose depth grows: no step's time stands for all of theirs."""
+    """system -> what it has reached, without systems that have no trainings on the machine of the reference, those
+    whose depth grows (no step's time stands for all of theirs), and those whose first evaluation comes later."""
     row, name = record.row("iso_step"), record.protocol.reference
     if not record.timed(row.get(name, ())):
         return {}
@@ -41,6 +41,8 @@ def at_time(record: Comparison) -> dict[str, AtTime]:
     found = {}
     for system, own in ((system, own) for system, own in here.items() if own):
         steps = min(float(own[0].steps), budget / _seconds(own))
+        if steps < max(r.curve[0][0] for r in own):  # it is not evaluated so early
+            continue
         losses = {r.seed: float(np.interp(steps, *zip(*r.curve, strict=True))) for r in own}
         pairs = [losses[seed] - last[seed] for seed in sorted(losses.keys() & last.keys())]
         against = interval(pairs) if pairs and system != name else None

@@ -21,7 +21,8 @@ class CompareProtocol(Protocol, CompareConfig):
 
 @dataclass(frozen=True)
 class Trained(Training, Variant):
-    """A training of a variant. machine: where it was reported from; empty if unknown."""
+    """A training of a variant. machine: where it was reported from, which is taken for the one that made its steps;
+    empty if unknown."""
 
     machine: str = ""
 

@@ -178,6 +178,8 @@ def test_what_was_reached_when_the_time_of_the_reference_is_over():
     assert found["far"].loss.mean == pytest.approx(np.mean([loss_of("far", seed) for seed in SEEDS]) + 1.0)
     assert found["far"].difference.n == 5
     assert found["a"].difference is None
+    late = [dataclasses.replace(r, curve=[(6, 4.0), (10, 3.0)]) if r.system == "far" else r for r in own.results]
+    assert set(found) - set(clock.at_time(record(late))) == {"far"}, "nobody knows its loss after 5 steps"
     machines = {"a": "m", "far": "n"}
     elsewhere = [training(name, seed, machine=machine) for name, machine in machines.items() for seed in SEEDS]
     assert list(clock.at_time(record(elsewhere))) == ["a"], "times of two machines are not compared"
