@@ -363,9 +363,8 @@ class QkvflowForCausalLM(PreTrainedModel, GenerationMixin):
         if past_key_values is not None and not isinstance(past_key_values, FlowCache):
             raise ValueError("past_key_values must come from this model")
         past = 0 if past_key_values is None else past_key_values.get_seq_length()
-        real = torch.ones(batch, past + length, dtype=torch.bool, device=device)
-        if attention_mask is not None:
-            real = attention_mask.bool()
+        every = torch.ones(batch, past + length, dtype=torch.bool, device=device)
+        real = every if attention_mask is None else attention_mask.bool()
         if position_ids is None:
             position_ids = (real.long().cumsum(-1) - 1).clamp(min=0)[:, past:]
         places = torch.arange(past + length, device=device)
@@ -380,10 +379,8 @@ class QkvflowForCausalLM(PreTrainedModel, GenerationMixin):
             x = x[:, -logits_to_keep:] if isinstance(logits_to_keep, int) else x[:, logits_to_keep]
         head = self.embeddings.token_embeddings if self.lm_head is None else self.lm_head
         logits = F.linear(x, head.weight)
-        loss = None
-        if labels is not None:  # the count is of a Trainer that accumulates gradients, and divides by it only here
-            count = others.get("num_items_in_batch")
-            loss = self.loss_function(logits, labels, vocab_size=self.config.vocab_size, num_items_in_batch=count)
+        sizes = {"vocab_size": self.config.vocab_size, "num_items_in_batch": others.get("num_items_in_batch")}
+        loss = None if labels is None else self.loss_function(logits, labels, **sizes)
         return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past_key_values)
 
     def prepare_inputs_for_generation(self, input_ids, control=None, **kwargs):
