@@ -40,7 +40,8 @@ def main(config: FinetuneConfig) -> Path | Place:
         UserError: before any work if a setting cannot work.
         SystemExit: with the signal's status if SIGTERM or Ctrl-C stopped the training; a checkpoint is written first.
     """
-    if config.merge and config.mode is None and config.run is None:
+    only_merges = config.merge and config.mode is None
+    if only_merges and config.run is None:
         raise UserError("name the LoRA run to merge: --run runs/<id> --merge")
     join(config.trainer)  # an official base has arrays
     if config.merge and jax.process_count() > 1:
@@ -48,8 +49,7 @@ def main(config: FinetuneConfig) -> Path | Place:
             f"--merge works in one process, but there are {jax.process_count()}. Train without it, and then merge in"
             f" one: {called('finetune')} --run runs/<id> --merge"
         )
-    if config.merge and config.mode is None:
-        assert config.run is not None
+    if only_merges and config.run is not None:
         return _merge(find_run(config.run), config)
     settled, base, mode = settle(config)
     directory = finetune_directory(config)

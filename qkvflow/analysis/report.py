@@ -31,7 +31,7 @@ from qkvflow.runs import load_run
 from qkvflow.runs.checkpoints import checkpoint_steps
 from qkvflow.runs.load import Run
 
-COMFORTABLE = 5  # MB of a page
+COMFORTABLE = 5  # MB; a browser opens a larger page slowly
 MOST_RUNS = 4
 _POINTS = 120_000  # eigenvalues of all runs, checkpoints and families combined
 _ATTENTION = 1_500_000  # attention values on the whole page

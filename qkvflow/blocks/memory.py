@@ -14,9 +14,8 @@ from haliax import Axis, NamedArray
 
 from qkvflow.axes import BATCH, BATCH_HEADS, HEAD_SIZE, KEY_POSITION, POSITION
 
-UNROLLED_ROWS = (
-    8  # sequences whose keys a compiled program writes one by one; for more, it loops over these (compile time)
-)
+# Sequences whose keys a compiled program writes one after another; more are a loop, which bounds the compile time.
+UNROLLED_ROWS = 8
 
 
 class Window(eqx.Module):
@@ -137,17 +136,17 @@ def _write(memory: NamedArray, new: NamedArray, start: NamedArray) -> NamedArray
     starts = start.array.astype(jnp.int32)
     rows, heads = sequences.shape[:2]
 
-    def put(array, row):  # updates in place; one for all sequences would be a scatter
+    def with_row(array, row):  # updates in place; one for all sequences would be a scatter
         at = (jnp.asarray(row * heads, jnp.int32), starts[row], jnp.int32(0))
         return jax.lax.dynamic_update_slice(array, jax.lax.dynamic_index_in_dim(sequences, row, keepdims=False), at)
 
-    def put_some(group, array):
+    def with_group(group, array):
         for i in range(UNROLLED_ROWS):
-            array = put(array, group * UNROLLED_ROWS + i)
+            array = with_row(array, group * UNROLLED_ROWS + i)
         return array
 
     groups = rows // UNROLLED_ROWS if rows > UNROLLED_ROWS else 0
-    array = jax.lax.fori_loop(0, groups, put_some, memory.array)
+    array = jax.lax.fori_loop(0, groups, with_group, memory.array)
     for row in range(groups * UNROLLED_ROWS, rows):
-        array = put(array, row)
+        array = with_row(array, row)
     return hax.named(array, memory.axes)

@@ -34,6 +34,13 @@ class Vocabulary:
     def __len__(self) -> int:
         return self._size
 
+    @property
+    def special(self) -> dict[str, str | None]:
+        """The tokens that begin, end and pad a text, by their names in transformers; None for one that is missing."""
+        tokenizer, pad = self.tokenizer, self.tokenizer.pad_token_id
+        filler = None if pad is None else str(tokenizer.convert_ids_to_tokens(pad))
+        return {"bos_token": tokenizer.bos_token, "eos_token": tokenizer.eos_token, "pad_token": filler}
+
     def decode(self, tokens: list[int]) -> str:
         """The text of tokens."""
         return self.tokenizer.decode(tokens)

@@ -363,8 +363,8 @@ class QkvflowForCausalLM(PreTrainedModel, GenerationMixin):
         if past_key_values is not None and not isinstance(past_key_values, FlowCache):
             raise ValueError("past_key_values must come from this model")
         past = 0 if past_key_values is None else past_key_values.get_seq_length()
-        every = torch.ones(batch, past + length, dtype=torch.bool, device=device)
-        real = every if attention_mask is None else attention_mask.bool()
+        unmasked = torch.ones(batch, past + length, dtype=torch.bool, device=device)
+        real = unmasked if attention_mask is None else attention_mask.bool()
         if position_ids is None:
             position_ids = (real.long().cumsum(-1) - 1).clamp(min=0)[:, past:]
         places = torch.arange(past + length, device=device)

@@ -50,15 +50,13 @@ def on_other_text(run: Run, keys: Mapping[str, Any]) -> Run:
 
 def _with_components(stored: DataConfig, keys: Mapping[str, Any]) -> DataConfig:
     """What a run says of its own components, such as their weights, does not hold for others."""
-    own = {"train_weights", "max_train_batches", "num_validation_sequences"} - set(keys)
-    encoded = encode(stored)
-    others = {key: value for key, value in encoded.items() if key not in own}
-    data = decode(type(stored), others | dict(keys), "data")
+    own, encoded = ("train_weights", "max_train_batches", "num_validation_sequences"), encode(stored)
+    data = decode(type(stored), encoded | dict.fromkeys(own) | dict(keys), "data")
     if set(data.components) == set(stored.components):
         return decode(type(stored), encoded | dict(keys), "data")
-    return (
-        dataclasses.replace(data, train_weights=dict.fromkeys(data.components, 0.0)) if "train_weights" in own else data
-    )
+    if "train_weights" in keys:
+        return data
+    return dataclasses.replace(data, train_weights=dict.fromkeys(data.components, 0.0))
 
 
 class RunEvaluator:

@@ -160,6 +160,7 @@ def prepare_run(config: C, phase: Phase | None = None) -> Iterator[PreparedRun[C
 
 
 def _named(config: C) -> C:
+    """With the name that its file gives the run, if it has no other."""
     name = run_id(config.trainer.id, config.config_path)
     return dataclasses.replace(config, trainer=dataclasses.replace(config.trainer, id=name))
 

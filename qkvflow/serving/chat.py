@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from typing import Any
 
-from levanter.tokenizers import MarinTokenizer
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from qkvflow.generation.text import clearly_longer
@@ -149,22 +148,11 @@ def _written(messages: list[dict[str, str]], writer: Writer) -> str:
             code="no_chat_template",
         )
     try:
-        (text,), _ = render_jinja_template(
-            [messages], chat_template=template, add_generation_prompt=True, **_special_tokens(writer.tokenizer)
-        )
+        special = {name: token for name, token in writer.vocabulary.special.items() if token is not None}
+        (text,), _ = render_jinja_template([messages], chat_template=template, add_generation_prompt=True, **special)
         text.encode()
     except UnicodeEncodeError:
         raise wrong("messages", "`messages` are not text: they contain half characters that are not UTF-8.") from None
     except Exception as error:  # a template may reject messages, or fail in any way
         raise wrong("messages", f"The tokenizer's chat template rejects these messages: {error}") from None
     return text
-
-
-def _special_tokens(tokenizer: MarinTokenizer) -> dict[str, str]:
-    pad = tokenizer.pad_token_id
-    named = {
-        "bos_token": tokenizer.bos_token,
-        "eos_token": tokenizer.eos_token,
-        "pad_token": None if pad is None else str(tokenizer.convert_ids_to_tokens(pad)),
-    }
-    return {name: token for name, token in named.items() if token is not None}

@@ -49,14 +49,10 @@ def detokenize(raw: Any, writer: Writer) -> dict[str, Any]:
 
 def tokenizer_info(writer: Writer, max_length: int) -> dict[str, Any]:
     """What clients need to know about the tokenizer."""
-    tokenizer = writer.tokenizer
-    pad = tokenizer.pad_token_id
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "vocab_size": len(writer.vocabulary),
         "model_max_length": max_length,
-        "bos_token": tokenizer.bos_token,
-        "eos_token": tokenizer.eos_token,
-        "pad_token": None if pad is None else tokenizer.convert_ids_to_tokens(pad),
-        "chat_template": tokenizer.chat_template,
+        **writer.vocabulary.special,
+        "chat_template": writer.tokenizer.chat_template,
     }
