@@ -76,7 +76,6 @@ def draw() -> Figure:
         [own for _, losses in found.values() for own in losses], counts=[record.protocol.counts[BEGINNING]]
     )
     style.losses(right, record.protocol, BEGINNING, limits)
-    right.set_ylabel(right.get_ylabel().replace(" (", "\n("))  # longer than the panel is high
     right.axvline(TRAINED_AT, color="grey", linewidth=0.8, linestyle=":")
     right.annotate("training depth", (TRAINED_AT, 5.0), (6.3, 5.0), color="grey", fontsize=8)
     for panel in (left, right):
@@ -109,24 +108,25 @@ def _flow(panel: Axes) -> None:
 def draw_depths() -> Figure:
     """Trained flows, evaluated at other depths."""
     record = json.loads((TARGET.parent / "depths.json").read_text())
-    figure, panel = plt.subplots(figsize=(6.0, 3.8), dpi=150, layout="constrained")
+    figure, panel = plt.subplots(figsize=(7.0, 4.0), dpi=150, layout="constrained")
     found = {name: [(row["steps"], row["loss"]) for row in rows] for name, rows in record["readings"].items()}
     _losses(panel, [loss for rows in found.values() for _, loss in rows])
-    for k, (name, rows) in enumerate(found.items()):
-        steps, losses = zip(*rows, strict=True)
-        panel.plot(steps, losses, color=COLOURS[k], linestyle=LINES[k], marker=MARKS[k], label=name)
+    looks = style.series_of(found)
     panel.set(xscale="log", xlabel="Euler steps")
+    for name, rows in found.items():
+        steps, losses = zip(*rows, strict=True)
+        panel.plot(steps, losses, **looks[name])
     panel.set_xticks(steps, [str(step) for step in steps], minor=False)
     panel.set_xticks([], minor=True)
-    panel.legend(frameon=False, fontsize=8)
     panel.spines[["top", "right"]].set_visible(False)
+    style.direct(panel, {name: rows[-1] for name, rows in found.items()}, looks)
     return figure
 
 
 def _losses(panel: Axes, found: list[float]) -> None:
     """An axis of losses of one training on the text of the quickstart."""
     counts = json.loads((TARGET.parent / "depths.json").read_text())["counts"]
-    limits = style.span([], found)
+    limits = style.span([], found, [counts])
     style.loss_axis(panel, "validation text", "byte", 1, counts, limits)
 
 
@@ -162,7 +162,9 @@ FIGURES = {"flow.png": draw, "depths.png": draw_depths, "anytime.png": draw_anyt
 def save(folder: Path | str) -> None:
     """Draws the figures into a folder, the same bytes each time."""
     for name, make in FIGURES.items():
-        make().savefig(Path(folder) / name, metadata={"Software": None})
+        figure = make()
+        style.make_room(figure)
+        figure.savefig(Path(folder) / name, metadata={"Software": None})
 
 
 if __name__ == "__main__":

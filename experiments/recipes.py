@@ -120,13 +120,14 @@ class Recipe:
         """Its `model` as in YAML, with its number of steps.
 
         Raises:
-            UserError: it is not an Euler flow on a fixed grid.
+            UserError: it is not an Euler flow on one fixed grid.
         """
         model = self.config.model
-        if not self.is_flow or model.depth.is_general or model.training_plans or model.depth.solver != "euler":
+        is_one = self.is_flow and len(model.depth.stages) == 1 and not model.training_plans
+        if not is_one or model.depth.is_general or model.depth.solver != "euler":
             raise UserError(
                 "the model must be a `type: neuralode` whose weights are functions of time, trained with"
-                " Euler on a fixed grid"
+                " Euler on a fixed grid that does not grow: set `model.depth.steps` to a number"
             )
         return merged(self.raw["model"], {"depth": {"steps": model.depth.steps}})
 

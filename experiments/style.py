@@ -1,6 +1,7 @@
 """The style of figures: series distinct for colour-blind readers and in grey, axes of losses, heat maps, files."""
 
 import itertools
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,10 @@ matplotlib.use("Agg")
 import numpy as np
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
+from matplotlib.collections import LineCollection
 from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator
+from matplotlib.transforms import BboxBase
 
 from experiments.counts import BEGINNING
 from experiments.protocol import Protocol
@@ -27,6 +31,7 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#3
 MARKS = ("o", "s", "^", "D", "v", "P", "X", "p", "*")
 LINES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (1, 3)), (0, (8, 2)), (0, (3, 1, 1, 1)), (0, (12, 3)))
 REFERENCE, MUTED = "black", "grey"
+_LEVEL = "level"
 _WORDS = {"select": "selection text", "report": "held-out text", BEGINNING: "the beginning of held-out text"}
 
 
@@ -62,9 +67,19 @@ def tiles(n: int, width: float, height: float, **options: Any) -> tuple[Figure, 
     return figure, list(filled)
 
 
+def half(own: Interval) -> float:
+    """The half-width that is drawn: of two seeds, to both of them, since their interval is 12.7 times as wide."""
+    return own.sd / math.sqrt(2) if own.n == 2 else own.half
+
+
+def about_bars(n: int) -> str:
+    """n, and what bars and bands are, in words."""
+    return "n = 2 seeds, bars and bands from one to the other" if n == 2 else f"n = {n} seeds, 95 % intervals"
+
+
 def curve(panel: Axes, x: Sequence[float], own: Sequence[Interval], **look: Any) -> None:
-    """Means as a line, their intervals as a band."""
-    means, halves = np.array([i.mean for i in own]), np.array([i.half for i in own])
+    """Means as a line, their intervals (or two seeds) as a band."""
+    means, halves = np.array([i.mean for i in own]), np.array([half(i) for i in own])
     panel.plot(x, means, **{"markersize": 3.5, **look})
     low = means - halves
     if panel.get_yscale() == "log":  # it has no room below zero
@@ -92,8 +107,8 @@ def zero(panel: Axes) -> None:
 
 
 def points(panel: Axes, x: Sequence[float], own: Sequence[Interval], **look: Any) -> None:
-    """Means with error bars for their intervals, above the labels of `level`."""
-    panel.errorbar(x, [i.mean for i in own], yerr=[i.half for i in own], capsize=3, zorder=4, **look)
+    """Means with error bars for their intervals (or two seeds)."""
+    panel.errorbar(x, [i.mean for i in own], yerr=[half(i) for i in own], capsize=3, zorder=4, **look)
 
 
 def seeds(panel: Axes, x: float, values: Sequence[float], colour: Any) -> None:
@@ -104,7 +119,7 @@ def seeds(panel: Axes, x: float, values: Sequence[float], colour: Any) -> None:
 def span(own: Iterable[Interval], more: Iterable[float] = (), counts: Iterable[Mapping[str, float]] = ()) -> Span:
     """Limits with room for all intervals, `more`, and losses of n-grams with n >= 2: the axis of all panels of a page
     that show the same quantity."""
-    ends = [*(end for i in own for end in (i.mean, *i.bounds)), *more]
+    ends = [*(end for i in own for end in (i.mean, i.mean - half(i), i.mean + half(i))), *more]
     ends += [loss for each in counts for n, loss in each.items() if n != "1"]
     ends = [end for end in ends if np.isfinite(end)]
     room = 0.04 * (max(ends) - min(ends))
@@ -112,11 +127,46 @@ def span(own: Iterable[Interval], more: Iterable[float] = (), counts: Iterable[M
 
 
 def level(panel: Axes, y: float, words: str, colour: str = MUTED) -> None:
-    """A horizontal line with a label above its left end."""
+    """A horizontal line with a label above its left end, behind the data; `make_room` moves data away from it."""
     panel.axhline(y, color=colour, linewidth=0.8, linestyle=(0, (4, 3)), zorder=0)
     box = {"facecolor": "white", "alpha": 0.7, "linewidth": 0, "pad": 0.3}
     look = {"transform": panel.get_yaxis_transform(), "fontsize": 6.5, "color": colour, "bbox": box}
-    panel.text(0.01, y, words, ha="left", va="bottom", zorder=3, **look)
+    panel.text(0.01, y, words, ha="left", va="bottom", zorder=1.5, gid=_LEVEL, **look)
+
+
+def make_room(figure: Figure) -> None:
+    """Moves the left ends of panels whose curves or points cross labels of `level`: their data then begins beside the
+    widest of these. Call it last."""
+    if not any(text.get_gid() == _LEVEL for panel in figure.axes for text in panel.texts):
+        return
+    figure.draw_without_rendering()  # determines the sizes of panels and labels
+    shares: dict[Axes, float] = {}
+    for panel in figure.axes:
+        labels = [text.get_window_extent() for text in panel.texts if text.get_gid() == _LEVEL]
+        widths = [label.width for label in labels if _is_crossed(label, panel)]
+        first = min(panel.get_shared_x_axes().get_siblings(panel), key=figure.axes.index)
+        share = 0.03 + max(widths, default=0.0) / panel.get_window_extent().width
+        shares[first] = max(share if widths else 0.0, shares.get(first, 0.0))
+    for panel, share in shares.items():
+        scale = panel.xaxis.get_transform()
+        begins = min(own.dataLim.x0 for own in panel.get_shared_x_axes().get_siblings(panel))
+        (low, high), begin = scale.transform(np.array(panel.get_xlim())), scale.transform(np.array([begins]))[0]
+        wanted = (begin - share * high) / (1 - share)
+        if np.isfinite(wanted) and wanted < low:
+            ticks = [tick for tick in panel.get_xticks() if panel.get_xlim()[0] <= tick <= panel.get_xlim()[1]]
+            if panel.get_xscale() == "linear" and not isinstance(panel.xaxis.get_major_locator(), FixedLocator):
+                panel.set_xticks(ticks)  # none where no data is
+            panel.set_xlim(left=float(scale.inverted().transform(np.array([wanted]))[0]))
+
+
+def _is_crossed(label: BboxBase, panel: Axes) -> bool:
+    """Whether a line or an error bar of the data comes as near to a label as half a marker."""
+    own = [(line.get_path(), line.get_transform()) for line in panel.lines]
+    own += [
+        (path, c.get_transform()) for c in panel.collections if isinstance(c, LineCollection) for path in c.get_paths()
+    ]
+    paths = [path.transformed(to) for path, to in own if to.contains_branch(panel.transData)]
+    return any(path.intersects_bbox(label.padded(4), filled=False) for path in paths)
 
 
 def loss_axis(panel: Axes, what: str, unit: str, n: int | str, counts: Mapping[str, float], limits: Span) -> None:
@@ -132,7 +182,8 @@ def loss_axis(panel: Axes, what: str, unit: str, n: int | str, counts: Mapping[s
         is_near = above - loss < 0.025 * (limits[1] - limits[0])  # labels would overlap
         level(panel, loss, "" if is_near else words)
         words = words if is_near else ""
-    panel.set_ylabel(f"loss on {what} (nats per {unit}), n = {n}", fontsize=9)
+    both = " (both shown)" if str(n) == "2" else ""
+    panel.set_ylabel(f"loss on {what}\n(nats per {unit}), n = {n}{both}", fontsize=9)
     panel.set_ylim(limits)
 
 
@@ -178,12 +229,22 @@ def apart(heights: Sequence[float], gap: float) -> list[float]:
     return [mean + place * gap for place, mean in enumerate(means)]
 
 
-def heat(panel: Axes, rows: Sequence[str], columns: Sequence[str], cells: Sequence[Sequence[Interval]]) -> None:
-    """A map of means, darker for larger ones, with the mean and the interval's half-width in each cell."""
+def heat(
+    panel: Axes,
+    rows: Sequence[str],
+    columns: Sequence[str],
+    cells: Sequence[Sequence[Interval]],
+    limits: Span | None = None,
+) -> None:
+    """A map of means, darker for larger ones, with the mean and the interval's half-width in each cell.
+
+    limits: of the colours, for all maps of a page that show the same quantity.
+    """
     means = np.array([[cell.mean for cell in row] for row in cells])
+    low, high = limits or (means.min(), means.max())
     panel.grid(False)
-    panel.imshow(means, cmap="cividis_r", aspect="auto")
-    dark = (means.min() + means.max()) / 2
+    panel.imshow(means, cmap="cividis_r", aspect="auto", vmin=low, vmax=high)
+    dark = (low + high) / 2
     for (i, j), mean in np.ndenumerate(means):
         words = f"{mean:.2f}\n±{cells[i][j].half:.2f}"
         panel.text(j, i, words, ha="center", va="center", fontsize=7, color="white" if mean > dark else "black")
@@ -200,6 +261,7 @@ def arms(panel: Axes, names: Sequence[str], rotation: float = 20) -> None:
 def save(figures: Iterable[Named], folder: Path) -> None:
     """PNG for pages, PDF for papers; equal figures give equal files."""
     for name, figure in figures:
+        make_room(figure)
         figure.savefig(folder / f"{name}.png")
         figure.savefig(folder / f"{name}.pdf", metadata={"CreationDate": None})
         plt.close(figure)

@@ -1,6 +1,6 @@
 """The results of the ablations: their record, and from that alone tables and a figure for each group."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -179,16 +179,18 @@ def draw(record: Ablations) -> Iterator[style.Named]:
     groups = {name: record.group(name) for name in record.protocol.groups}
     found = [line.loss for own in groups.values() for line in own.values()]
     spans = (
-        style.span([loss.mean for loss in found], [record.protocol.counts["report"]["5"]]),
+        style.span([loss.mean for loss in found], counts=[record.protocol.counts["report"]]),
         style.span([loss.difference for loss in found if loss.difference], [0.0]),
     )
     gridded = [name for name, asked in record.protocol.groups.items() if asked.by]
+    mapped = [value.mean.mean for name in groups if name not in gridded for value in readings(record, name).values()]
+    shades = (min(mapped), max(mapped)) if mapped else None
     moved = [value.mean.mean for name in gridded for value in readings(record, name, "displacement").values()]
     for name, own in groups.items():
         if name in gridded:
             yield name, _by_rate(record, name, own, spans[0], (min(moved) / 2, 2 * max(moved)) if moved else None)
         else:
-            yield name, _figure(record, name, own, *spans)
+            yield name, _figure(record, name, own, spans, shades)
 
 
 def _by_rate(
@@ -206,11 +208,13 @@ def _by_rate(
         row[1].set(ylabel="displacement of the flow, ||x(1) - x(0)|| / ||x(0)||", yscale="log", ylim=moved)
         own = {v: (list(a), [displacement[place, arm].mean for arm in a.values()]) for v, a in grid.items()}
         style.curves(row[1], own, looks)
-    figure.suptitle(f"{name}, n = {record.protocol.n} seeds, 95 % intervals", fontsize=10)
+    figure.suptitle(f"{name}, {style.about_bars(record.protocol.n)}", fontsize=10)
     return figure
 
 
-def _figure(record: Ablations, name: str, found: Mapping[str, Line], *spans: style.Span) -> Figure:
+def _figure(
+    record: Ablations, name: str, found: Mapping[str, Line], spans: Sequence[style.Span], shades: style.Span | None
+) -> Figure:
     """Left: losses of all arms, one dot per seed. Middle: differences to the reference. Right: other evaluations."""
     asked = record.protocol.groups[name]
     count = 3 if asked.places else 2
@@ -224,13 +228,16 @@ def _figure(record: Ablations, name: str, found: Mapping[str, Line], *spans: sty
                 style.points(panel, [k], [shown], **look)
     style.losses(row[0], record.protocol, "report", spans[0])
     style.zero(row[1])
-    row[1].set(ylabel=f"minus {asked.reference}, paired by seed", ylim=spans[1])
+    unit = record.protocol.unit
+    row[1].set_ylabel(f"minus {asked.reference}, by seed (nats per {unit}), n = {record.protocol.n}", fontsize=9)
+    row[1].set_ylim(spans[1])
     for panel in row[:2]:
         style.arms(panel, list(found))
     if asked.places:
         read, places = readings(record, name), [f"{solver} {steps}" for solver, steps in asked.places]
         cells = [[read[place, arm].mean for place in asked.places] for arm in asked.arms]
-        style.heat(row[2], list(asked.arms), places, cells)
-        row[2].set_title("loss by solver and number of steps, without training", fontsize=9)
-    figure.suptitle(f"{name}, n = {record.protocol.n} seeds, 95 % intervals", fontsize=10)
+        style.heat(row[2], list(asked.arms), places, cells, shades)
+        words = f"loss on the beginning of held-out text (nats per {unit})"
+        row[2].set_title(f"{words}\nby solver and number of steps, without training", fontsize=9)
+    figure.suptitle(f"{name}, {style.about_bars(record.protocol.n)}", fontsize=10)
     return figure

@@ -17,13 +17,22 @@ from qkvflow.tracking import read_metrics
 
 def make(config: AdaptiveDepthConfig, run_dir: Path) -> AdaptiveDepth:
     texts = config.texts(run_dir / "texts")
-    planned = reported(arms(config, texts, run_dir), config.seeds)
+    all_arms = arms(config, texts, run_dir)
+    planned = reported(all_arms, config.seeds)
     results = Measure(Trained, config, run_dir, _sizes).all(planned)
     recipes = {(job.arm.what.kind, job.arm.text): job.recipe for job in planned}
     steps = {kind: recipe.steps for (kind, _), recipe in recipes.items()}
     alone = {text: recipe for (kind, text), recipe in recipes.items() if kind == "scratch"}
     return AdaptiveDepth(
-        settings=Settings(config.layers, steps["pretrain"], steps["full"], config.seeds),
+        settings=Settings(
+            layers=config.layers,
+            pretrain=steps["pretrain"],
+            tune=steps["full"],
+            seeds=config.seeds,
+            form=next(arm.recipe.config.model.block.form for arm in all_arms if arm.what.system == "flow"),
+            kinds=config.kinds,
+            noted=config.noted,
+        ),
         texts={text.name: text.sizes() for text in texts},
         results=results,
         counts={text.name: reached(config.batches, recipe, text) for text, recipe in alone.items()},

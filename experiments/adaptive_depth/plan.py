@@ -5,6 +5,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import equinox as eqx
+import haliax as hax
+import jax
+
 from experiments.config import TwoTextsConfig
 from experiments.cost import Cost, cost_of
 from experiments.jobs import Arm
@@ -12,6 +16,7 @@ from experiments.recipes import Changes, Recipe, value_at
 from experiments.texts import Text
 from qkvflow.errors import UserError
 from qkvflow.ranges import Count
+from qkvflow.training.checks import model_shape
 
 _COMPARED = ("full", "lora", "scratch")  # kinds of trainings on the other text, of one length
 
@@ -39,6 +44,12 @@ class AdaptiveDepthConfig(TwoTextsConfig):
     both_ways: bool = True
 
     @property
+    def kinds(self) -> dict[str, str]:
+        """The modes of fine-tuning, in words."""
+        embeddings = " and embeddings" if value_at(self.lora, "mode.train_embeddings") else ""
+        return {"full": "all weights", "lora": f"LoRA{embeddings}"}
+
+    @property
     def layers(self) -> int:
         """Layers of GPT-2, and steps of the flow in training."""
         return self.flow["depth"]["steps"]
@@ -51,10 +62,14 @@ class AdaptiveDepthConfig(TwoTextsConfig):
                 f"`flow.depth.steps` ({steps}) and `gpt2.num_layers` ({self.gpt2.get('num_layers')}) must be the same"
                 " number: the page compares models of one depth"
             )
-        if not self.depths:
+        if not self.depths or len(set(self.depths)) < len(self.depths):
             raise UserError(
-                "`depths` is empty: give the numbers of steps at which the flow is tuned, for example [3, 6]"
+                f"`depths` must be the numbers of steps at which the flow is tuned, each once, for example [3, 6]; got"
+                f" {self.depths or 'none'}"
             )
+        for kind in self.kinds:
+            if value_at(getattr(self, kind), "mode.type") != kind:
+                raise UserError(f"`{kind}.mode.type` must be {kind}: the page calls it {self.kinds[kind]!r}")
         kinds = {name: value_at(getattr(self, name), "trainer.num_train_steps") for name in _COMPARED}
         if len(set(kinds.values())) > 1:
             raise UserError(f"{', '.join(f'`{name}`' for name in kinds)} must have as many steps, but have {kinds}")
@@ -78,7 +93,11 @@ class Stage:
 
 
 def arms(config: AdaptiveDepthConfig, texts: list[Text], run_dir: Path) -> list[Arm]:
-    """All trainings, bases before the models tuned from them."""
+    """All trainings, bases before the models tuned from them.
+
+    Raises:
+        UserError: a configuration is invalid, the flow has no weights at other times, or LoRA finds nothing to adapt.
+    """
     models = {name: {"model": getattr(config, name)} for name in ("flow", "gpt2")}
 
     @functools.cache
@@ -97,9 +116,23 @@ def arms(config: AdaptiveDepthConfig, texts: list[Text], run_dir: Path) -> list[
     found: list[Arm] = []
     for source, target in [texts, texts[::-1]][: 1 + config.both_ways]:
         bases = {name: arm(name, "pretrain", source, model, config.pretrain) for name, model in models.items()}
+        if not bases["flow"].recipe.is_flow:
+            raise UserError(
+                "`flow` must be a `type: neuralode` whose weights are functions of time: others have no values at other"
+                " depths"
+            )
         found += [*bases.values(), arm("gpt2", "scratch", target, models["gpt2"], config.scratch)]
         for kind in ("full", "lora"):
             for name, depth in [("gpt2", None), *(("flow", depth) for depth in config.depths)]:
                 keys = getattr(config, kind), {"steps": depth}
                 found.append(arm(name, kind, target, *keys, depth=depth, base=bases[name]))
+                _check_adapts(bases[name].recipe, found[-1].recipe, depth)
     return found
+
+
+def _check_adapts(base: Recipe, tuned: Recipe, depth: int | None) -> None:
+    """Raises: UserError: the base cannot be adapted, which would show after its training only."""
+    mode, model = tuned.config.mode, base.config.model
+    wanted = mode.model_config(model, depth)
+    shape = model_shape(model, hax.Axis("vocab", len(base.tokenizer())))
+    eqx.filter_eval_shape(lambda m: mode.adapt(m, wanted, key=jax.random.PRNGKey(0)), shape)

@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from matplotlib.axes import Axes
 
@@ -14,18 +14,22 @@ from experiments.statistics import Contrast, contrasts, interval
 from experiments.tables import Cell, Table, count, difference_cells, number
 
 NAMES = {"flow": "flow", "gpt2": "GPT-2"}
-KINDS = {"full": "all weights", "lora": "LoRA and embeddings"}
+KINDS = ("full", "lora")
 Key = tuple[str | None, str, str, int | None]  # source, target, kind, depth
 
 
 @dataclass(frozen=True)
 class Settings:
-    """layers: of GPT-2, and steps of the flow. pretrain, tune: numbers of training steps. seeds: or their number."""
+    """layers: of GPT-2, and steps of the flow. pretrain, tune: numbers of training steps. seeds: or their number.
+    form: of the flow's blocks. kinds: of fine-tuning, in words. noted: what was known when this was planned."""
 
     layers: int
     pretrain: int
     tune: int
     seeds: int | list[int]
+    form: str = "parallel"  # of the records that do not say it
+    kinds: dict[str, str] = field(default_factory=lambda: {"full": "all weights", "lora": "LoRA and embeddings"})
+    noted: str = ""
 
     @property
     def n(self) -> int:
@@ -99,7 +103,7 @@ def tables(record: AdaptiveDepth) -> dict[str, Table]:
     head = ["model", "layers", "trained", "before tuning", "after tuning"]
     head += [f"minus {other} (p, Holm over {m})" for other, m in words]
     found = {}
-    for (source, target), (kind, words) in itertools.product(record.ways, KINDS.items()):
+    for (source, target), (kind, words) in itertools.product(record.ways, record.settings.kinds.items()):
         rows: list[list[Cell]] = []
         for key in (key for key in tuned if key[:3] == (source, target, kind)):
             own = record.tuned(key)
@@ -133,7 +137,7 @@ def draw(record: AdaptiveDepth) -> Iterator[style.Named]:
     limits = style.span(every, counts=counts.values())
     apart = style.span([found.difference for found in minus.values() if found.difference], [0.0])
     for row, (source, target) in zip(axes, ways, strict=True):
-        for panel, (kind, words) in zip(row, KINDS.items(), strict=False):
+        for panel, (kind, words) in zip(row, s.kinds.items(), strict=False):
             own = known[source, target, kind]
             looks = style.series_of(own)
             looks["GPT-2"] |= {"color": style.REFERENCE}
@@ -141,17 +145,20 @@ def draw(record: AdaptiveDepth) -> Iterator[style.Named]:
             panel.set(title=f"{source} to {target}: {words}", xlabel=steps)
             style.loss_axis(panel, f"validation text of {target}", "byte", s.n, counts[target], limits)
             style.curves(panel, own, looks)
-        _differences(row[2], {key[2:]: at for key, at in minus.items() if key[:2] == (source, target)}, depths)
+        own = {key[2:]: at for key, at in minus.items() if key[:2] == (source, target)}
+        _differences(row[2], own, depths, s.kinds)
         title = f"{source} to {target}: against tuned GPT-2"
         row[2].set(title=title, ylim=apart, xlabel="layers of the flow when tuned")
         row[2].set_ylabel(f"flow minus GPT-2 on held-out text (nats per byte), n = {s.n}")
     yield "figure", figure
 
 
-def _differences(panel: Axes, minus: Mapping[tuple[str, int | None], Contrast], depths: list[int]) -> None:
+def _differences(
+    panel: Axes, minus: Mapping[tuple[str, int | None], Contrast], depths: list[int], kinds: Mapping[str, str]
+) -> None:
     """Reported loss of the flow minus that of the tuned GPT-2, paired by seed, with interval; below 0 it is better."""
-    looks, ends = style.series_of(KINDS.values()), {}
-    for kind, words, aside in zip(KINDS, looks, (-0.1, 0.1), strict=True):
+    looks, ends = style.series_of(kinds.values()), {}
+    for kind, words, aside in zip(kinds, looks, (-0.1, 0.1), strict=True):
         own = [minus[kind, depth].difference for depth in depths]
         style.points(panel, [depth + aside for depth in depths], own, **looks[words] | {"linestyle": ""})
         ends[words] = (depths[0], own[0].mean)

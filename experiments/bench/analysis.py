@@ -31,25 +31,28 @@ def model():
     return build(config, hax.Axis("vocab", 512))
 
 
-def dense(family: str, spread: bool = False) -> np.ndarray:
-    """Eigenvalues of each full {embed, embed} product, for the first layer.
+def dense(left: np.ndarray, right: np.ndarray, spread: bool) -> np.ndarray:
+    """Eigenvalues of each full {embed, embed} product.
 
     spread: with one BLAS thread per matrix, which is faster, above all on busy cores.
     """
-    left, right = (np.asarray(m[:1], np.float64) for m in products(model(), family))
     return each(lambda a, b: np.linalg.eigvals(a @ b), left, right) if spread else np.linalg.eigvals(left @ right)
 
 
 def spectra() -> Rows:
     rows = {}
     for family in ("qk", "ov"):
-        calls = [functools.partial(dense, family, spread) for spread in (False, True)]
+        first_layer = [np.asarray(m[:1], np.float64) for m in products(model(), family)]
+        calls = [functools.partial(dense, *first_layer, spread) for spread in (False, True)]
+        both = functools.partial(
+            seconds, functools.partial(products, model(), family)
+        )  # W(t), checked: once per method
         thin = functools.partial(seconds, functools.partial(spectral.eigenvalues, model(), family))
         first = thin()
         thin()
         rounds = []
         for _ in range(3):
-            slow = [seconds(call) * LAYERS for call in calls]
+            slow = [both() + seconds(call) * LAYERS for call in calls]
             own = statistics.median(thin() for _ in range(3))
             rounds.append([own, *slow, *(taken / own for taken in slow)])
         own, plain, spread, ratio, spread_ratio = (statistics.median(column) for column in zip(*rounds, strict=True))

@@ -95,6 +95,7 @@ def main(config: AnytimeConfig) -> dict[str, Any]:
             f"--prompt_tokens {config.prompt_tokens} leaves nothing to generate in the model's context of"
             f" {run.model.Pos.size} tokens (model.max_seq_len): lower it"
         )
+    SamplingOptions(config.temperature)  # refuses one that cannot be
     found = list(ways(run, run.model, config))
     texts = prompts(run, config)
     rows = timed(found, texts, config)
@@ -120,6 +121,9 @@ def ways(run: Run, model: NeuralOdeLMHeadModel, config: AnytimeConfig) -> Iterat
     """The full depth first, then all others, each with its loss."""
     model = inference_mode(model, True)
     depth, full = model.config.depth, model.config.depth.reading_steps
+    grids = {steps: model.with_depth(depth.on_grid(steps)) for steps in dict.fromkeys([full, *config.steps])}
+    limits = [ExitConfig(config.rule, threshold) for threshold in config.thresholds]
+    drafts = [_drafting(given, full) for given in config.drafts]  # all before the first reading
     examples = list(RunEvaluator(run, None, config.max_eval_batches).examples())
 
     def way(kind: str, name: str, loss: float, read: NeuralOdeLMHeadModel, draft_steps: int = 0, **options) -> Way:
@@ -127,24 +131,26 @@ def ways(run: Run, model: NeuralOdeLMHeadModel, config: AnytimeConfig) -> Iterat
         return Way(kind, name, loss, engine, plan.steps, plan.evaluations, draft_steps)
 
     losses = {}
-    for steps in dict.fromkeys([full, *config.steps]):
-        read = model.with_depth(depth.on_grid(steps))
+    for steps, read in grids.items():
         losses[steps] = read_with_cache(read, EXACT, examples).loss
         yield way("steps", str(steps), losses[steps], read)
     reader = ForcedReader(model, ExitConfig(config.rule, 1.0))
-    for threshold in config.thresholds:
-        exits, loss = ExitConfig(config.rule, threshold), reader.read(examples, threshold).loss
-        yield way("exit", f"{config.rule} below {threshold:g}", loss, model, exits=exits)
-    for given in config.drafts:
-        drafting = _drafting(given)
+    for exits in limits:
+        loss = reader.read(examples, exits.threshold).loss
+        yield way("exit", f"{config.rule} below {exits.threshold:g}", loss, model, exits=exits)
+    for drafting in drafts:
         name = f"{drafting.tokens} at {drafting.steps} steps"
         yield way("draft", name, losses[full], model, drafting.steps, drafting=drafting)
 
 
-def _drafting(given: str) -> Drafting:
+def _drafting(given: str, full: int) -> Drafting:
     steps, _, tokens = given.partition("x")
-    if not (steps.isdecimal() and tokens.isdecimal()):
-        raise UserError(f"drafts must be such as 3x4, drafts of 4 tokens at 3 steps; got {given!r:.40}")
+    is_right = steps.isdecimal() and tokens.isdecimal() and 0 < int(steps) < full and int(tokens) > 0
+    if not is_right:
+        raise UserError(
+            f"drafts must be such as 3x4, drafts of 4 tokens at 3 steps, which must be fewer than the {full} of the"
+            f" flow; got {given!r:.40}"
+        )
     drafting = Drafting.of(int(steps), int(tokens))
     assert drafting is not None
     return drafting

@@ -5,8 +5,9 @@ the flow with each adjoint: time, memory by the compiler's count, and MFU by the
 tokens per second. The result is results/device_<its name>.json.
 """
 
+import contextlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import haliax as hax
@@ -18,7 +19,7 @@ from levanter.models.lm_model import LmConfig
 from levanter.utils.tree_utils import inference_mode
 
 from experiments.bench import gradients
-from experiments.bench.frame import Benchmark, Call, Rows, interleaved, run
+from experiments.bench.frame import Benchmark, Call, Row, Rows, interleaved, run
 from experiments.bench.gradients import build
 from experiments.records import device_name
 from qkvflow.blocks import Gpt2BlockConfig
@@ -31,6 +32,7 @@ from qkvflow.weights import GeneratedConfig, PerLayerConfig
 
 ROUNDS = 7
 BASELINE = "levanter gpt2"
+POLICIES = {"bf16": "p=f32,c=bf16", "fp32": "p=f32,c=f32"}
 
 
 @dataclass(frozen=True)
@@ -51,12 +53,12 @@ LARGE = Size(768, 12, 12, 1024, 8, 50304)  # GPT-2 small
 SMALL = Size(64, 4, 4, 64, 2, 257, tokens=8)
 
 
-def peak_flops() -> float | None:
-    """Peak bf16 FLOPs of this device; None if it is not in the table of chips."""
+def peak_flops(precision: str = "bf16") -> float | None:
+    """Peak FLOPs of this device in bf16 or fp32; None if it is not in the table of chips."""
     kind = jax.devices()[0].device_kind.lower()
     names = {"v4": "v4", "v5 lite": "v5e", "v5e": "v5e", "v5p": "v5p", "v5": "v5p", "v6": "v6e"} | {k: k for k in CHIPS}
     found = next((CHIPS[chip] for mark, chip in names.items() if mark in kind), None)
-    return found and found.flops
+    return found and (found.flops if precision == "bf16" else found.flops_fp32)
 
 
 def models(size: Size) -> dict[str, LmConfig]:
@@ -85,35 +87,43 @@ def training_step(config: LmConfig, size: Size, policy: str) -> tuple[Call, int]
     return gradients.step(config, size.batch, policy, hax.Axis("vocab", size.vocab))
 
 
-def training(size: Size) -> Rows:
+def training(size: Size) -> Iterator[Row]:
     """Rows by model and precision. Each model is measured in turn with Levanter's GPT-2, and freed before the next. A
     model that does not fit into memory is left out, with a message."""
-    rows = {}
-    for name, policy in (("bf16", "p=f32,c=bf16"), ("fp32", "p=f32,c=f32")):
-        first = training_step(models(size)[BASELINE], size, policy)
-        for model in models(size):
-            try:
-                rows[f"{model}, {name}"] = _against(first, model, size, policy)
-            except jax.errors.JaxRuntimeError as error:
-                if "RESOURCE_EXHAUSTED" not in str(error):
-                    raise
-                print(f"{model}, {name}: left out, the device has too little memory for it", flush=True)
-    return rows
+    for name, policy in POLICIES.items():
+        with _if_it_fits(f"all of {name}"):
+            first = training_step(models(size)[BASELINE], size, policy)
+            for model in models(size):
+                with _if_it_fits(f"{model}, {name}"):
+                    yield f"{model}, {name}", _against(first, model, size, name)
 
 
-def _against(first: tuple[Call, int], model: str, size: Size, policy: str) -> dict[str, float]:
+@contextlib.contextmanager
+def _if_it_fits(what: str) -> Iterator[None]:
+    """Leaves out, with a message, what the device has too little memory for."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        print(f"{what}: left out, the device has too little memory for it", flush=True)
+
+
+def _against(first: tuple[Call, int], model: str, size: Size, precision: str) -> dict[str, float]:
     """The row of a model; `first`: step and memory of the baseline."""
+    policy = POLICIES[precision]
     config, tokens = models(size)[model], size.batch * size.sequence
     step, needed = first if model == BASELINE else training_step(config, size, policy)
     row = interleaved({BASELINE: first[0], model: step}, ROUNDS)[model]
     found = {**row, "GiB": needed / 2**30, "tokens_per_second": tokens / row["seconds"]}
-    per_token, peak = config.flops_per_token(size.vocab, size.sequence), peak_flops()
+    per_token, peak = config.flops_per_token(size.vocab, size.sequence), peak_flops(precision)
     return found | ({"mfu": 3 * per_token * tokens / row["seconds"] / peak} if per_token and peak else {})
 
 
 def decoding(size: Size) -> Rows:
     """New tokens per second of one text, with the time in which its prompt is read: Levanter's GPT-2 and the flow in
-    qkvflow's engine, and the flow with drafts, whose coarse grid reads the prompt too."""
+    qkvflow's engine, and the flow with drafts, whose coarse grid reads the prompt too; `accepted` is the share of the
+    drafts of this untrained model that it accepts."""
     vocab = hax.Axis("vocab", size.vocab)
     gpt2, flow = (inference_mode(build(models(size)[name], vocab), True) for name in (BASELINE, "flow, checkpoint"))
     cases = {
@@ -123,19 +133,27 @@ def decoding(size: Size) -> Rows:
     }
     prompt = (np.arange(size.sequence // 4) * 7 % size.vocab).tolist()
 
-    def decoder(prepared: PreparedModel) -> Callable[[], object]:
+    accepted: dict[str, float] = {}
+
+    def decoder(name: str, prepared: PreparedModel) -> Callable[[], object]:
         engine = prepared.engine(1, size.sequence)
 
         def decode():
             engine.admit(0, prompt, size.tokens, SamplingOptions())
             engine.prefill_all(len(prompt) - 1)
             engine.wait()
-            return jnp.asarray(engine.decode(size.tokens).length)
+            step = engine.decode(size.tokens)
+            for one in step.drafted:
+                accepted[name] = one.accepted / max(1, one.proposed)
+            return jnp.asarray(step.length)
 
         return decode
 
-    rows = interleaved({name: decoder(prepared) for name, prepared in cases.items()}, ROUNDS)
-    return {name: row | {"tokens_per_second": size.tokens / row["seconds"]} for name, row in rows.items()}
+    rows = interleaved({name: decoder(name, prepared) for name, prepared in cases.items()}, ROUNDS)
+    share = {name: {"accepted": accepted[name]} if name in accepted else {} for name in rows}
+    return {
+        name: {**row, "tokens_per_second": size.tokens / row["seconds"], **share[name]} for name, row in rows.items()
+    }
 
 
 def benchmark(size: Size | None = None) -> Benchmark:
@@ -143,8 +161,10 @@ def benchmark(size: Size | None = None) -> Benchmark:
     size = size or (SMALL if jax.default_backend() == "cpu" else LARGE)
     name = f"device_{re.sub('[^a-z0-9]+', '_', device_name().lower()).strip('_')}"
 
-    def measure() -> Rows:
-        return {**training(size), **{f"decoding: {name}": row for name, row in decoding(size).items()}}
+    def measure() -> Iterator[Row]:
+        yield from training(size)
+        with _if_it_fits("decoding"):
+            yield from ((f"decoding: {name}", row) for name, row in decoding(size).items())
 
     return Benchmark(name, vars(size), measure)
 

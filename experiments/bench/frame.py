@@ -3,7 +3,7 @@
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
@@ -15,23 +15,32 @@ from experiments.tables import Table
 from qkvflow.files import write_text
 
 Call = Callable[[], object]
+Row = tuple[str, Mapping[str, float]]
 Rows = Mapping[str, Mapping[str, float]]
 RESULTS = Path(__file__).parent / "results"
 
 
 @dataclass(frozen=True)
 class Benchmark:
-    """name: of its JSON. settings: shown with it. measure: name of a row -> its numbers."""
+    """name: of its JSON. settings: shown with it. measure: name of a row -> its numbers, or these in turn, which are
+    written one by one, so that nothing is lost if the program ends before its time."""
 
     name: str
     settings: Mapping[str, object]
-    measure: Callable[[], Rows]
+    measure: Callable[[], Rows | Iterator[Row]]
 
     def run(self) -> None:
         """Prints a table and writes results/<name>.json."""
-        rows = self.measure()
+        found, rows = self.measure(), {}
+        for name, row in found.items() if isinstance(found, Mapping) else found:
+            rows[name] = row
+            if not isinstance(found, Mapping):
+                self._write(rows)
+        self._write(rows)
         table = Table.of({"": row} | {key: f"{x:.4g}" for key, x in own.items()} for row, own in rows.items())
         print(f"\n{self.name}: {', '.join(f'{k} {v}' for k, v in self.settings.items())}\n\n{table}", flush=True)
+
+    def _write(self, rows: Rows) -> None:
         where = {"device": device_name(), "devices": jax.device_count(), "jax": jax.__version__}
         record = {"benchmark": self.name, "date": date.today().isoformat(), **where}
         RESULTS.mkdir(exist_ok=True)

@@ -109,9 +109,10 @@ def main(config: TargetsConfig) -> None:
     if config.table:
         print(page(read()))
         return
-    for job in jobs():
-        if config.only not in job.name:
-            continue
+    chosen = [job for job in jobs() if config.only in job.name]
+    if not chosen:
+        raise UserError(f"--only {config.only}: no compilation has this in its name. They are named as in --table")
+    for job in chosen:
         if job.name in read() and not config.again:
             continue
         print(f"{job.name} ...", flush=True)

@@ -13,10 +13,10 @@ from experiments.compare.plan import ROWS
 from experiments.compare.record import CompareProtocol, Comparison, Rows, by_row, each, seeds_of
 from experiments.lines import Line
 
-# Marks of rows that share a training overlap: later ones are larger and hollow.
+# A system has a colour and a shape. Marks of rows that share a training overlap: later ones are larger and hollow.
 MARKERS = {
-    row: {"marker": marker, "markersize": size, "fillstyle": fill, "linestyle": "none"}
-    for row, marker, size, fill in zip(ROWS, "os^", (5, 8, 12), ("full", "none", "none"), strict=True)
+    row: {"markersize": size, "fillstyle": fill, "linestyle": "none"}
+    for row, size, fill in zip(ROWS, (5, 8, 12), ("full", "none", "none"), strict=True)
 }
 
 
@@ -64,21 +64,20 @@ def _efficiency(p: CompareProtocol, rows: Rows, looks: style.Looks) -> Figure:
         panel.xaxis.set_major_formatter(EngFormatter(sep=""))
         panel.xaxis.set_minor_formatter(NullFormatter())
         style.losses(panel, p, "report", _limits(p, rows), seeds_of(rows))
-    _legend_of_rows(figure, rows, looks)
+        ends = {line.what.system: (where(row, line), line.loss.mean.mean) for row, line in each(rows)}
+        style.direct(panel, ends, looks)
+    _legend_of_rows(figure, rows)
     return figure
 
 
 def _points(panel: Axes, rows: Rows, looks: style.Looks, where: Callable[[str, Line], float]) -> None:
     for row, line in each(rows):
-        colour = looks[line.what.system]["color"]
-        style.points(panel, [where(row, line)], [line.loss.mean], color=colour, **MARKERS[row])
+        style.points(panel, [where(row, line)], [line.loss.mean], **{**looks[line.what.system], **MARKERS[row]})
 
 
-def _legend_of_rows(figure: Figure, rows: Rows, looks: style.Looks | None = None) -> None:
+def _legend_of_rows(figure: Figure, rows: Rows) -> None:
     """A legend below the panels, where it covers nothing."""
-    marks = [Line2D([], [], color=style.MUTED, label=f"at {ROWS[row]}", **MARKERS[row]) for row in rows]
-    colours = {name: look["color"] for name, look in (looks or {}).items()}
-    marks += [Line2D([], [], color=colour, marker="o", ls="none", label=name) for name, colour in colours.items()]
+    marks = [Line2D([], [], color=style.MUTED, marker="o", label=f"at {ROWS[row]}", **MARKERS[row]) for row in rows]
     figure.legend(handles=marks, loc="outside lower center", ncols=3, fontsize=8)
 
 
@@ -90,9 +89,12 @@ def _speed(record: Comparison, rows: Rows, looks: style.Looks) -> Figure:
             times, colour = [1000 * r.seconds_per_step for r in record.timed(line.trained)], looks[system]["color"]
             if times:
                 panel.plot([k - 0.3, k + 0.3], [min(times)] * 2, color=colour, linewidth=2)
+            else:
+                look = {"rotation": 90, "fontsize": 7, "color": style.MUTED, "ha": "center"}
+                panel.text(k, 0.02, "other machine", transform=panel.get_xaxis_transform(), **look)
             style.seeds(panel, k, times, colour)
         style.arms(panel, list(found), rotation=30)
-        panel.set_title(f"at {ROWS[row]}", fontsize=10)
+        panel.set_title(f"at {ROWS[row]}, n = {seeds_of({row: found})}", fontsize=10)
         panel.grid(False, axis="x")
         panel.grid(axis="y", alpha=0.3)
     across[0].set(ylabel="ms per training step (line: minimum)", ylim=(0, None))

@@ -225,7 +225,8 @@ def _depths(record: Continuity, shown: Mapping[str, list[str]], looks: style.Loo
     each += [(p.layers, at) for at in other.values()]
     means = [at.mean for _, at in each if np.isfinite(at.mean)]
     room = (max(means) - min(means)) / 4
-    ends = np.clip([at.bounds for n, at in each if n >= p.layers / 2], min(means) - room, max(means) + room)
+    bounds = [at.mean + side * style.half(at) for n, at in each if n >= p.layers / 2 for side in (-1, 1)]
+    ends = np.clip(bounds, min(means) - room, max(means) + room)
     limits = style.span([], [*means, *ends[~np.isnan(ends)]], [p.counts.get(BEGINNING, {})])
     figure, panels = style.tiles(len(shown), 6.5, 4.8, sharex=True)
     for panel, (title, names) in zip(panels, shown.items(), strict=True):
@@ -241,4 +242,7 @@ def _depths(record: Continuity, shown: Mapping[str, list[str]], looks: style.Loo
             style.points(panel, [1.04 * p.layers], [other[arm]], **hollow)
         panel.axvline(p.layers, color=style.MUTED, linewidth=0.8)
         style.direct(panel, {arm: (steps[-1], losses[-1].mean) for arm, (_, losses) in own.items()}, looks)
+    bars = style.about_bars(p.n)
+    words = f"hollow marks: RK4 with {p.layers} steps; {bars}, cut where they go far beyond all means"
+    figure.supxlabel(words, fontsize=8)
     return figure

@@ -11,6 +11,7 @@ from experiments.dynamics.readings import all_spectra, marks
 from experiments.dynamics.report import Dynamics, DynamicsProtocol, Trained, draw, files, page
 from experiments.jobs import Job, reported
 from experiments.measure import Measure, some_tokens, untrained
+from experiments.recipes import value_at
 from experiments.study import Study
 from qkvflow.runs.checkpoints import checkpoint_steps
 from qkvflow.runs.evaluate import RunEvaluator
@@ -22,12 +23,12 @@ def make(config: DynamicsConfig, run_dir: Path) -> Dynamics:
     systems = arms(config, text, run_dir)
     results = Measure(Trained, config, run_dir, partial(with_readings, config)).all(reported(systems, config.seeds))
     recipe = systems[0].recipe
-    adam = recipe.config.optimizer
+    name, rate = value_at(recipe.raw, "optimizer.type", "adam"), recipe.config.optimizer.learning_rate
     about = {
         "flow_steps": recipe.config.model.depth.steps,
         "num_train_steps": recipe.steps,
         "parameters": {arm.label: arm.cost.parameters for arm in systems},
-        "optimizer": f"Adam, learning rate {adam.learning_rate:g} for both, not searched for",
+        "optimizer": f"{name}, learning rate {rate:g} for both, not searched for",
     }
     return Dynamics(protocol=DynamicsProtocol.of(config, text, recipe, **about), results=results)
 

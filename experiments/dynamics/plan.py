@@ -35,10 +35,17 @@ def arms(config: DynamicsConfig, text: Text, run_dir: Path) -> list[Arm]:
     """The systems, in order.
 
     Raises:
-        UserError: the base is not an Euler flow on a fixed grid, or has fewer steps than checkpoints.
+        UserError: the base is not an Euler flow of steps 1/L on a fixed grid, or has fewer steps than checkpoints; the
+            text has too few sequences.
     """
     flow = config.recipe(config.base, text, run_dir)
-    raw, steps = flow.euler_flow(), flow.config.model.depth.steps
+    raw, depth = flow.euler_flow(), flow.config.model.depth
+    steps = depth.steps
+    if depth.step_size != "uniform":
+        raise UserError(
+            f"{config.base} has `depth.step_size: {depth.step_size}`, but one of the scores is that of the official"
+            " code, for steps of length 1/L: set it to uniform"
+        )
     if steps < 2:
         raise UserError(f"{config.base} must be a flow of at least two steps")
     if flow.steps < config.checkpoints:
@@ -48,6 +55,12 @@ def arms(config: DynamicsConfig, text: Text, run_dir: Path) -> list[Arm]:
         raise UserError(
             f"`texts` is {config.texts} and `length` {config.length}, but tokens are scored in one batch of {sequences}"
             f" sequences of {length} tokens: lower them, or raise `trainer.train_batch_size` or `model.max_seq_len`"
+        )
+    there = len(flow.tokenizer().encode(text.read("report"))) // length
+    if config.texts > there:
+        raise UserError(
+            f"`texts` is {config.texts}, but the part `report` of {text.name} has {there} sequences of {length} tokens:"
+            " lower it, or give more text"
         )
     models = {"flow": raw, "layers": ordinary(raw, steps)}
     keep = {"trainer": {"checkpointer": {"keep": [{"every": flow.steps // config.checkpoints}]}}}

@@ -4,6 +4,7 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from experiments import style
@@ -145,36 +146,42 @@ def draw(record: Dynamics) -> Iterator[style.Named]:
 
 def _spectra(record: Dynamics) -> Figure:
     """Along t: mean |lambda| and the share with positive real part, trained, and untrained in grey."""
-    figure, panels = style.panels(2, 2, (10, 7), sharex=True)
+    figure, panels = style.panels(2, 2, (10, 7), sharex=True, sharey="row")
     shown = itertools.product({"size": "mean |lambda|", "positive": "share with Re > 0"}.items(), FAMILIES)
+    ends: dict[Axes, dict[str, tuple[float, float]]] = {panel: {} for panel in panels.flat}
     for panel, ((name, words), family) in zip(panels.flat, shown, strict=True):
         panel.set(title=f"{family.upper()}: {words}", ylabel=f"{words}, n = {record.protocol.n}", xlabel="t")
         if name == "positive":
             style.level(panel, 0.5, "half")
-        ends = {}
         for system, look in LOOKS.items():
             own = record.of(system=system)
             for step, colour in ((0, style.MUTED), (own[0].last, look["color"])):
                 at = [r.spectrum(family, step) for r in own]
                 means = [interval(values) for values in zip(*(getattr(s, name) for s in at), strict=True)]
                 style.curve(panel, at[0].times, means, **look | {"color": colour})
-            ends[system] = (at[0].times[-1], means[-1].mean)
-        style.direct(panel, ends, LOOKS)
-    figure.supxlabel("grey: untrained; mean and 95 % interval over seeds", fontsize=8)
+            ends[panel][system] = (at[0].times[-1], means[-1].mean)
+    for panel, own in ends.items():  # when the common axes are final
+        style.direct(panel, own, LOOKS)
+    figure.supxlabel("grey: new models with other initial weights; mean and 95 % interval over seeds", fontsize=8)
     return figure
 
 
 def _over_training(record: Dynamics) -> Figure:
     """Growth along t against training steps."""
-    figure, (row,) = style.panels(1, 2, (10, 4))
+    figure, (row,) = style.panels(1, 2, (10, 4), sharey=True)
+    found: dict[Axes, style.Curves] = {}
     for panel, family in zip(row, FAMILIES, strict=True):
-        found = {}
+        curves = {}
         for system in SYSTEMS:
             own = record.of(system=system)
             steps = sorted({s.step for s in own[0].spectra if s.reading == "ours"})
-            found[system] = (steps, [interval([r.spectrum(family, k).growth for r in own]) for k in steps])
+            curves[system] = (steps, [interval([r.spectrum(family, k).growth for r in own]) for k in steps])
+            style.curve(panel, *curves[system], **LOOKS[system])
         growth = f"growth of |lambda| (octaves), n = {record.protocol.n}"
         panel.set(title=family.upper(), xlabel="training steps", ylabel=growth)
         style.zero(panel)
-        style.curves(panel, found, LOOKS)
+        found[panel] = curves
+    for panel, curves in found.items():  # when the common axis is final
+        style.direct(panel, {name: (x[-1], own[-1].mean) for name, (x, own) in curves.items()}, LOOKS)
+    figure.supxlabel("at 0: a new model with other initial weights", fontsize=8)
     return figure

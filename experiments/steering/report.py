@@ -157,7 +157,7 @@ def draw(record: Steering) -> Iterator[style.Named]:
     """Left: share classified as B against u. Right: loss under right, wrong and no control. Bars: intervals."""
     p, heard = record.protocol, losses(record)
     figure, ((left, right),) = style.panels(1, 2, (12, 4.8))
-    b, ends, looks = record.texts[1].name, {}, style.series_of(record.arms)
+    b, ends, last, looks = record.texts[1].name, {}, {}, style.series_of(record.arms)
     for k, (arm, look) in enumerate(looks.items()):
         aside, loose = 0.015 * k, {**look, "linestyle": ""}
         shares = {u: share for u in record.ways if (share := record.judged_b(arm, u))}
@@ -169,6 +169,7 @@ def draw(record: Steering) -> Iterator[style.Named]:
         ends[arm] = (1.2 + aside, none.mean)
         for place, kind in enumerate(("right", "wrong", "none")):
             style.points(right, [place + 0.15 * k], [heard[arm, kind].mean], **look)
+        last[arm] = (2 + 0.15 * k, heard[arm, "none"].mean.mean)
     for share, words in zip(record.judge.shares, ("A", "B"), strict=True):
         style.level(left, share, f"real {words}")
     style.level(left, 0.5, "chance")
@@ -180,5 +181,6 @@ def draw(record: Steering) -> Iterator[style.Named]:
     limits = style.span([found.mean for found in heard.values()], counts=[p.counts])
     style.loss_axis(right, "held-out text of both", "byte", p.n, p.counts, limits)
     right.set_xlabel("control")
+    style.direct(right, last, looks)
     figure.suptitle(f"n = {p.n} seeds, {p.samples} samples each, 95 % intervals", fontsize=10)
     yield "figure", figure

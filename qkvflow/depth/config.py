@@ -44,7 +44,7 @@ class DepthConfig:
         time_sampling: `jitter` shifts the grid at random in each training step, which then has one additional step, see
             `qkvflow.depth.jitter`.
         rtol, atol: tolerances of adaptive steps (if one is given, the other is the same). WARNING: step sizes depend on
-            the whole batch, so the model is not strictly causal, and generation cannot use a cache.
+            the whole batch, so the model is not strictly causal, and generation refuses it.
         max_steps: limit on the steps of an adaptive solve, including rejected ones; reaching it is an error. 256 by
             default. The solve backwards of `backsolve` has no limit.
         kinetic_weight: training adds this times the kinetic energy to the loss, the integral of the mean of (dx/dt)^2

@@ -74,7 +74,9 @@ def test_two_texts_are_needed_and_a_folder_may_be_elsewhere(tmp_path):
     [
         ({"gpt2": {"num_layers": 5}}, "must be the same number"),
         ({"flow": {"depth": {"steps": {"min": 2, "max": 4}}}}, "must be the same number"),
-        ({"depths": []}, "`depths` is empty"),
+        ({"depths": []}, "each once, for example"),
+        ({"depths": [6, 6]}, "each once, for example"),
+        ({"full": {"mode": {"type": "flow"}}}, r"`full\.mode\.type` must be full"),
         ({"lora": {"trainer": {"num_train_steps": 5}}}, "must have as many steps"),
         ({"overrides": {"data": {"tokenizer": "tiktoken:gpt2"}}}, "tokenizer` must be byte"),
     ],
@@ -85,6 +87,29 @@ def test_what_the_page_could_not_say_is_refused_before_any_training(changes, mes
         setattr(config, key, merged(getattr(config, key), value) if isinstance(value, dict) else value)
     with pytest.raises(UserError, match=message):
         config.check()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"flow": {"weights": {"type": "per_layer"}}}, "weights are functions of time"),
+        ({"lora": {"mode": {"target_modules": ["nothing"]}}}, "target_modules"),
+    ],
+)
+def test_a_base_that_cannot_be_adapted_is_refused_before_its_training(tmp_path, changes, message):
+    config = parse(AdaptiveDepthConfig, FULL)[0]
+    for key, value in changes.items():
+        setattr(config, key, merged(getattr(config, key), value))
+    texts = [Builtin(name).prepare(tmp_path / "texts") for name in ("topics", "library")]
+    with pytest.raises(UserError, match=message):
+        arms(config, texts, tmp_path)
+
+
+def test_the_page_names_the_modes_as_they_are():
+    config = parse(AdaptiveDepthConfig, FULL)[0]
+    assert config.kinds == {"full": "all weights", "lora": "LoRA and embeddings"}
+    config.lora = merged(config.lora, {"mode": {"train_embeddings": False}})
+    assert config.kinds["lora"] == "LoRA"
 
 
 def test_the_table_comes_from_the_record_alone(tmp_path):

@@ -2,12 +2,14 @@
 
 import dataclasses
 import itertools
+from pathlib import Path
 
 import numpy as np
 import pytest
 from support.models import build, random_tokens, small_config
 from support.studies import ABOUT, ORIGIN, refuse_work, smoke
 
+from experiments.dynamics import readings
 from experiments.dynamics.__main__ import STUDY
 from experiments.dynamics.plan import SYSTEMS, arms
 from experiments.dynamics.readings import (
@@ -17,6 +19,7 @@ from experiments.dynamics.readings import (
     Mark,
     Spectra,
     _correlation,
+    marks,
     properties,
     scores,
     spectra,
@@ -56,6 +59,23 @@ def test_scores_and_properties():
     assert _correlation(order, order**3) == 1.0
     assert _correlation(order, -order) == -1.0
     assert _correlation(order, np.ones(6)) == 0.0
+
+
+def test_each_sample_is_scored_with_its_model_and_its_tokens(monkeypatch):
+    """A score that is the token itself, of the trained model, and its negative of the new one."""
+
+    def by_token(model, is_flow):
+        return {"paper": lambda text: text if model == "trained" else -text}
+
+    monkeypatch.setattr(readings, "scores", by_token)
+    monkeypatch.setattr(readings, "properties", lambda model, text, rarity: {name: text for name in PROPERTIES})
+    monkeypatch.setattr(readings, "_correlation", lambda score, known: float(score[0] * known[0] + 100 * known[1]))
+    texts = np.array([[3, 5, 7, 9]])
+    found = {m.sample: m.correlation for m in marks("trained", "new", texts, np.ones(10), is_flow=True, seed=0)}
+    shuffled = np.random.default_rng(0).permutation(texts[0])
+    assert found["text"] == 3 * 3 + 100 * 5
+    assert found["untrained"] == -3 * 3 + 100 * 5
+    assert found["shuffled"] == shuffled[0] ** 2 + 100 * shuffled[1]
 
 
 def made_up() -> Dynamics:
@@ -119,12 +139,21 @@ def test_arms_and_refusals(tmp_path):
     for changes, message in (
         ({"overrides": {"model": {"weights": {"type": "per_layer"}}}}, "functions of time"),
         ({"overrides": {"model": {"depth": {"solver": "rk4"}}}}, "with Euler on a fixed grid"),
+        ({"overrides": {"model": {"depth": {"steps": {"grow": {0.0: 1, 0.5: 2}}}}}}, "that does not grow"),
+        ({"overrides": {"model": {"depth": {"steps": 2, "step_size": "residual"}}}}, "steps of length 1/L"),
         ({"checkpoints": 999}, "`checkpoints` is 999, of 6 steps"),
         ({"texts": 999}, "`texts` is 999 .* one batch of"),
         ({"length": 999}, "`length` 999, but"),
     ):
         with pytest.raises(UserError, match=message):
             arms(dataclasses.replace(config, **changes), text, tmp_path)
+    short = dataclasses.replace(text, folder=tmp_path / "short")
+    short.folder.mkdir()
+    for part in ("train", "select"):
+        Path(short.file(part)).write_text(text.read(part))
+    Path(short.file("report")).write_text(text.read("report")[: flow.recipe.config.Pos.size])
+    with pytest.raises(UserError, match="has 1 sequences of"):
+        arms(config, short, tmp_path)
     with pytest.raises(UserError, match="a configuration to begin from is missing"):
         arms(dataclasses.replace(config, base=None), text, tmp_path)
     with pytest.raises(UserError, match="`length` must be at least 5"):

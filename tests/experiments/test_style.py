@@ -66,11 +66,22 @@ def test_heights_move_as_little_as_possible():
 
 def test_a_loss_stands_beside_what_counting_reaches(panel):
     style.loss_axis(panel, "held-out text", "byte", 5, {"1": 3.2, "2": 2.4, "3": 1.701, "4": 1.7}, (1.5, 3.0))
-    assert panel.get_ylabel() == "loss on held-out text (nats per byte), n = 5"
+    assert panel.get_ylabel() == "loss on held-out text\n(nats per byte), n = 5"
     assert panel.get_ylim() == (1.5, 3.0)
     lines = sorted(line.get_ydata()[0] for line in panel.lines)
     assert lines == [1.7, 1.701, 2.4]  # single tokens say nothing here
     assert [text.get_text() for text in panel.texts] == ["", "3-grams 1.70, 4-grams 1.70", "2-grams 2.40"]
+
+
+@pytest.mark.parametrize(("height", "moves"), [(2.41, True), (1.5, False)])
+def test_data_begins_beside_a_label_that_it_would_cross(panel, height, moves):
+    panel.plot([0.0, 10.0], [height, height])
+    style.loss_axis(panel, "held-out text", "byte", 5, {"2": 2.4}, (1.0, 3.0))
+    style.make_room(panel.figure)
+    panel.figure.draw_without_rendering()
+    (label,) = (text.get_window_extent() for text in panel.texts)
+    assert (panel.transData.transform((0.0, height))[0] > label.x1) == moves
+    assert not moves or min(panel.get_xticks()) == 0.0  # no numbers where no data is
 
 
 def test_lines_outside_the_axis_take_no_room(panel):
