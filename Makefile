@@ -42,7 +42,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	if [ -z "$$python" ]; then echo "qkvflow needs Python 3.11 or 3.12 with the venv module: install one and run make again." >&2; exit 1; fi; \
 	echo "Setting up $(VENV) with $$($$python --version) (a few minutes, once)"; \
 	test -x $(PY) || $$python -m venv $(VENV)
-	@$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[$(subst $() ,$(comma),$(filter-out targets,$(EXTRAS)))]"
+	@$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".$(addprefix [,$(addsuffix ],$(subst $() ,$(comma),$(strip $(filter-out targets,$(EXTRAS))))))"
 	@touch $@ $(if $(filter dev,$(EXTRAS)),$(VENV)/.installed-dev)
 
 $(COMPILERS): constraints.txt | $(INSTALLED)

@@ -127,7 +127,7 @@ class Recipe:
         if not is_one or model.depth.is_general or model.depth.solver != "euler":
             raise UserError(
                 "the model must be a `type: neuralode` whose weights are functions of time, trained with"
-                " Euler on a fixed grid that does not grow: set `model.depth.steps` to a number"
+                " Euler on a fixed grid that does not grow"
             )
         return merged(self.raw["model"], {"depth": {"steps": model.depth.steps}})
 

@@ -72,9 +72,12 @@ def half(own: Interval) -> float:
     return own.sd / math.sqrt(2) if own.n == 2 else own.half
 
 
-def about_bars(n: int) -> str:
-    """n, and what bars and bands are, in words."""
-    return "n = 2 seeds, bars and bands from one to the other" if n == 2 else f"n = {n} seeds, 95 % intervals"
+def about_bars(n: int | str) -> str:
+    """n, or `least to most`, and what bars and bands are, in words."""
+    least = str(n).split(" to ")[0]
+    two = "of two, both" if least == "2" else ""
+    what = "bars and bands from one to the other" if str(n) == "2" else ", ".join(filter(None, ["95 % intervals", two]))
+    return f"n = {n} seeds, {what}"
 
 
 def curve(panel: Axes, x: Sequence[float], own: Sequence[Interval], **look: Any) -> None:
@@ -148,8 +151,11 @@ def make_room(figure: Figure) -> None:
         share = 0.03 + max(widths, default=0.0) / panel.get_window_extent().width
         shares[first] = max(share if widths else 0.0, shares.get(first, 0.0))
     for panel, share in shares.items():
-        scale = panel.xaxis.get_transform()
-        begins = min(own.dataLim.x0 for own in panel.get_shared_x_axes().get_siblings(panel))
+        if not share:
+            continue
+        scale, is_log = panel.xaxis.get_transform(), panel.get_xscale() == "log"
+        siblings = panel.get_shared_x_axes().get_siblings(panel)
+        begins = min(own.dataLim.minposx if is_log else own.dataLim.x0 for own in siblings)
         (low, high), begin = scale.transform(np.array(panel.get_xlim())), scale.transform(np.array([begins]))[0]
         wanted = (begin - share * high) / (1 - share)
         if np.isfinite(wanted) and wanted < low:

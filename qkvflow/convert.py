@@ -20,10 +20,12 @@ from qkvflow.data.tokenizers import TOKENIZER_FILES
 from qkvflow.errors import UserError
 from qkvflow.files import local_path, write_text
 from qkvflow.hub.card import Card
+from qkvflow.hub.custom import check_block
 from qkvflow.hub.folder import CONFIG, HubFolder, read_json
 from qkvflow.hub.tokenizer import OLD_FILES
 from qkvflow.hub.write import write_folder
-from qkvflow.models.levanter_twin import enter
+from qkvflow.models import NeuralOdeConfig
+from qkvflow.models.levanter_twin import enter, enter_config
 from qkvflow.places import Place, is_remote
 from qkvflow.progress import Progress
 from qkvflow.ranges import Steps
@@ -32,11 +34,13 @@ from qkvflow.runs.config import FinetuneDataConfig
 from qkvflow.runs.directory import location_of
 from qkvflow.runs.hub import import_run
 from qkvflow.runs.known_loss import warn_if_lost
+from qkvflow.runs.load import find_run, stored_config
 from qkvflow.runs.made import new_folder, refuse_existing, refuse_target
 from qkvflow.tracking import read_metrics
 from qkvflow.weights import PerLayerConfig
 
-_FILES = (CONFIG, "*.safetensors", "*.safetensors.index.json", *TOKENIZER_FILES, *OLD_FILES)
+# Not `consolidated.safetensors` and other copies of the same arrays.
+_FILES = (CONFIG, "model*.safetensors", "model.safetensors.index.json", *TOKENIZER_FILES, *OLD_FILES)
 
 
 @dataclass
@@ -108,15 +112,11 @@ def _out(config: ConvertConfig, progress: Progress) -> Path:
     target = local_path(config.to_hf)
     refuse_existing(target, "--to_hf")
     with progress.phase(f"Loading {config.run}"):
+        _check_exportable(enter_config(stored_config(find_run(config.run)).model), config)
         run = load_run(config.run, config.checkpoint_step, averaged=config.averaged)
     model = enter(run.model)
     depth, is_stack = model.config.depth, isinstance(model.config.weights, PerLayerConfig)
     is_new_depth = config.steps not in (None, depth.reading_steps)
-    if is_stack and is_new_depth:
-        raise UserError(
-            f"--steps is {config.steps}, but {config.run} is an ordinary model of {depth.reading_steps} layers, which"
-            " has only this depth. Leave --steps out"
-        )
     trained = None if is_stack and depth.step_size == "residual" else model.config
     ordinary = model.discretise(config.steps)
     if is_new_depth or depth.is_adaptive:
@@ -141,6 +141,22 @@ def _out(config: ConvertConfig, progress: Progress) -> Path:
     how = f"with trust_remote_code=True, because {reason}" if reason else "as it is"
     print(f"The model is in {target}; transformers loads it {how}", flush=True)
     return target
+
+
+def _check_exportable(model: NeuralOdeConfig, config: ConvertConfig) -> None:
+    """Raises: UserError: the model has no such depth, or a block that cannot be exported."""
+    depth = model.depth
+    if isinstance(model.weights, PerLayerConfig) and config.steps not in (None, depth.reading_steps):
+        raise UserError(
+            f"--steps is {config.steps}, but {config.run} is an ordinary model of {depth.reading_steps} layers, which"
+            " has only this depth. Leave --steps out"
+        )
+    if depth.is_adaptive and config.steps is None:
+        raise UserError(
+            f"{config.run} chooses its steps itself, but an exported model has one depth: add --steps M, and see its"
+            f" loss by qkvflow eval --run {shlex.quote(config.run)} --steps M"
+        )
+    check_block(model.block)
 
 
 def _losses(run: Run, averaged: bool) -> dict[str, float]:

@@ -156,6 +156,10 @@ def _machine(config: DescribeConfig) -> tuple[MeshShape | None, Target | None]:
 
 def _subjects(config: DescribeConfig, shape: MeshShape | None) -> list[_Subject]:
     """Reads all configurations and runs."""
+    if config.vocab_size is not None and not config.files:
+        raise UserError("--vocab_size is for configurations: a run has its own vocabulary. Leave it out")
+    if config.checkpoint_step is not None and not config.run:
+        raise UserError("--checkpoint_step is for runs: configurations have no checkpoints. Leave it out")
     subjects = []
     short = {path: path.removesuffix(".yaml").removeprefix("configs/") for path in config.files}
     for path, (train, start) in [(path, _read(path, config.overrides)) for path in config.files]:
@@ -248,6 +252,14 @@ def _check_writable(path: Path) -> None:
     """Before long work."""
     if path.is_dir() or not path.absolute().parent.is_dir():
         raise UserError(f"cannot write --json {path}: {'it is a folder' if path.is_dir() else 'its folder is missing'}")
+    is_new = not path.exists()
+    try:
+        with path.open("a"):
+            pass
+        if is_new:
+            path.unlink()
+    except OSError as error:
+        raise UserError(f"cannot write --json {path}: {error.strerror}") from None
 
 
 def arguments(argv: Sequence[str]) -> list[str]:

@@ -46,7 +46,7 @@ from qkvflow.progress import Progress
 from qkvflow.ranges import Count, Positive, Range, Steps, check_range
 from qkvflow.runs import Run, load_run
 from qkvflow.runs.evaluate import RunEvaluator, on_other_text
-from qkvflow.runs.known_loss import warn_of_lost
+from qkvflow.runs.known_loss import warn_if_lost, warn_of_lost
 
 
 @dataclass
@@ -113,11 +113,13 @@ def main(
         if config.exit is not None:
             model = wanted.flow(run, "only a flow has exits")
             exits = read_exits(model, text, config.exit, progress, config.calibrate)
+            _warn_of_lost(run, config, model, exits[0].loss)
             _tell(run, exits_table(exits), "exits.json", {"exits": [asdict(r) for r in exits]}, config)
             return exits
         if caches:
             model = wanted.flow(run, "only a flow can share its cache")
             shared = read_caches(model, text, caches, progress)
+            _warn_of_lost(run, config, model, shared[0].loss)
             _tell(run, caches_table(shared), "cache.json", {"caches": [asdict(r) for r in shared]}, config)
             return shared
         if config.continuity:
@@ -130,6 +132,12 @@ def main(
             warn_of_lost(run, {f"{r.solver} with {r.steps} steps": r.loss for r in readings})
     _tell(run, table(readings), "depth.json", {"readings": [asdict(r) for r in readings]}, config, readings)
     return readings
+
+
+def _warn_of_lost(run: Run, config: EvalConfig, model: NeuralOdeLMHeadModel, loss: float) -> None:
+    """loss: of the model without exits, with its exact cache."""
+    if _other_text(config.data or {}) is None:
+        warn_of_lost(run, {name_of(model): loss})
 
 
 def _check(config: EvalConfig, wanted: Depths) -> None:
@@ -221,6 +229,7 @@ def _tasks(config: EvalConfig, wanted: Depths) -> list[TaskReading]:
             run = load_run(config.run, config.checkpoint_step, averaged=config.averaged)
         found, target = [], None
         for model in wanted.models(run):
+            warn_if_lost(run, model, name_of(model))
             with progress.phase(f"Tasks with {name_of(model)}"):
                 found.append(tasks.read(run, model))
             target = _write(run, "tasks.json", {"readings": [asdict(reading) for reading in found]}, config)

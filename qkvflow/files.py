@@ -49,12 +49,17 @@ def local_path(name: str | os.PathLike) -> Path:
 
 
 def array_path(name: str | os.PathLike) -> Path:
-    """`local_path` for a folder of arrays, which TensorStore reads and writes.
+    """`local_path` for a folder of arrays, which TensorStore and fsspec read and write.
 
     Raises:
-        UserError: also for a path that is not UTF-8, which TensorStore cannot open.
+        UserError: also for a path that is not UTF-8, which TensorStore cannot open, or has `::`, which fsspec takes
+            for two paths.
     """
     path = local_path(name)
+    if "::" in str(path.absolute()):
+        raise UserError(
+            f"{path.absolute()} contains `::`, which libraries interpret as two paths. Choose another folder"
+        )
     try:
         str(path.absolute()).encode()
     except UnicodeEncodeError:

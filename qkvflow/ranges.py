@@ -45,7 +45,7 @@ class Range:
 
 def is_finite(number: float) -> bool:
     """Whether it is neither NaN nor infinite; `math.isfinite` fails for integers beyond all floats."""
-    return not isinstance(number, float) or math.isfinite(number)
+    return isinstance(number, numbers.Integral) or math.isfinite(number)
 
 
 Count = Annotated[int, Range(at_least=1)]
@@ -151,7 +151,9 @@ def _parts(value: Any, path: str) -> Iterator[tuple[str, Any]]:
     elif isinstance(value, list | tuple):
         for index, part in enumerate(value):
             yield from _parts(part, f"{path}[{index}]")
-    elif not isinstance(value, bool | type) and (isinstance(value, int | float) or dataclasses.is_dataclass(value)):
+    elif not isinstance(value, bool | type) and (
+        isinstance(value, numbers.Real) or dataclasses.is_dataclass(value)  # NumPy's numbers, too
+    ):
         yield path, value
 
 

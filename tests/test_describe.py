@@ -152,6 +152,8 @@ def test_names_of_files_may_have_any_characters(name):
         (["--mesh", "0x8"], "--mesh 0x8: give"),
         (["--mesh", "2", "--json", "no/such/folder/x.json"], "cannot write --json .*its folder is missing"),
         (["--mesh", "2", "--json", "."], "cannot write --json .*it is a folder"),
+        (["--mesh", "2", "--json", "/proc/x.json"], "cannot write --json /proc/x.json: "),
+        (["--checkpoint_step", "3"], "--checkpoint_step is for runs"),
         (["--mesh", "2", "--slots", "4"], "--slots and --dtype are for a decoding step"),
         (["--mesh", "2", "--dtype", "bf16"], "--slots and --dtype are for a decoding step"),
         (["--serve", "--mesh", "8x8", "--target", "v5e"], r"--mesh 8x8: a decoding step \(--serve\) is for one device"),
@@ -165,6 +167,11 @@ def test_mistakes_are_told_before_anything_is_compiled(words, told):
     with pytest.raises(UserError, match=told) as error:
         program.main(parse(program.DescribeConfig, words)[0])
     assert len(str(error.value)) < 400
+
+
+def test_a_run_has_its_own_vocabulary():
+    with pytest.raises(UserError, match="--vocab_size is for configurations"):
+        program.main(program.DescribeConfig(run=["runs/x"], vocab_size=5))
 
 
 def test_what_is_wrong_with_a_base_is_told(tmp_path, monkeypatch):

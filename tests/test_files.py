@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from qkvflow.data import DataConfig
 from qkvflow.errors import UserError
 from qkvflow.files import array_path, is_fresh, json_text, local_path, replacing, write_text
 
@@ -62,6 +63,19 @@ def test_a_folder_of_arrays_has_a_name_in_utf8(tmp_path, monkeypatch):
     with pytest.raises(UserError, match="is not UTF-8"):
         array_path("runs")
     assert array_path("/tmp/café") == Path("/tmp/café")
+
+
+def test_a_folder_of_arrays_is_one_path(tmp_path, monkeypatch):
+    """fsspec takes `a::b` for two paths, and makes the first one."""
+    for name in ("a::b", str(tmp_path / "c::d" / "runs")):
+        with pytest.raises(UserError, match="contains `::`"):
+            array_path(name)
+    config = DataConfig(train="x.txt", cache_dir=str(tmp_path / "a::b"))
+    (tmp_path / "x.txt").write_text("text")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="contains `::`"):
+        config.resolve(tmp_path / "tokenizer")
+    assert not (tmp_path / "a").exists()
 
 
 def test_json_has_null_for_what_is_not_finite():

@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 from support.configs import TINY
 
@@ -82,7 +83,8 @@ def test_configurations_made_in_python_are_checked_too(config, field):
     [
         lambda: DepthConfig(steps=2.5),
         lambda: DepthConfig(steps="6"),
-        lambda: DepthConfig(steps={"grow": {0.0: 3}}),
+        lambda: DepthConfig(steps={"grow": 3}),
+        lambda: DepthConfig(steps={"shrink": 3}),
         lambda: DepthConfig(steps=True),
         lambda: StepRange(2.5, 4),
         lambda: StepGrowth({0.0: 2.5}),
@@ -115,6 +117,10 @@ def test_training_looks_at_levanters_fields_once_more():
         (("--trainer.train_batch_size", "[]"), r"sizes from steps \[\]"),
         (("--trainer.checkpointer.keep", "[{interval: 10}]"), r"keep\[0\].*`interval`|unknown key.*interval"),
         (("--trainer.checkpointer.keep", "[{every: 10}, {every: 5, until: 3}]"), r"checkpointer.*`until` is missing"),
+        (("--data.mixture_block_size", "0"), r"mixture_block_size` must be at least 1 and below 65536"),
+        (("--trainer.model_averaging", "{type: ema, beta: 1.5}"), r"beta` must be at least 0 and below 1"),
+        (("--model.hidden_dim", "1000000000039"), r"The nearest number of heads that divides it is 1\."),
+        (("--model.block", "{type: llama, num_heads: 999999000000, num_kv_heads: 999998}"), r"Possible: 1, 2, "),
         (("--trainer.quantization", "{fp8: true}"), r"quantization` does not work with `type: neuralode`"),
         (("--trainer.model_averaging", "{type: ema_decay_sqrt}"), r"ema_decay_sqrt}` fails .* Use {type: ema}"),
         (("--trainer.allow_nondivisible_batch_size", "true"), r"allow_nondivisible_batch_size` is not supported"),
@@ -150,6 +156,7 @@ def test_no_range_holds_what_is_not_finite():
     for number in (math.nan, math.inf, -math.inf):
         assert number not in Range()
         assert number not in Range(at_least=0)
+    assert np.float32(np.nan) not in Range()
     assert 10**400 in Range(at_least=1)
     assert -(10**400) not in Range(at_least=1)
 

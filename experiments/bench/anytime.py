@@ -124,6 +124,7 @@ def ways(run: Run, model: NeuralOdeLMHeadModel, config: AnytimeConfig) -> Iterat
     grids = {steps: model.with_depth(depth.on_grid(steps)) for steps in dict.fromkeys([full, *config.steps])}
     limits = [ExitConfig(config.rule, threshold) for threshold in config.thresholds]
     drafts = [_drafting(given, full) for given in config.drafts]  # all before the first reading
+    reader = ForcedReader(model, ExitConfig(config.rule, 1.0))
     examples = list(RunEvaluator(run, None, config.max_eval_batches).examples())
 
     def way(kind: str, name: str, loss: float, read: NeuralOdeLMHeadModel, draft_steps: int = 0, **options) -> Way:
@@ -134,7 +135,6 @@ def ways(run: Run, model: NeuralOdeLMHeadModel, config: AnytimeConfig) -> Iterat
     for steps, read in grids.items():
         losses[steps] = read_with_cache(read, EXACT, examples).loss
         yield way("steps", str(steps), losses[steps], read)
-    reader = ForcedReader(model, ExitConfig(config.rule, 1.0))
     for exits in limits:
         loss = reader.read(examples, exits.threshold).loss
         yield way("exit", f"{config.rule} below {exits.threshold:g}", loss, model, exits=exits)

@@ -23,7 +23,7 @@ RESULTS = Path(__file__).parent / "results"
 @dataclass(frozen=True)
 class Benchmark:
     """name: of its JSON. settings: shown with it. measure: name of a row -> its numbers, or these in turn, which are
-    written one by one, so that nothing is lost if the program ends before its time."""
+    also written one by one, to <name>.partial.json, so that they are not lost if the program ends before its time."""
 
     name: str
     settings: Mapping[str, object]
@@ -35,17 +35,18 @@ class Benchmark:
         for name, row in found.items() if isinstance(found, Mapping) else found:
             rows[name] = row
             if not isinstance(found, Mapping):
-                self._write(rows)
+                self._write(rows, ".partial")
         self._write(rows)
+        (RESULTS / f"{self.name}.partial.json").unlink(missing_ok=True)
         table = Table.of({"": row} | {key: f"{x:.4g}" for key, x in own.items()} for row, own in rows.items())
         print(f"\n{self.name}: {', '.join(f'{k} {v}' for k, v in self.settings.items())}\n\n{table}", flush=True)
 
-    def _write(self, rows: Rows) -> None:
+    def _write(self, rows: Rows, suffix: str = "") -> None:
         where = {"device": device_name(), "devices": jax.device_count(), "jax": jax.__version__}
         record = {"benchmark": self.name, "date": date.today().isoformat(), **where}
         RESULTS.mkdir(exist_ok=True)
         text = json.dumps(record | {"settings": self.settings, "rows": rows}, indent=2)
-        write_text(RESULTS / f"{self.name}.json", text + "\n")
+        write_text(RESULTS / f"{self.name}{suffix}.json", text + "\n")
 
 
 def run(benchmarks: Iterable[Benchmark]) -> None:

@@ -18,7 +18,7 @@ from experiments.tables import Table
 from qkvflow.cli import parse, run_program
 from qkvflow.config import decode
 from qkvflow.config.yaml_file import read_yaml
-from qkvflow.errors import UserError
+from qkvflow.errors import UserError, first_line
 from qkvflow.files import write_text
 from qkvflow.meshes import MeshShape, Target, describe_mesh
 from qkvflow.meshes.report import summary
@@ -118,8 +118,8 @@ def main(config: TargetsConfig) -> None:
         print(f"{job.name} ...", flush=True)
         try:
             found: dict[str, Any] = job.run()
-        except UserError as error:
-            found = {"config": job.config, "target": job.machine.target, "error": str(error)}
+        except (UserError, RuntimeError) as error:  # the latter: of a compiler
+            found = {"config": job.config, "target": job.machine.target, "error": first_line(error)}
         write(job.name, found)
         print(Table.of([line(job.name, found)]), flush=True)
 

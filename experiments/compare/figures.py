@@ -10,7 +10,7 @@ from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter
 from experiments import style
 from experiments.compare import widths
 from experiments.compare.plan import ROWS
-from experiments.compare.record import CompareProtocol, Comparison, Rows, by_row, each, seeds_of
+from experiments.compare.record import CompareProtocol, Comparison, Rows, by_row, each, extent, seeds_of
 from experiments.lines import Line
 
 # A system has a colour and a shape. Marks of rows that share a training overlap: later ones are larger and hollow.
@@ -46,7 +46,7 @@ def _loss(p: CompareProtocol, rows: Rows, looks: style.Looks) -> Figure:
     aside = {row: 0.2 * (k - 1) for k, row in enumerate(ROWS)}
     _points(right, rows, looks, lambda row, line: list(looks).index(line.what.system) + aside[row])
     style.arms(right, list(looks))
-    right.set_title("reported, after training; 95 % intervals over seeds")
+    right.set_title(f"reported, after training; {style.about_bars(seeds_of(rows))}")
     style.losses(right, p, "report", limits, seeds_of(rows))
     _legend_of_rows(figure, rows)
     return figure
@@ -94,7 +94,8 @@ def _speed(record: Comparison, rows: Rows, looks: style.Looks) -> Figure:
                 panel.text(k, 0.02, "other machine", transform=panel.get_xaxis_transform(), **look)
             style.seeds(panel, k, times, colour)
         style.arms(panel, list(found), rotation=30)
-        panel.set_title(f"at {ROWS[row]}, n = {seeds_of({row: found})}", fontsize=10)
+        there = extent(len(own) for line in found.values() if (own := record.timed(line.trained)))
+        panel.set_title(f"at {ROWS[row]}, n = {there or 0}", fontsize=10)
         panel.grid(False, axis="x")
         panel.grid(axis="y", alpha=0.3)
     across[0].set(ylabel="ms per training step (line: minimum)", ylim=(0, None))

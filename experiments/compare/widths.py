@@ -89,7 +89,8 @@ def draw(record: Comparison, looks: style.Looks) -> Iterator[style.Named]:
     panel.set_xscale("log", base=2)
     panel.set_xticks(widths, [str(width) for width in widths])
     panel.minorticks_off()
-    panel.set(xlabel="width", title=f"at {p.steps:,} steps; 95 % intervals over seeds")
-    style.losses(panel, p, "report", limits, extent(own.slope.n for own in found.values()))
+    n = extent(own.slope.n for own in found.values())
+    panel.set(xlabel="width", title=f"at {p.steps:,} steps; {style.about_bars(n)}")
+    style.losses(panel, p, "report", limits, n)
     style.curves(panel, {name: ([*own.losses], [*own.losses.values()]) for name, own in found.items()}, looks)
     yield "widths", figure

@@ -162,7 +162,8 @@ def _spectra(record: Dynamics) -> Figure:
             ends[panel][system] = (at[0].times[-1], means[-1].mean)
     for panel, own in ends.items():  # when the common axes are final
         style.direct(panel, own, LOOKS)
-    figure.supxlabel("grey: new models with other initial weights; mean and 95 % interval over seeds", fontsize=8)
+    words = f"grey: new models with other initial weights; {style.about_bars(record.protocol.n)}"
+    figure.supxlabel(words, fontsize=8)
     return figure
 
 

@@ -271,7 +271,7 @@ def _gradient_flow(record: GradientFlow) -> Figure:
         panel.set(title="gradient, before clipping", ylabel=f"norm of the {words}, n = {p.n}")
     for panel in row:
         panel.set_xlabel("steps" if panel is loss else f"steps (mean of {window})")
-    figure.supxlabel(f"mean and 95 % interval over n = {p.n} seeds", fontsize=8)
+    figure.supxlabel(f"means; {style.about_bars(p.n)}", fontsize=8)
     return figure
 
 

@@ -182,5 +182,5 @@ def draw(record: Steering) -> Iterator[style.Named]:
     style.loss_axis(right, "held-out text of both", "byte", p.n, p.counts, limits)
     right.set_xlabel("control")
     style.direct(right, last, looks)
-    figure.suptitle(f"n = {p.n} seeds, {p.samples} samples each, 95 % intervals", fontsize=10)
+    figure.suptitle(f"{p.samples} samples of each seed; {style.about_bars(p.n)}", fontsize=10)
     yield "figure", figure

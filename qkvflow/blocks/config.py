@@ -1,6 +1,7 @@
 """YAML `block:` the choices for B(x; W). Each builds an ordinary block and describes what surrounds it."""
 
 import abc
+import math
 from dataclasses import dataclass
 
 import draccus
@@ -70,9 +71,14 @@ def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
 
 def check_heads(hidden_dim: int, num_heads: int) -> None:
     if num_heads < 1 or hidden_dim % num_heads != 0:
-        divisors = [n for n in range(1, hidden_dim + 1) if hidden_dim % n == 0]
-        near = min(divisors, key=lambda n: abs(n - num_heads))
+        near = min(divisors(hidden_dim), key=lambda n: abs(n - num_heads))
         raise UserError(
             f"hidden_dim ({hidden_dim}) must be divisible by block.num_heads ({num_heads}), because each head takes an"
             f" equal share of the width. The nearest number of heads that divides it is {near}."
         )
+
+
+def divisors(number: int) -> list[int]:
+    """Ascending; of a number beyond 10^12, which no model has, only 1 and itself."""
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0] if number <= 10**12 else [1]
+    return sorted({*small, *(number // n for n in small)})

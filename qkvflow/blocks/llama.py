@@ -20,7 +20,7 @@ from levanter.layers.rotary import DefaultRotaryEmbeddingsConfig, Llama3RotaryEm
 from levanter.utils.activation import ActivationFunctionEnum
 
 from qkvflow.axes import HEAD_SIZE, HEADS, KV_HEAD, MLP
-from qkvflow.blocks.config import BlockConfig, check_choice, check_heads
+from qkvflow.blocks.config import BlockConfig, check_choice, check_heads, divisors
 from qkvflow.blocks.forms import FORMS, seen_by_second_half
 from qkvflow.blocks.grouped_query import GroupedQueryAttention
 from qkvflow.blocks.inputs import Inputs
@@ -126,10 +126,10 @@ class LlamaBlockConfig(BlockConfig):
         super().__post_init__()
         check_choice("form", self.form, LLAMA_FORMS)
         if self.num_kv_heads is not None and self.num_heads % self.num_kv_heads != 0:
-            divisors = [str(n) for n in range(1, self.num_heads + 1) if self.num_heads % n == 0]
+            possible = ", ".join(map(str, divisors(self.num_heads)))
             raise UserError(
                 f"num_kv_heads ({self.num_kv_heads}) must divide num_heads ({self.num_heads}), because each head of"
-                f" keys and values serves an equal group of query heads. Possible: {', '.join(divisors)}."
+                f" keys and values serves an equal group of query heads. Possible: {possible}."
             )
         if isinstance(self.rope, Llama3RotaryEmbeddingsConfig):
             low, high = self.rope.low_freq_factor, self.rope.high_freq_factor

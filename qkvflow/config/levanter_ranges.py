@@ -2,9 +2,10 @@
 
 from levanter.callbacks.watch import WatchConfig
 from levanter.checkpoint import CheckpointerConfig
+from levanter.data.text import LmDataConfig
 from levanter.layers.rotary import RotaryEmbeddingsConfig
 from levanter.models.lm_model import LmConfig
-from levanter.optim import OptimizerConfig
+from levanter.optim import EmaModelAveragingConfig, OptimizerConfig
 from levanter.store.cache import CacheOptions
 from levanter.trainer import TrainerConfig
 
@@ -55,4 +56,6 @@ LEVANTER: Table = {
         "epsilon": _POSITIVE,
     },
     CacheOptions: {"batch_size": _COUNT},
+    LmDataConfig: {"mixture_block_size": Range(at_least=1, below=2**16)},  # Levanter's own limit
+    EmaModelAveragingConfig: {"beta": _PROPER_SHARE},
 }

@@ -18,26 +18,27 @@ class TokenCounts:
     validation: dict[str, int]
 
 
-def check_enough_tokens(data: LmDataConfig, seq_len: int) -> TokenCounts:
+def check_enough_tokens(data: LmDataConfig, seq_len: int, is_training: bool = True) -> TokenCounts:
     """Builds or loads all token caches and counts their tokens.
 
     Args:
         data: the result of `DataConfig.resolve`.
         seq_len: tokens of one training sequence.
+        is_training: whether a message may name keys of a training.
 
     Raises:
         UserError: a training component, or its validation part, has less than one sequence, or
             `num_validation_sequences` leaves nothing for training; the message gives the numbers. Or
             `max_train_batches` names no component.
     """
-    train = _counts(data, data.build_caches("train"), seq_len, "training")
+    train = _counts(data, data.build_caches("train"), seq_len, "training", is_training)
     # Components in `num_validation_sequences` are evaluated on part of their training sequences instead.
     held_out_caches = {
         name: cache
         for name, cache in data.build_caches("validation").items()
         if name not in (data.num_validation_sequences or {})
     }
-    validation = _counts(data, held_out_caches, seq_len, "validation")
+    validation = _counts(data, held_out_caches, seq_len, "validation", is_training)
     for name, component in data.components.items():
         missing = [part for part in _caches_of(data, name) if part not in train]
         if isinstance(component, DatasetComponent | ConcatDatasetComponent) and is_trained_on(data, name) and missing:
@@ -69,21 +70,25 @@ def is_trained_on(data: LmDataConfig, name: str) -> bool:
     return any(weights.get(name, 0) > 0 for weights in phases)
 
 
-def _counts(data: LmDataConfig, caches: Mapping[str, TreeCache[dict]], seq_len: int, purpose: str) -> dict[str, int]:
+def _counts(
+    data: LmDataConfig, caches: Mapping[str, TreeCache[dict]], seq_len: int, purpose: str, is_training: bool
+) -> dict[str, int]:
     counts = {}
     for name, cache in caches.items():
         component = component_of(data, name)
         tokens = cache.flat_field_length(component.format.token_data_key) if len(cache) else 0
         needed = seq_len if is_stream(component) else 1  # elsewhere each document may be one padded sequence
         if tokens < needed:
-            raise UserError(_too_short(name, purpose, tokens, needed))
+            raise UserError(_too_short(name, purpose, tokens, needed, is_training))
         tell_what_is_cut(component, cache, seq_len, f"the {purpose} text of component {name!r}")
         counts[name] = tokens
     return counts
 
 
-def _too_short(name: str, purpose: str, tokens: int, needed: int) -> str:
+def _too_short(name: str, purpose: str, tokens: int, needed: int, is_training: bool) -> str:
     found = f"the {purpose} text of component {name!r} has {tokens} tokens, but one sequence needs {needed}"
+    if not is_training:
+        return f"{found}. Give more text."
     more = "more text" if purpose == "training" else "more text for validation (or a bigger validation_fraction)"
     return f"{found}. Give {more}" + (f", or set train_seq_len to at most {tokens}." if tokens > 1 else ".")
 

@@ -224,6 +224,8 @@ def _resolve_component(
     # Without a source, or with `flat_cache`, the component names an existing cache, which stays unchanged.
     if not isinstance(component, DatasetComponent) or component.source is None or component.flat_cache:
         return component if control is None else with_control(name, component, control)
+    if "::" in name:
+        raise UserError(f"component {name!r}: a name cannot have `::`, which libraries interpret as two paths")
     base = component.cache_dir or cache_dir
     if base is None:
         raise UserError("`cache_dir` is null; set it to a folder for the tokens")

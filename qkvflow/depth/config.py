@@ -1,7 +1,11 @@
 """YAML `depth:` how the model travels from t = 0 to t = 1."""
 
+import contextlib
 import dataclasses
+import numbers
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from qkvflow.depth.fixed import FixedPlan
 from qkvflow.depth.general import AdaptivePlan, BacksolvePlan, Tolerances
@@ -19,6 +23,23 @@ EVALUATE = ("auto", "batched", "in_scan")
 TIME_SAMPLING = ("fixed", "jitter")
 COUPLING = 0.99  # the value of McCallum and Foster
 MAX_STEPS = 256
+
+
+def _steps(given: Any) -> int | StepRange | StepGrowth:
+    """Of a whole number (NumPy's, too), or the mapping of a range or of a growing depth.
+
+    Raises:
+        UserError: it is something else.
+    """
+    if isinstance(given, StepRange | StepGrowth):
+        return given
+    if isinstance(given, numbers.Integral) and not isinstance(given, bool):
+        return int(given)
+    if isinstance(given, Mapping):
+        kind = StepGrowth if "grow" in given else StepRange
+        with contextlib.suppress(TypeError):  # other keys than it has
+            return kind(**given)
+    raise UserError(f"steps: a whole number, {{min: 6, max: 12}} or {{grow: {{0.0: 3, 0.5: 6}}}}; got {given!r}.")
 
 
 @dataclass(frozen=True)
@@ -66,11 +87,8 @@ class DepthConfig:
 
     def __post_init__(self):
         tab = tableau(solver_by_name(self.solver))
+        object.__setattr__(self, "steps", _steps(self.steps))
         check_ranges(self)
-        if isinstance(self.steps, bool) or not isinstance(self.steps, int | StepRange | StepGrowth):
-            raise UserError(
-                f"steps: a whole number, {{min: 6, max: 12}} or {{grow: {{0.0: 3, 0.5: 6}}}}; got {self.steps!r}."
-            )
         for name, choices in (
             ("endpoint", ENDPOINTS),
             ("step_size", STEP_SIZES),

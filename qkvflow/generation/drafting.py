@@ -55,7 +55,7 @@ class Drafting:
                     f"draft_tokens is {tokens}, but draft_steps is missing: also give draft_steps, such as 3."
                 )
             return None
-        drafting = Drafting(steps) if tokens is None else Drafting(steps, tokens)
+        drafting = Drafting(int(steps)) if tokens is None else Drafting(int(steps), int(tokens))
         if drafting.steps < 1:
             raise UserError(f"draft_steps must be at least 1, got {drafting.steps}.")
         if not 1 <= drafting.tokens <= MOST:

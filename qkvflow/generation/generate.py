@@ -13,7 +13,7 @@ from levanter.models.lm_model import LmHeadModel
 from qkvflow.axes import BATCH, CONTROL, POSITION
 from qkvflow.errors import UserError
 from qkvflow.generation.drafting import Drafted, Drafting
-from qkvflow.generation.prepare import PreparedModel
+from qkvflow.generation.prepare import PreparedModel, check_length
 from qkvflow.generation.sampling import SamplingOptions
 from qkvflow.models.exits import ExitConfig, Exited
 from qkvflow.models.shared_cache import CacheSharing
@@ -95,9 +95,10 @@ def generate(
         raise UserError(
             "report receives the statistics of drafting and exits: pass draft_steps or exit, or leave it out."
         )
-    prepared = PreparedModel(model, use_cache, dtype, drafting, exits, CacheSharing.of(cache))
     for i, n in enumerate(counts):
-        prepared.check_length(n, max_new_tokens, f"the prompt of sequence {i}" if Batch.size > 1 else "the prompt")
+        what = f"the prompt of sequence {i}" if Batch.size > 1 else "the prompt"
+        check_length(model.Pos.size, n, max_new_tokens, what)
+    prepared = PreparedModel(model, use_cache, dtype, drafting, exits, CacheSharing.of(cache))
     controls = _controls(prepared, control, Batch)
     length = max(counts) + max_new_tokens
     engine = prepared.engine(Batch.size, length, () if stop_token is None else (stop_token,))
@@ -105,12 +106,13 @@ def generate(
         engine.admit(i, prompt, max_new_tokens, options[i], controls[i])
     engine.prefill_all(max(counts) - 1)
     step = engine.decode(max_new_tokens)
+    text, ends, _ = engine.read()
     if report is not None:
         if drafting is not None:
             report(sum(step.drafted, Drafted()))
-        if (exited := engine.exited()) is not None:
-            report(exited)
-    text, ends, _ = engine.read()
+        if exits is not None:  # with a threshold of 0, nothing counts: every token that was read made all steps
+            read = int(ends.sum()) - Batch.size
+            report(engine.exited() or Exited(prepared.steps * read, read, prepared.steps))
 
     end = Pos.size + max_new_tokens
     text = np.pad(text[:, :end], ((0, 0), (0, max(0, end - text.shape[1]))))

@@ -55,6 +55,7 @@ class PreparedModel:
         sharing: CacheSharing = EXACT,
         exits_vary: bool = False,
     ):
+        is_flow = isinstance(model, NeuralOdeLMHeadModel)
         if isinstance(model, NeuralOdeLMHeadModel):
             model = on_fixed_grid(model)
             self.control_dim = None if model.config.control is None else model.config.control.dim
@@ -66,8 +67,8 @@ class PreparedModel:
         self.is_cached = use_cache and isinstance(model, NeuralOdeLMHeadModel)
         self.draft_steps, self.draft_tokens = (0, 0) if drafting is None else (drafting.steps, drafting.tokens)
         if drafting is not None:
-            self._check_drafting(model, drafting)
-        if exits is not None and not self.is_cached:
+            self._check_drafting(model if is_flow else None, drafting)
+        if exits is not None and not (self.is_cached and is_flow):
             raise UserError(
                 "Exits need the cache of a flow: leave exit out for a model that is not a flow, and with use_cache:"
                 " false."
@@ -114,17 +115,7 @@ class PreparedModel:
         Raises:
             UserError: `prompt` tokens and the new ones do not fit the context.
         """
-        if max_new_tokens < 1:
-            raise UserError(f"max_new_tokens must be at least 1, got {max_new_tokens}.")
-        if prompt < 1:
-            raise UserError(f"{what} is empty: a model continues a text, so give at least one token.")
-        room = self.max_seq_len - prompt
-        if max_new_tokens > room:
-            fix = f"Ask for at most {room} new tokens, or shorten it." if room > 0 else "Shorten it."
-            raise UserError(
-                f"{what} has {prompt} tokens and {max_new_tokens} new ones are requested, but the model was trained"
-                f" with {self.max_seq_len} positions (model.max_seq_len). {fix}"
-            )
+        check_length(self.max_seq_len, prompt, max_new_tokens, what)
 
     def check_control(self, control) -> np.ndarray | None:
         """One control, [control] or [position, control], as an array.
@@ -157,7 +148,7 @@ class PreparedModel:
             )
         return array
 
-    def _check_drafting(self, model: LmHeadModel, drafting: Drafting) -> None:
+    def _check_drafting(self, model: LmHeadModel | None, drafting: Drafting) -> None:
         if not (self.is_cached and isinstance(model, NeuralOdeLMHeadModel)):
             raise UserError(
                 "Drafting runs the same flow on a coarse grid and needs its cache: leave draft_steps out for a model"
@@ -169,6 +160,21 @@ class PreparedModel:
                 f"draft_steps must be below the {steps} steps of the model, got {drafting.steps}: a draft must cost"
                 " less than it saves."
             )
+
+
+def check_length(max_seq_len: int, prompt: int, max_new_tokens: int, what: str) -> None:
+    """`PreparedModel.check_length`, before a model is prepared."""
+    if max_new_tokens < 1:
+        raise UserError(f"max_new_tokens must be at least 1, got {max_new_tokens}.")
+    if prompt < 1:
+        raise UserError(f"{what} is empty: a model continues a text, so give at least one token.")
+    room = max_seq_len - prompt
+    if max_new_tokens > room:
+        fix = f"Ask for at most {room} new tokens, or shorten it." if room > 0 else "Shorten it."
+        raise UserError(
+            f"{what} has {prompt} tokens and {max_new_tokens} new ones are requested, but the model was trained with"
+            f" {max_seq_len} positions (model.max_seq_len). {fix}"
+        )
 
 
 @eqx.filter_jit

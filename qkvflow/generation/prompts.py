@@ -83,7 +83,7 @@ def _from_file(path: Path) -> list[Prompt]:
     numbered = [(f"{path}, line {i}", line) for i, line in enumerate(lines, start=1) if line.strip()]
     if not numbered:
         raise UserError(f"the prompt_file {path} is empty: it must have one prompt per line")
-    if path.suffix == ".jsonl":
+    if path.suffix.lower() == ".jsonl":
         return [_from_record(where, line) for where, line in numbered]
     return [Prompt(line, None, where) for where, line in numbered]
 

@@ -75,16 +75,18 @@ def open_writer(
     if dtype is not None:
         dtype_by_name(dtype)
     loaded = load_run(run, checkpoint_step, averaged=averaged)
-    model = loaded.model
+    model, elsewhere = loaded.model, None
     if steps is not None or solver is not None:
         if not isinstance(model, NeuralOdeLMHeadModel):
             raise UserError(f"{run} is not a flow but a Levanter model with one depth: leave out steps and solver")
         depth = model.config.depth
         model = model.with_depth(depth.on_grid(steps, solver=depth.solver if solver is None else solver))
         if model.config.depth != depth:
-            depth = model.config.depth
-            warn_if_lost(loaded, model, f"{depth.solver} with {depth.reading_steps} steps")
-    return writer_of(loaded, model, use_cache, dtype, drafting, exits, sharing, exits_vary)
+            elsewhere = model.config.depth
+    writer = writer_of(loaded, model, use_cache, dtype, drafting, exits, sharing, exits_vary)
+    if elsewhere is not None:  # after all that may be refused
+        warn_if_lost(loaded, model, f"{elsewhere.solver} with {elsewhere.reading_steps} steps")
+    return writer
 
 
 def writer_of(

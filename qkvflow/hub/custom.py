@@ -55,7 +55,23 @@ def custom(config: NeuralOdeConfig, arrays: Arrays, vocab_size: int) -> tuple[di
     return settings, arrays | ({} if tied else {"lm_head.weight": arrays["lm_head.weight"].T})
 
 
+def check_block(block: BlockConfig) -> None:
+    """Raises: UserError: neither transformers nor the exported code has such a block."""
+    if not isinstance(block, Gpt2BlockConfig | LlamaBlockConfig | SsmBlockConfig):
+        raise UserError(
+            f"a block of type {type(block).__name__} cannot be exported: the exported code has the blocks of qkvflow"
+            " only. Keep the run, which every program of qkvflow reads"
+        )
+    if isinstance(block, Gpt2BlockConfig) and block.convolution is not None:
+        raise UserError(
+            f"a block with a convolution (`block.convolution: {block.convolution}`) cannot be exported: neither"
+            " transformers nor the exported code has one. Keep the run, which every program of qkvflow reads, or"
+            " train without it"
+        )
+
+
 def _block(block: BlockConfig, config: NeuralOdeConfig) -> dict[str, Any]:
+    check_block(block)
     around = block.norm(config.Embed)
     common = {
         "form": block.form,
@@ -79,22 +95,12 @@ def _block(block: BlockConfig, config: NeuralOdeConfig) -> dict[str, Any]:
             "rotation_scale": scale,
         }
     if isinstance(block, Gpt2BlockConfig):
-        if block.convolution is not None:
-            raise UserError(
-                f"a block with a convolution (`block.convolution: {block.convolution}`) cannot be exported: neither"
-                " transformers nor the exported code has one. Keep the run, which every program of qkvflow reads, or"
-                " train without it"
-            )
         return common | {
             "kind": "gpt2",
             "activation": block.activation.value,
             "inner": block.mlp_scale * config.hidden_dim,
         }
-    if not isinstance(block, SsmBlockConfig):
-        raise UserError(
-            f"a block of type {type(block).__name__} cannot be exported: the exported code has the blocks of qkvflow"
-            " only. Keep the run, which every program of qkvflow reads"
-        )
+    assert isinstance(block, SsmBlockConfig)
     rank = delta_rank(config.hidden_dim) if block.selective else None
     return common | {"kind": "ssm", "state_size": block.state_size, "delta_rank": rank}
 

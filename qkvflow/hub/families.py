@@ -6,6 +6,7 @@ ignores are handled here or rejected; a sliding window limits the context to its
 
 import dataclasses
 import math
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +17,7 @@ from levanter.models.lm_model import LmConfig
 from levanter.models.olmo import Olmo2Config
 from levanter.models.qwen import Qwen3Config, QwenConfig
 
-from qkvflow.errors import UserError
+from qkvflow.errors import Notice, UserError
 
 _OPTIONAL = ("num_key_value_heads", "intermediate_size", "n_inner", "head_dim", "sliding_window")
 _SIZES = (
@@ -29,6 +30,9 @@ _SIZES = (
 )
 _RATES = dict.fromkeys(("layer_norm_epsilon", "rms_norm_eps"), (1e-30, 1.0))
 _RATES |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop", "attention_dropout"), (0.0, 1.0))
+_RATES |= {"initializer_range": (0.0, math.inf)}
+_OF_SCALING = ("factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow")
+_OF_SCALING += ("original_max_position_embeddings", "attention_factor")
 # Other names of functions that Levanter has.
 _ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_new", "gelu_fast": "gelu_new"}
 
@@ -100,6 +104,9 @@ def _gemma(settings: Any) -> LmConfig:
     # Levanter does not read it, and has the tanh form, which Gemma's older files call `gelu`.
     if settings.hidden_act not in ("gelu", "gelu_new"):
         raise UserError(f"hidden_act is {settings.hidden_act!r}, but only 'gelu_pytorch_tanh' is supported")
+    if settings.hidden_act == "gelu":
+        text = "hidden_act 'gelu' is read as 'gelu_pytorch_tanh', which Gemma is trained with; transformers 4.57 reads"
+        warnings.warn(Notice(f"{text} the exact function"), stacklevel=2)
     if _head_dim(settings) is not None:
         share = settings.hidden_size // settings.num_attention_heads
         raise UserError(
@@ -189,6 +196,13 @@ def _check_numbers(settings: Any) -> None:
             continue
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise UserError(f"{name} is {value!r}, but must be a whole number of at least 1")
+    scaling = getattr(settings, "rope_scaling", None)
+    numbers = {f"rope_scaling: {key}": value for key, value in scaling.items()} if isinstance(scaling, dict) else {}
+    numbers = {key: value for key, value in numbers.items() if key.split()[1] in _OF_SCALING and value is not None}
+    numbers |= {"rope_theta": settings.rope_theta} if hasattr(settings, "rope_theta") else {}
+    for name, value in numbers.items():
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
+            raise UserError(f"{name} is {value!r}, but must be a positive number")
     for name, (low, high) in _RATES.items():
         value = getattr(settings, name, low)
         if not isinstance(value, int | float) or isinstance(value, bool) or not low <= value < high:

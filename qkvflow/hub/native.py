@@ -67,6 +67,7 @@ def _gpt2(config: NeuralOdeConfig, arrays: Arrays, vocab_size: int) -> tuple[dic
         "model_type": "gpt2",
         "vocab_size": vocab_size,
         "n_positions": config.max_seq_len,
+        "n_ctx": config.max_seq_len,  # transformers has no such key any more, but llama.cpp's converter reads it
         "n_embd": config.hidden_dim,
         "n_layer": _layers(config),
         "n_head": block.num_heads,

@@ -7,7 +7,9 @@ from typing import Any
 
 import jax
 import numpy as np
+import transformers
 from haliax.state_dict import to_torch_compatible_state_dict
+from levanter.tokenizers import MarinTokenizer
 from levanter.utils.tree_utils import inference_mode
 from safetensors.numpy import save_file
 
@@ -20,6 +22,7 @@ from qkvflow.hub.native import Arrays, native, obstacle
 from qkvflow.models import NeuralOdeConfig, NeuralOdeLMHeadModel
 
 SHARD_BYTES = 5 << 30
+_FAST = "PreTrainedTokenizerFast"
 
 
 def write_folder(
@@ -48,7 +51,7 @@ def write_folder(
     for name in TOKENIZER_FILES:
         if (tokenizer / name).is_file():
             shutil.copyfile(tokenizer / name, folder / name)
-    _without_token_types(folder / TOKENIZER_FILES[1])
+    _complete(folder / TOKENIZER_FILES[1], loaded)
     # Not in config.json, where Llama would treat it as a token without an embedding.
     filler, ends = {"pad_token_id": loaded.eos_token_id}, end_tokens(tokenizer, loaded)
     several = {"eos_token_id": ends} if len(ends) > 1 else {}
@@ -74,12 +77,24 @@ def with_plain_embeddings(config: NeuralOdeConfig, arrays: Arrays) -> Arrays:
     return found
 
 
-def _without_token_types(file: Path) -> None:
-    """Of a tokenizer without a class of its own, transformers would give models `token_type_ids`: GPT-2 adds their
-    embeddings to the tokens', others refuse them."""
+def _complete(file: Path, tokenizer: MarinTokenizer) -> None:
+    """The class and special tokens of a tokenizer that does not name them, or whose class transformers does not have:
+    it would take a class by the type of the model, with its own special tokens, or none.
+
+    Of a tokenizer without a class of its own, transformers would give models `token_type_ids`: GPT-2 adds their
+    embeddings to the tokens', others refuse them.
+    """
     settings = read_json(file) if file.is_file() else {}
-    if settings.get("tokenizer_class") in (None, "PreTrainedTokenizerFast") and "model_input_names" not in settings:
-        write_json(file, settings | {"model_input_names": ["input_ids", "attention_mask"]})
+    given = settings.get("tokenizer_class")
+    is_known = isinstance(given, str) and (hasattr(transformers, given) or "auto_map" in settings)
+    if not is_known and (file.parent / TOKENIZER_FILES[0]).is_file():
+        own = {"bos_token": tokenizer.bos_token, "eos_token": tokenizer.eos_token}
+        settings = {key: token for key, token in own.items() if token is not None} | settings
+        settings |= {"tokenizer_class": _FAST}
+    if settings.get("tokenizer_class") in (None, _FAST) and "model_input_names" not in settings:
+        settings |= {"model_input_names": ["input_ids", "attention_mask"]}
+    if settings:
+        write_json(file, settings)
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:

@@ -33,10 +33,11 @@ def penalised(
 
 
 def _costs(model: NeuralOdeLMHeadModel, solution: Solution, grows: bool) -> dict[str, Metric]:
-    """What the plan did not say beforehand: evaluations of adaptive steps, steps that were drawn or grow."""
+    """What the plan did not say beforehand: the costs of an adaptive solve, steps that were drawn or grow."""
     if solution.statistics is not None:
         statistics = solution.statistics
         return {
+            "depth_steps": _mean(statistics.steps - statistics.rejected),
             "depth_evaluations": _mean(statistics.evaluations),
             "depth_rejected_steps": _mean(statistics.rejected),
         }

@@ -17,9 +17,18 @@ def check_depth_goes_on(stored: TrainConfig, config: TrainConfig, last_step: int
         return
     reached, continued = before.at(last_step, old), after.at(last_step + 1, new)
     if continued < reached:
-        grow = ", ".join(f"{fraction!r}: {steps}" for fraction, steps in before.kept_in(old, new).grow.pairs)
         raise UserError(
             f"the run has grown to {reached} steps of its solver, but of {new} training steps the fractions of"
             f" `model.depth.steps` put step {last_step + 1} into the stage with {continued}. Nothing was changed. To go"
-            f" on at the depth that it has, add --model.depth.steps '{{grow: {{{grow}}}}}'"
+            f" on at the depth that it has, add{grown(stored, new)}"
         )
+
+
+def grown(stored: TrainConfig, longer: int) -> str:
+    """The flag, after a space, with which a training that is `longer` keeps the stages of a depth that grows; empty for
+    others."""
+    steps = getattr(getattr(stored.model, "depth", None), "steps", None)
+    if not hasattr(steps, "kept_in"):
+        return ""
+    pairs = steps.kept_in(stored.trainer.num_train_steps, longer).grow.pairs
+    return f" --model.depth.steps '{{grow: {{{', '.join(f'{fraction!r}: {steps}' for fraction, steps in pairs)}}}}}'"

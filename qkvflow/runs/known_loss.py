@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from levanter.models.lm_model import LmHeadModel
 
-from qkvflow.errors import Notice, UserError
+from qkvflow.errors import Notice, UserError, first_line
 from qkvflow.runs.directory import RunDirectory
 from qkvflow.runs.evaluate import RunEvaluator, on_other_text
 from qkvflow.runs.load import Run
@@ -56,6 +56,8 @@ def warn_if_lost(run: Run, model: LmHeadModel, name: str) -> None:
         return
     try:
         evaluator = RunEvaluator(on_other_text(run, {"auto_build_caches": False}), _SEQUENCES, max_batches=1)
-    except UserError:
+    except UserError as error:
+        text = f"whether {name} is a depth at which the flow works was not checked: {first_line(error)}"
+        warnings.warn(Notice(text), stacklevel=2)
         return
     warn_of_lost(run, {name: evaluator.loss(model)})

@@ -15,6 +15,7 @@ Sources: Massaroli et al., Dissecting Neural ODEs (2020), Galerkin form; Queirug
 
 import dataclasses
 import functools
+import numbers
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,7 +24,7 @@ from qkvflow.errors import UserError
 
 BASES = ("chebyshev", "cosine", "linear", "spline", "piecewise")
 _DEGREE = {"linear": 1, "spline": 3}
-_AT_BOUNDARY = {np.float64: 1e-9, np.float32: 1e-5}  # in widths of an interval: closer times are the boundary itself
+_AT_BOUNDARY = 1e-5  # in widths of an interval, in fp32: closer times are the boundary itself
 
 
 @dataclass(frozen=True)
@@ -42,8 +43,9 @@ class FunctionBasis:
     def __post_init__(self):
         if self.name not in BASES:
             raise UserError(f"basis: {self.name!r} is not known. Choices: {', '.join(BASES)}.")
-        if not isinstance(self.dim, int) or isinstance(self.dim, bool) or self.dim < 1:
+        if not isinstance(self.dim, numbers.Integral) or isinstance(self.dim, bool) or self.dim < 1:
             raise UserError(f"dim: a basis has a whole number of functions, at least 1; got {self.dim!r}.")
+        object.__setattr__(self, "dim", int(self.dim))  # of NumPy, perhaps
 
     def values(self, t, xp=np):
         """phi(t): [..., K] from times [...] in [0, 1]. xp: numpy, or jax.numpy for one time (`jax.vmap` for more)."""
@@ -177,7 +179,9 @@ def _chebyshev_derivative(dim: int, t, xp):
 def _piecewise(dim: int, t, xp, right_closed: bool):
     place = t * dim
     nearest = xp.round(place)
-    near = xp.abs(place - nearest) < _AT_BOUNDARY[np.float64 if t.dtype == np.float64 else np.float32]
+    # The rounding of t dim grows with dim.
+    at_boundary = 1e-9 if t.dtype == np.float64 else max(_AT_BOUNDARY, dim * 2.0**-23)
+    near = xp.abs(place - nearest) < at_boundary
     index = xp.where(near, nearest - 1 if right_closed else nearest, xp.floor(place))
     return (xp.clip(index, 0, dim - 1)[..., None] == xp.arange(dim)).astype(t.dtype)
 

@@ -191,6 +191,8 @@ def test_training_and_depth_conclude():
     assert "save 50% of the evaluations for +0.100 nats" in text
     assert "no difference" in findings.of_depth([{**r, "loss": 2.0} for r in rows], [])
     assert findings.of_depth([], []) == ""
+    heun = [{"solver": "heun", "steps": n, "loss": x} for n, x in ((3, 2.0), (6, 1.78), (12, 1.77), (48, 1.77))]
+    assert findings.of_depth(heun, []).endswith("from 6 steps on, depth makes no difference.")
     measured = [("steps", "6", 2.0, 1.0), ("steps", "3", 2.5, 2.0), ("exit", "kl", 2.01, 1.2), ("draft", "4", 2.0, 1.6)]
     anytime = [dict(zip(("kind", "name", "loss", "speed"), row, strict=True)) for row in measured]
     told = "1.20 times with exits by kl (+0.010 nats), 1.60 times with drafts of 4 (no loss)."

@@ -151,7 +151,10 @@ def test_statistics_of_a_training_step(tokens):
     loss, solution = eqx.filter_jit(lambda m: m.next_token_loss(example))(model)
     assert float(loss.array) == pytest.approx(float(model.compute_next_token_loss(example).scalar()), rel=1e-6)
     assert int(solution.statistics.evaluations) >= 12
-    assert set(penalised(model, loss, solution)[1]) == {"depth_evaluations", "depth_rejected_steps"}
+    logged = penalised(model, loss, solution)[1]
+    assert set(logged) == {"depth_steps", "depth_evaluations", "depth_rejected_steps"}
+    accepted = int(solution.statistics.steps - solution.statistics.rejected)
+    assert float(logged["depth_steps"].value()) == accepted
     model = build(small_config())
     loss, fixed = model.next_token_loss(example)
     assert fixed.statistics is None

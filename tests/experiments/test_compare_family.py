@@ -14,7 +14,7 @@ from experiments import sharing
 from experiments.compare import clock, contrasts, widths
 from experiments.compare.__main__ import STUDY
 from experiments.compare.plan import CompareConfig, arms, narrow
-from experiments.compare.record import Comparison, Trained, missing
+from experiments.compare.record import Comparison, Trained, by_row, missing
 from experiments.compare.report import files, losses
 from experiments.compare.trainings import Done, Plan
 from experiments.compare.transfer import after_check, checks, corrected, transferred
@@ -103,6 +103,17 @@ def test_more_seeds_are_marked_and_said():
     assert "so that their p are not exact" in text
     assert "## At the same number of steps (n = 5 to 7)" in text
     assert "| model | width | trained | materialised | steps | FLOPs | rate | n | loss |" in text
+
+
+@pytest.mark.parametrize(("done", "rows"), [(0, ["iso_step"]), (1, ["iso_step", "iso_flop"])])
+def test_a_row_is_shown_once_a_training_of_its_own_is_there(done, rows):
+    """All systems but one have as many FLOPs anyway, so the row would be the first one once more."""
+    both = {"rows": ["iso_step", "iso_flop"]}
+    results = [training(name, seed, **both) for name in ("a", "same") for seed in (1, 2)]
+    progress = {"the same number of steps": {"a": (2, 2)}, "nearly the same number of FLOPs": {"far": (done, 5)}}
+    own = record(results, progress, seeds=[1, 2], rows=["iso_step", "iso_flop"])
+    assert list(by_row(own)) == rows
+    assert list(by_row(record(results, seeds=[1, 2], rows=["iso_step", "iso_flop"]))) == ["iso_step", "iso_flop"]
 
 
 def test_a_page_in_part_has_its_own_n_and_the_whole_family():

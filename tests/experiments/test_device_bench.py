@@ -61,7 +61,10 @@ def test_rows_that_are_measured_are_written_before_the_next(monkeypatch, tmp_pat
 
     with pytest.raises(KeyboardInterrupt):
         frame.Benchmark("device_x", {}, measure).run()
-    assert json.loads((tmp_path / "device_x.json").read_text())["rows"] == {"first": {"seconds": 1.0}}
+    assert json.loads((tmp_path / "device_x.partial.json").read_text())["rows"] == {"first": {"seconds": 1.0}}
+    assert not (tmp_path / "device_x.json").exists()  # an earlier, complete one would be kept
+    frame.Benchmark("device_x", {}, lambda: {"first": {"seconds": 1.0}}).run()
+    assert [path.name for path in tmp_path.iterdir()] == ["device_x.json"]
 
 
 def test_ratios_are_of_the_same_round(monkeypatch):

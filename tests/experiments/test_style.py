@@ -7,7 +7,7 @@ import pytest
 from matplotlib.text import Text
 
 from experiments import style
-from experiments.statistics import Interval
+from experiments.statistics import Interval, interval
 
 
 @pytest.fixture
@@ -71,6 +71,35 @@ def test_a_loss_stands_beside_what_counting_reaches(panel):
     lines = sorted(line.get_ydata()[0] for line in panel.lines)
     assert lines == [1.7, 1.701, 2.4]  # single tokens say nothing here
     assert [text.get_text() for text in panel.texts] == ["", "3-grams 1.70, 4-grams 1.70", "2-grams 2.40"]
+
+
+def test_of_two_seeds_both_are_drawn():
+    """Their interval would be 12.7 times as wide."""
+    assert style.half(interval([1.0, 1.5])) == pytest.approx(0.25)
+    assert style.half(interval([1.0, 1.5, 2.0])) == interval([1.0, 1.5, 2.0]).half
+    assert style.about_bars(2) == "n = 2 seeds, bars and bands from one to the other"
+    assert style.about_bars("2 to 5") == "n = 2 to 5 seeds, 95 % intervals, of two, both"
+    assert style.about_bars(5) == "n = 5 seeds, 95 % intervals"
+
+
+def test_panels_without_crossed_labels_keep_their_limits():
+    figure, ((left, right),) = style.panels(1, 2, (8, 4))
+    left.plot([1.0, 10.0], [2.4, 2.4])
+    style.level(left, 2.4, "2-grams")
+    right.plot([0.0, 10.0], [1.0, 1.0])
+    right.set_xlim(5, 10)  # cut on purpose
+    style.make_room(figure)
+    assert right.get_xlim() == (5, 10)
+    assert left.get_xlim()[0] < 0
+    style.plt.close(figure)
+
+
+def test_room_on_a_logarithmic_axis_with_data_at_zero(panel):
+    panel.set_xscale("log")
+    panel.plot([0.0, 1.0, 10.0], [2.41, 2.41, 2.41])
+    style.level(panel, 2.4, "2-grams")
+    style.make_room(panel.figure)
+    assert 0 < panel.get_xlim()[0] < 1
 
 
 @pytest.mark.parametrize(("height", "moves"), [(2.41, True), (1.5, False)])

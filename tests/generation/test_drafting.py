@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import itertools
+import sys
 from collections.abc import Sequence
 
 import equinox as eqx
@@ -11,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from levanter.models.gpt2 import Gpt2Config
 from scipy.stats import chisquare
 from support.models import VOCAB, is_float, llama, random_tokens, small_config
 
@@ -27,6 +29,7 @@ from qkvflow.generation.sampling import Bias, Sampling, choose, log_probabilitie
 from qkvflow.generation.state import State
 from qkvflow.models import ControlConfig
 from qkvflow.models.cached import CachedModel
+from qkvflow.models.exits import ExitConfig
 
 SIZE, DRAWS = 5, 20_000
 SURE, NEVER = 1e-3, 1e-9  # chi-square: what is right is above the first, what is wrong below the second
@@ -331,3 +334,20 @@ def test_refusals():
             qkvflow.generate(model, tokens, 4, **options)
     with pytest.raises(UserError, match="draft_tokens must be a whole number"):
         SamplingOptions(draft_tokens=-1)
+    assert Drafting.of(np.int64(3), np.int64(2)) == Drafting(3, 2)
+    layers = Gpt2Config(max_seq_len=64, hidden_dim=16, num_heads=2, num_layers=4).build(
+        VOCAB, key=jax.random.PRNGKey(0)
+    )
+    with pytest.raises(UserError, match="leave draft_steps out for a model that is not a flow"):
+        PreparedModel(layers, drafting=Drafting(2))
+    with pytest.raises(UserError, match="leave exit out for a model that is not a flow"):
+        PreparedModel(layers, exits=ExitConfig("kl", 0.1))
+
+
+def test_lengths_are_checked_before_the_weights_are_evaluated(monkeypatch):
+    def work(*_):
+        raise AssertionError
+
+    monkeypatch.setattr(sys.modules["qkvflow.generation.generate"], "PreparedModel", work)
+    with pytest.raises(UserError, match="64 positions"):
+        qkvflow.generate(model_of("gpt2", 64), random_tokens(length=4), 61)

@@ -153,6 +153,9 @@ def test_refusals():
         ({"rule": "entropy", "threshold": 0.1}, "not known. Choices: kl, velocity, margin"),
         ({"rule": "kl", "threshold": 0.1, "min_steps": 0}, "min_steps"),
         ({"rule": "kl", "threshold": float("nan")}, "threshold"),
+        ({"rule": "kl", "threshold": np.float32(-0.1)}, "threshold"),
+        ({"rule": "kl", "threshold": np.float32("nan")}, "threshold"),
+        ({"rule": "kl", "threshold": 0.1, "min_steps": np.int64(-5)}, "min_steps"),
         ({"rule": "kl", "threshold": "0.1"}, "threshold must be a number of at least 0, got '0.1'"),
         ({"rule": "kl", "threshold": None}, "threshold must be a number"),
     ):
@@ -206,8 +209,10 @@ def test_generation_with_exits():
     model = jax.tree.map(lambda a: 3 * a if is_float(a) else a, model)
     tokens, told = random_tokens(batch=2, length=6), []
     plain = np.asarray(qkvflow.generate(model, tokens, 40).array)
-    zero = qkvflow.generate(model, tokens, 40, exit={"rule": "velocity", "threshold": 0})
+    zero = qkvflow.generate(model, tokens, 40, exit={"rule": "velocity", "threshold": 0}, report=told.append)
     np.testing.assert_array_equal(zero.array, plain)
+    every = told.pop()
+    assert (every.mean, every.of, every.tokens) == (4, 4, 2 * (6 + 40 - 1))
     exits = {"rule": "velocity", "threshold": 0.6}
     left = np.asarray(qkvflow.generate(model, tokens, 40, exit=exits, report=told.append).array)
     assert 1 <= told[0].mean < told[0].of == 4

@@ -9,7 +9,9 @@ import equinox as eqx
 import jax
 import numpy as np
 import pytest
+import yaml
 from safetensors.numpy import load_file, save_file
+from support.earlier import restore
 
 from qkvflow import convert, describe, eval_lm, finetune_lm, sample_lm
 from qkvflow.analysis import lyapunov, report, spectral
@@ -129,6 +131,24 @@ def test_ordinary_layers_are_all_exported_or_none(tmp_path, steps):
     assert not list(tmp_path.iterdir())
     card = (run_convert("--run", OLD / "gpt2", "--to_hf", tmp_path / "out", "--steps", 2) / "README.md").read_text()
     assert "An ordinary model of 2 layers." in card
+
+
+@pytest.mark.parametrize(
+    ("model", "told"),
+    [
+        ({"depth": {"solver": "tsit5", "rtol": 1e-3}}, "add --steps M"),
+        ({"block": {"convolution": 3}}, "a block with a convolution"),
+    ],
+)
+def test_what_cannot_leave_is_refused_before_anything_is_loaded(tmp_path, monkeypatch, model, told):
+    run = restore(tmp_path) / "runs" / "flow"
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    for key, changes in model.items():
+        config["model"][key] |= changes
+    (run / "config.yaml").write_text(yaml.safe_dump(config))
+    monkeypatch.setattr(convert, "load_run", lambda *_, **__: pytest.fail("it was loaded"))
+    with pytest.raises(UserError, match=told):
+        run_convert("--run", run, "--to_hf", tmp_path / "out")
 
 
 def test_an_export_at_a_depth_where_the_flow_is_lost_is_told(tmp_path, monkeypatch, capfd):

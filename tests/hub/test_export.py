@@ -1,5 +1,7 @@
 """Models go out: transformers computes the same logits and writes the same greedy texts, for every kind there is."""
 
+import json
+
 import equinox as eqx
 import numpy as np
 import pytest
@@ -216,6 +218,32 @@ def test_the_tokenizer_leaves(tmp_path, tokenizer):
     assert theirs.eos_token_id == 256
     settings = transformers.GenerationConfig.from_pretrained(tmp_path / "out")
     assert settings.eos_token_id == 256
+
+
+@pytest.mark.parametrize(
+    ("kind", "own"), [("gpt2", {}), ("llama", {}), ("split ssm", {}), ("gpt2", {"tokenizer_class": "OfTheFuture"})]
+)
+def test_a_tokenizer_without_a_class_leaves_with_its_own_tokens(tmp_path, tokenizer, kind, own):
+    """By the type of the model, transformers would take Llama's or GPT-2's, with their special tokens, or none."""
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    (bare / "tokenizer.json").write_bytes((tokenizer / "tokenizer.json").read_bytes())
+    config = json.loads((tokenizer / "tokenizer_config.json").read_text())
+    kept = {key: config[key] for key in ("eos_token",) if key in config}
+    (bare / "tokenizer_config.json").write_text(json.dumps(kept | own))
+    model = build(NATIVE[kind] if kind in NATIVE else CUSTOM[kind])
+    (tmp_path / "out").mkdir()
+    write_folder(discretise(model), bare, tmp_path / "out")
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "out", trust_remote_code=True)
+    assert theirs("ab").input_ids == [97, 98]
+    assert len(theirs) == 257
+    assert theirs.eos_token_id == 256
+
+
+def test_other_programs_find_the_keys_that_they_read(tmp_path, tokenizer):
+    exported(NATIVE["gpt2"], tokenizer, tmp_path / "out")
+    settings = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert settings["n_ctx"] == settings["n_positions"] == NATIVE["gpt2"].max_seq_len
 
 
 @pytest.mark.parametrize("name", ["flow", heavy("hybrid"), heavy("lora"), heavy("gpt2")])

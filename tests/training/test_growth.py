@@ -161,11 +161,14 @@ def test_what_is_drawn_does_not_depend_on_accumulation(base):
 def test_a_longer_training_does_not_fall_back(base):
     train(base, "longer")
     more = {"num_train_steps": 2 * STEPS}
+    with pytest.raises(UserError, match=rf"num_train_steps {2 * STEPS} --model\.depth\.steps '") as finished:
+        main(decode(TrainConfig, raw(base, "longer")))
     with pytest.raises(
         UserError, match=r"grown to 4 steps .* step 8 into the stage with 2\. .*grow: \{0\.0: 1, "
     ) as told:
         main(decode(TrainConfig, raw(base, "longer", trainer=more) | {"accept_changes": True}))
     fractions = str(told.value).rpartition("--model.depth.steps '")[2].rstrip("'")
+    assert f"'{fractions}'" in str(finished.value)
     main(
         decode(
             TrainConfig, raw(base, "longer", steps=yaml.safe_load(fractions), trainer=more) | {"accept_changes": True}

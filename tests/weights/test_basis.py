@@ -66,7 +66,7 @@ def test_splines_are_scipys():
 def test_pieces_at_their_boundaries():
     """Right end points of K Euler steps fall into K pieces, left ones too if they are left-closed; also where
     (k+1)/K * K is no whole number in floating point."""
-    for dim in (3, 6, 93):
+    for dim in (3, 6, 93, 300, 512):
         right = [(k + 1) / dim for k in range(dim)]
         left = [k / dim for k in range(dim)]
         for dtype in (np.float64, np.float32):
@@ -297,6 +297,7 @@ def test_refusals():
             refine(model_of("linear").transformer.flow.weights, dim)
     with pytest.raises(UserError, match="Choices"):
         FunctionBasis("fourier", 3)
+    assert type(FunctionBasis("cosine", np.int64(3)).dim) is int
     with pytest.raises(UserError, match="jump"):
         roughness(model_of("piecewise").transformer.flow.weights)
 

@@ -184,10 +184,16 @@ def of_depth(sweep: Sequence[Data], exits: Sequence[Data], anytime: Sequence[Dat
     if rows:
         best, worst = min(rows, key=lambda r: r["loss"]), max(rows, key=lambda r: r["loss"])
         spans = worst["loss"] - best["loss"]
+        near = [r["steps"] for r in rows if r["loss"] - best["loss"] < _MARGIN]
+        far = [r["steps"] for r in rows if r["loss"] - best["loss"] >= _MARGIN]
         text = f"Evaluated in {len(rows)} ways, losses lie between {best['loss']:.3f} ({_way(best)}) and"
         text += f" {worst['loss']:.3f} ({_way(worst)}); "
-        text += "depth makes no difference" if spans < _MARGIN else "the weights are specific to their training depth"
-        text += "."
+        if spans < _MARGIN:
+            text += "depth makes no difference."
+        elif len(set(near)) > 1 and max(far) < min(near):
+            text += f"from {min(near)} steps on, depth makes no difference."
+        else:
+            text += "the weights are specific to their training depth."
     saved = [r for r in exits if r["loss"] is not None and r["evaluations"] < r["of"]]
     full = [r for r in exits if r["loss"] is not None and r["evaluations"] >= r["of"]]
     if saved and full:

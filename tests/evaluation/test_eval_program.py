@@ -37,6 +37,12 @@ def evaluate(*words: str) -> list[eval_lm.Reading]:
     return eval_lm.main(parse(eval_lm.EvalConfig, ["--run", "runs/flow", "--checkpoint_step", "3", *words])[0])
 
 
+def test_a_text_that_is_too_short_is_told_without_keys_of_a_training(place):
+    (place / "short.txt").write_text("few")
+    with pytest.raises(UserError, match=r"one sequence needs \d+\. Give more text\.$"):
+        evaluate("--data.validation", "short.txt")
+
+
 def test_another_text_is_read_by_the_runs_tokenizer(place):
     (reading,) = evaluate("--data.validation", "other.txt")
     model = load_run("runs/flow", 3).model
