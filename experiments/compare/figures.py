@@ -46,7 +46,7 @@ def _loss(p: CompareProtocol, rows: Rows, looks: style.Looks) -> Figure:
     aside = {row: 0.2 * (k - 1) for k, row in enumerate(ROWS)}
     _points(right, rows, looks, lambda row, line: list(looks).index(line.what.system) + aside[row])
     style.arms(right, list(looks))
-    right.set_title(f"reported, after training; {style.about_bars(seeds_of(rows))}")
+    right.set_title(f"reported, after training; {style.about_bars(seeds_of(rows))}", fontsize=10)
     style.losses(right, p, "report", limits, seeds_of(rows))
     _legend_of_rows(figure, rows)
     return figure

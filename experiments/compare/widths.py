@@ -90,7 +90,8 @@ def draw(record: Comparison, looks: style.Looks) -> Iterator[style.Named]:
     panel.set_xticks(widths, [str(width) for width in widths])
     panel.minorticks_off()
     n = extent(own.slope.n for own in found.values())
-    panel.set(xlabel="width", title=f"at {p.steps:,} steps; {style.about_bars(n)}")
+    panel.set_xlabel("width")
+    panel.set_title(f"at {p.steps:,} steps; {style.about_bars(n)}", fontsize=10)
     style.losses(panel, p, "report", limits, n)
     style.curves(panel, {name: ([*own.losses], [*own.losses.values()]) for name, own in found.items()}, looks)
     yield "widths", figure
