@@ -139,16 +139,17 @@ def level(panel: Axes, y: float, words: str, colour: str = MUTED) -> None:
 
 def make_room(figure: Figure) -> None:
     """Moves the left ends of panels whose curves or points cross labels of `level`: their data then begins beside the
-    widest of these. Call it last."""
+    widest of these that takes less than a third of the panel. Call it last."""
     if not any(text.get_gid() == _LEVEL for panel in figure.axes for text in panel.texts):
         return
     figure.draw_without_rendering()  # determines the sizes of panels and labels
     shares: dict[Axes, float] = {}
     for panel in figure.axes:
         labels = [text.get_window_extent() for text in panel.texts if text.get_gid() == _LEVEL]
-        widths = [label.width for label in labels if _is_crossed(label, panel)]
+        width = panel.get_window_extent().width
+        widths = [label.width for label in labels if label.width < width / 3 and _is_crossed(label, panel)]
         first = min(panel.get_shared_x_axes().get_siblings(panel), key=figure.axes.index)
-        share = 0.03 + max(widths, default=0.0) / panel.get_window_extent().width
+        share = 0.03 + max(widths, default=0.0) / width
         shares[first] = max(share if widths else 0.0, shares.get(first, 0.0))
     for panel, share in shares.items():
         if not share:

@@ -264,7 +264,7 @@ def _gradient_flow(record: GradientFlow) -> Figure:
             ends[panel][name] = (x[-1], own[-1].mean)
     if clip:
         style.level(total, clip, "clipped above")
-    style.level(middle, rule.GRADIENT, f"published rule: mean > {rule.GRADIENT:g} (after clipping)")
+    style.level(middle, rule.GRADIENT, f"published rule:\nmean > {rule.GRADIENT:g}\n(after clipping)")
     style.direct(total, ends[total], LOOKS)
     style.direct(middle, {MIDDLES[name]: end for name, end in ends[middle].items()}, _LOOKS_OF_MIDDLES)
     for panel, words in ((total, "whole"), (middle, "middle")):
