@@ -44,8 +44,9 @@ class Range:
 
 
 def is_finite(number: float) -> bool:
-    """Whether it is neither NaN nor infinite; `math.isfinite` fails for integers beyond all floats."""
-    return isinstance(number, numbers.Integral) or math.isfinite(number)
+    """Whether it is neither NaN nor infinite, like what is no number; `math.isfinite` fails for integers beyond all
+    floats."""
+    return isinstance(number, numbers.Integral) or not isinstance(number, numbers.Real) or math.isfinite(number)
 
 
 Count = Annotated[int, Range(at_least=1)]
