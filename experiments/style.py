@@ -31,7 +31,7 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#3
 MARKS = ("o", "s", "^", "D", "v", "P", "X", "p", "*")
 LINES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (1, 3)), (0, (8, 2)), (0, (3, 1, 1, 1)), (0, (12, 3)))
 REFERENCE, MUTED = "black", "grey"
-_LEVEL = "level"
+_LEVEL = "level"  # gid of the labels of `level`
 _WORDS = {"select": "selection text", "report": "held-out text", BEGINNING: "the beginning of held-out text"}
 
 
@@ -94,6 +94,11 @@ def curves(panel: Axes, found: Curves, looks: Looks) -> None:
     """A curve for each name, labelled at its end. Call it last, when the axes are final."""
     for name, (x, own) in found.items():
         curve(panel, x, own, **looks[name])
+    names(panel, found, looks)
+
+
+def names(panel: Axes, found: Curves, looks: Looks) -> None:
+    """The name of each curve at its end. Call it when the axes are final, also those that panels share."""
     direct(panel, {name: (x[-1], own[-1].mean) for name, (x, own) in found.items()}, looks)
 
 

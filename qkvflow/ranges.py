@@ -152,9 +152,8 @@ def _parts(value: Any, path: str) -> Iterator[tuple[str, Any]]:
     elif isinstance(value, list | tuple):
         for index, part in enumerate(value):
             yield from _parts(part, f"{path}[{index}]")
-    elif not isinstance(value, bool | type) and (
-        isinstance(value, numbers.Real) or dataclasses.is_dataclass(value)  # NumPy's numbers, too
-    ):
+    # numbers.Real has NumPy's numbers, too.
+    elif not isinstance(value, bool | type) and (isinstance(value, numbers.Real) or dataclasses.is_dataclass(value)):
         yield path, value
 
 

@@ -91,7 +91,7 @@ def by_row(record: Comparison) -> Rows:
     """The systems of a row are one family of tests. A row is left out while none of the trainings is there that it has
     of its own: it would be a part of another one."""
     stages, rows = record.progress, [row for row in ROWS if row in record.protocol.rows]
-    unmade = [row for row in rows if sum(done for done, _ in stages.get(ROWS[row], {"": (1, 1)}).values()) == 0]
+    unmade = [row for row in rows if (own := stages.get(ROWS[row])) and not any(done for done, _ in own.values())]
     found = {row: record.row(row) for row in rows if row not in unmade}
     costs = {row: {name: record.cost(rs[0]) for name, rs in own.items()} for row, own in found.items()}
     steps = {row: {name: rs[0].steps for name, rs in own.items()} for row, own in found.items()}

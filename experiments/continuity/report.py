@@ -241,7 +241,7 @@ def _depths(record: Continuity, shown: Mapping[str, list[str]], looks: style.Loo
             hollow = looks[arm] | {"fillstyle": "none", "linestyle": ""}
             style.points(panel, [1.04 * p.layers], [other[arm]], **hollow)
         panel.axvline(p.layers, color=style.MUTED, linewidth=0.8)
-        style.direct(panel, {arm: (steps[-1], losses[-1].mean) for arm, (_, losses) in own.items()}, looks)
+        style.names(panel, own, looks)
     bars = style.about_bars(p.n)
     words = f"hollow marks: RK4 with {p.layers} steps; {bars}, cut where they go far beyond all means"
     figure.supxlabel(words, fontsize=8)

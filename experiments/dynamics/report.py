@@ -183,6 +183,6 @@ def _over_training(record: Dynamics) -> Figure:
         style.zero(panel)
         found[panel] = curves
     for panel, curves in found.items():  # when the common axis is final
-        style.direct(panel, {name: (x[-1], own[-1].mean) for name, (x, own) in curves.items()}, LOOKS)
+        style.names(panel, curves, LOOKS)
     figure.supxlabel("at 0: a new model with other initial weights", fontsize=8)
     return figure

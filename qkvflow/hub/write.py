@@ -51,7 +51,7 @@ def write_folder(
     for name in TOKENIZER_FILES:
         if (tokenizer / name).is_file():
             shutil.copyfile(tokenizer / name, folder / name)
-    _complete(folder / TOKENIZER_FILES[1], loaded)
+    _complete_tokenizer(folder / TOKENIZER_FILES[1], loaded)
     # Not in config.json, where Llama would treat it as a token without an embedding.
     filler, ends = {"pad_token_id": loaded.eos_token_id}, end_tokens(tokenizer, loaded)
     several = {"eos_token_id": ends} if len(ends) > 1 else {}
@@ -77,7 +77,7 @@ def with_plain_embeddings(config: NeuralOdeConfig, arrays: Arrays) -> Arrays:
     return found
 
 
-def _complete(file: Path, tokenizer: MarinTokenizer) -> None:
+def _complete_tokenizer(file: Path, tokenizer: MarinTokenizer) -> None:
     """The class and special tokens of a tokenizer that does not name them, or whose class transformers does not have:
     it would take a class by the type of the model, with its own special tokens, or none.
 

@@ -20,11 +20,11 @@ def check_depth_goes_on(stored: TrainConfig, config: TrainConfig, last_step: int
         raise UserError(
             f"the run has grown to {reached} steps of its solver, but of {new} training steps the fractions of"
             f" `model.depth.steps` put step {last_step + 1} into the stage with {continued}. Nothing was changed. To go"
-            f" on at the depth that it has, add{grown(stored, new)}"
+            f" on at the depth that it has, add{flag_for_growth(stored, new)}"
         )
 
 
-def grown(stored: TrainConfig, longer: int) -> str:
+def flag_for_growth(stored: TrainConfig, longer: int) -> str:
     """The flag, after a space, with which a training that is `longer` keeps the stages of a depth that grows; empty for
     others."""
     steps = getattr(getattr(stored.model, "depth", None), "steps", None)

@@ -32,7 +32,7 @@ from qkvflow.runs.checkpoints import (
 from qkvflow.runs.config import FREE_KEYS, TrainConfig
 from qkvflow.runs.directory import RunDirectory, location_of, log_name, run_id
 from qkvflow.runs.earlier_start import EarlierStart
-from qkvflow.runs.growth import check_depth_goes_on, grown
+from qkvflow.runs.growth import check_depth_goes_on, flag_for_growth
 from qkvflow.runs.mirror import LOCK
 from qkvflow.runs.processes import damage_found_with_followers, follow, let_others_wait, tell_others
 
@@ -313,10 +313,11 @@ def _reopen(directory: RunDirectory, config: C, phase: Phase | None) -> Prepared
     last_step = -1 if good is None else good
     total = config.trainer.num_train_steps
     if last_step + 1 >= total:
+        longer = 2 * (last_step + 1)
         raise UserError(
             f"the run {directory} is finished: it has completed {last_step + 1} of {total} steps. Nothing was changed."
-            f" To train it longer, add --trainer.num_train_steps {2 * (last_step + 1)}"
-            f"{grown(stored, 2 * (last_step + 1))} --accept_changes true; for a new run, add --trainer.id NAME"
+            f" To train it longer, add --trainer.num_train_steps {longer}{flag_for_growth(stored, longer)}"
+            " --accept_changes true; for a new run, add --trainer.id NAME"
         )
     check_depth_goes_on(stored, config, last_step)
     for checkpoint in damaged:

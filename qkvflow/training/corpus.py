@@ -64,11 +64,8 @@ def open_corpus(run: PreparedRun[TrainConfig], trainer: TrainerConfig, Pos: Axis
     with trainer.use_device_mesh():
         try:
             train = data.train_set(Pos, trainer.batch_schedule, key=key)
-        except (
-            AssertionError,
-            ValueError,
-            ArithmeticError,
-        ) as error:  # such as max_train_batches beyond the end of a component
+        # Such as max_train_batches beyond the end of a component.
+        except (AssertionError, ValueError, ArithmeticError) as error:
             raise UserError(f"the training set of `data` cannot be made: {error}") from error
         _check_lasts(train, trainer)
         validation = data.tagged_eval_sets(Pos)
