@@ -13,7 +13,7 @@ TARGET = ROOT / "docs" / "code.md"
 _OTHERS = {
     "qkvflow_command.py": "the command `qkvflow`, beside the package, which imports JAX",
     "setup.py": "the packages of a wheel, which carries `configs/` too; the rest is in pyproject.toml",
-    "tests/": "laws, in the package's folders; support: what they share, golden: arrays of the official code",
+    "tests/": "tests, in the package's folders; support: shared helpers, golden: arrays of the official code",
     "configs/": "configurations, each parsed and built by a test",
     "docs/": "what you read here",
     "constraints.txt": "the exact versions of all dependencies",
@@ -21,7 +21,7 @@ _OTHERS = {
 _HEAD = """# The code
 
 The equation is the architecture: `weights` say what W(t) is, `blocks` what B is, `depth` how to travel from t = 0 to
-1. These three rooms never import each other; they meet in `models`. Floors, each importing only from those before it:
+1. These three packages never import each other; they meet in `models`. Levels, each importing only from earlier ones:
 `axes`, `time` < `weights`, `blocks`, `depth` < `models` < `runs` < programs < `experiments` (tests/test_floors.py).
 
 | to add | look at |

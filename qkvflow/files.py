@@ -28,7 +28,7 @@ def is_unicode(text: str) -> bool:
 
 
 def local_path(name: str | os.PathLike) -> Path:
-    """The path that a user names; `~` is their home, all else stands for itself.
+    """The path that a user names; `~` is their home, anything else is literal.
 
     Raises:
         UserError: `~name` of nobody, or what cannot be a path.

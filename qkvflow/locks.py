@@ -31,7 +31,7 @@ class Taken(Exception):
 def locked(path: Path, *, wait: bool) -> Iterator[None]:
     """Holds the lock file `path` for the length of a `with` block; its folder must exist. The file stays.
 
-    A file system without locks, as some networks have, is told in the log, and nothing is held.
+    A file system without locks, as on some networks, is reported in the log, and nothing is held.
 
     Args:
         wait: until another holder has gone.

@@ -44,7 +44,7 @@ class JsonlTracker(Tracker):
     """Appends one JSON object per step to a file: `{"step": 3, "train/loss": 2.5, ...}`.
 
     All metrics of a step are merged into one record, written by `flush` or when the next step begins. Each
-    step stands once: opening the file drops the records after `last_step`, which a resumed run makes again.
+    step has one record: opening the file drops the records after `last_step`, which a resumed run makes again.
     """
 
     name = "jsonl"

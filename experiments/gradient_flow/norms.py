@@ -1,4 +1,4 @@
-"""Norms of gradients by component, and the seed's and this study's criteria for healthy norms."""
+"""Norms of gradients by component, and the published and this study's criteria for healthy norms."""
 
 import math
 from collections.abc import Mapping
@@ -13,9 +13,9 @@ COMPONENTS = {
     "flow": ("transformer.flow.",),
     "coda": ("transformer.coda.", "transformer.norm."),
 }
-VANISHING, EXPLODING = 1e-6, 100.0  # the seed's
+VANISHING, EXPLODING = 1e-6, 100.0  # published
 RELATIVE = 1e-3  # this study's: fraction of the total norm of the same step
-LOSS_RATIO, GRADIENT = 1.1, 0.01  # the seed's, see `passes`
+LOSS_RATIO, GRADIENT = 1.1, 0.01  # published, see `passes`
 
 _PREFIX = "grad/norm/"
 
@@ -54,10 +54,10 @@ def clipped(norms: np.ndarray, totals: np.ndarray, limit: float | None) -> np.nd
 
 
 def passes(ratio: float, gradient: float | None) -> bool:
-    """The seed's criterion for healthy gradients of the flow, for one seed.
+    """The published criterion for healthy gradients of the flow, for one seed.
 
     Args:
         ratio: mean training loss over the last steps, divided by that of the baseline.
-        gradient: mean norm of the flow's gradient, after the seed's clipping; None for a model without a flow.
+        gradient: mean norm of the flow's gradient, after the published clipping; None for a model without a flow.
     """
     return ratio < LOSS_RATIO and (gradient is None or gradient > GRADIENT)

@@ -76,9 +76,10 @@ class Refined:
 
 @dataclass(frozen=True)
 class Effect:
-    """Effect of random controls. difference: the seed's number, mean |logits(u) - logits(no control)|, centred logits.
+    """Effect of random controls.
 
     Attributes:
+        difference: the published measure, mean |logits(u) - logits(no control)|, centred logits.
         loss_change: of the next-token loss."""
 
     difference: float

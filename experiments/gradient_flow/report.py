@@ -145,7 +145,7 @@ def _norms(trained: Mapping[str, list[Trained]]) -> Table:
 
 
 def _verdicts(record: GradientFlow) -> Table:
-    """The seed's criterion for each seed."""
+    """The published criterion for each seed."""
     rows, last = [], record.protocol.final_steps
     for name in (name for name in record.protocol.systems if name != "baseline"):
         own, baseline = record.of(system=name), record.of(system="baseline")

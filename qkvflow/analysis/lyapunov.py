@@ -207,7 +207,7 @@ def _at_official_times(model: LmHeadModel | Reading) -> Reading:
 class LyapunovConfig:
     """
     Attributes:
-        run: the run directory.
+        run: the run directory, or a Hugging Face folder.
         checkpoint_step: N of the checkpoint step-N; the newest by default.
         text: the text to analyse; by default the beginning of the run's validation text.
         output_position: the token whose state is analysed; the last by default.

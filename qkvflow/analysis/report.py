@@ -1,10 +1,10 @@
 """One page on a model's internal dynamics: a single HTML file that needs no network.
 
-    python -m qkvflow.analysis.report --run runs/quickstart [--compare runs/other ...] [--text "..." ...]
+    qkvflow report --run runs/quickstart [--compare runs/other ...] [--text "..." ...]
 
 Eigenvalues over t, sensitivity to the tokens of texts, logit lens, attention and motion of the states, each over the
 run's checkpoints and compared with shuffled text and untrained models; training curves; the depth sweep, exits and
-continuity of `eval_lm` if available. Written to `<run>/analysis/report.html`.
+continuity of `qkvflow eval` if available. Written to `<run>/analysis/report.html`.
 """
 
 import dataclasses
@@ -41,7 +41,7 @@ _ATTENTION = 1_500_000  # attention values on the whole page
 class ReportConfig:
     """
     Attributes:
-        run: the run directory.
+        run: the run directory, or a Hugging Face folder.
         compare: up to three other run directories, shown in the same charts.
         checkpoint_step: N of the newest checkpoint step-N of `run` to show; the newest by default, as for the others.
         checkpoints: number of checkpoints of each run: the newest and others spread over training.

@@ -165,7 +165,7 @@ def over_training(
 class SpectralConfig:
     """
     Attributes:
-        run: the run directory.
+        run: the run directory, or a Hugging Face folder.
         checkpoint_step: N of the checkpoint step-N; the newest by default.
         times: layer-times, `0,0.5,1`, or a number of times spread over [0, 1]; the training times by default.
         text: also compute the eigenvalues of the field's Jacobian at the states of this text, at its last token.

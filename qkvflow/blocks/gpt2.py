@@ -97,8 +97,10 @@ class Gpt2LikeConfig(BlockConfig):
         num_heads: attention heads.
         form: `parallel`, where attention and MLP both read x, `sequential`, one after the other, or `split`, one after
             the other within each step, see `qkvflow.blocks.forms`.
+        use_bias: bias of all linear maps and norms.
         resid_pdrop: dropout of the outputs of attention and MLP.
         attn_pdrop: dropout of the attention weights.
+        layer_norm_epsilon: epsilon of all norms.
         attn_backend: the kernel of attention; if not given the best of the platform, see `qkvflow.blocks.kernels`.
         flash_attention_block_size: positions in a block of that kernel; its own if not given.
     """
@@ -157,6 +159,7 @@ class Gpt2BlockConfig(Gpt2LikeConfig):
         mlp_scale: hidden units of the MLP, as a multiple of the width.
         convolution: positions that a causal convolution before the attention sees, see `qkvflow.blocks.convolution`;
             null for none.
+        activation: of the hidden units.
     """
 
     mlp_scale: Count = 4

@@ -100,6 +100,8 @@ class LlamaBlockConfig(BlockConfig):
         attn_pdrop: dropout of the attention weights.
         num_kv_heads: heads of keys and values, a divisor of num_heads; defaults to num_heads.
         intermediate_dim: hidden units of the MLP; defaults to 4 times the width, as in the paper's Llama.
+        tie_word_embeddings: whether the head is the embedding matrix.
+        activation: of the gate of the MLP.
         rope: Levanter's rotary embeddings, `{type: default | llama3 | yarn, theta: ...}`, halves rotated (not pairs).
         layer_norm_epsilon: epsilon of all norms; defaults to 1e-5, but 1e-6 for those inside an `official` block.
         use_bias: bias of all linear maps and norms. The norms inside an `official` block always have a bias, as in its

@@ -45,7 +45,7 @@ def run_program(main: Callable[[T], Any], config_class: type[T], argv: Sequence[
 
 
 def conclude(text: str, exit_status: int) -> None:
-    """The last words of a program on standard output; one that was stopped then leaves with its status.
+    """The final output of a program; one that was stopped then exits with its status.
 
     Raises:
         SystemExit: if the status is not 0.

@@ -22,7 +22,7 @@ from qkvflow.errors import UserError, shortened
 
 
 class Text(str):
-    """Type of a field for words of a person: taken from the command line as they stand there, quotes and all, so that
+    """Type of a field for free text: taken from the command line as it is, including quotes, so that
     `--text "Note: this"` is text. As `list[Text]` it collects the values of a flag that is given several times.
     """
 

@@ -46,7 +46,7 @@ def load_or_build(
 
     Differs from Levanter: a cache only gets its name when it is complete, so that the remains of a killed process are
     never read; a finished cache is read without its source (which may need a network); and local text, and text with
-    control, is tokenised in this process, so that errors name the file and line.
+    control, is tokenized in this process, so that errors name the file and line.
 
     Args:
         build: if false, a missing cache is an error.
@@ -166,7 +166,7 @@ def _write_tokens(
 
 
 def _batches(shards: ShardedDataSource[dict]) -> Iterator[list[dict]]:
-    """Records in groups of about a million characters: enough for parallel tokenisation."""
+    """Records in groups of about a million characters: enough for parallel tokenization."""
     batch: list[dict] = []
     size = 0
     for record in shards:

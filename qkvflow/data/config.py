@@ -117,12 +117,12 @@ class DataConfig(LmDataConfig):
             control_dim: components of the model's control; None for a model without control.
 
         Raises:
-            UserError: errors that can be detected before tokenising: missing, empty or unreadable files, a tokenizer
+            UserError: errors that can be detected before tokenizing: missing, empty or unreadable files, a tokenizer
                 that is not available, components without data, an impossible control.
         """
         plain = self._with_shortcuts()
         control = self.control_field(control_dim)
-        # Levanter's name for tokenised data.
+        # Levanter's name for tokenized data.
         if self.tokenizer == "passthrough":
             tokenizer, content = "passthrough", f"passthrough {self.vocab_size}"
         else:

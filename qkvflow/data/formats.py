@@ -20,8 +20,8 @@ _CHARACTERS_AT_ONCE = 1 << 20
 class DocumentFormat(TextLmDatasetFormat):
     """Text whose token sequence ends with the end-of-text token.
 
-    Differs from Levanter's `text`, which tokenises `text + " " + eos`: no space token is added to the document, and a
-    text of any length is tokenised in bounded memory (`qkvflow.data.pieces`).
+    Differs from Levanter's `text`, which tokenizes `text + " " + eos`: no space token is added to the document, and a
+    text of any length is tokenized in bounded memory (`qkvflow.data.pieces`).
     """
 
     def build_preprocessor(

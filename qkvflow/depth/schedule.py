@@ -48,7 +48,10 @@ class StepGrowth:
     """`{grow: {0.0: 3, 0.25: 6, 0.6: 12}}`: from these fractions of training on, this many steps.
 
     Parameters and the optimizer's state go on as they are: only the grid on which W(t) is read becomes finer. Each
-    stage is compiled once. Everything that is not training takes the last number.
+    stage is compiled once. Evaluation and generation use the last number.
+
+    Attributes:
+        grow: fractions of training in [0, 1), the first 0.0, and the steps from there on, strictly increasing.
     """
 
     grow: Mapping[str, Steps]

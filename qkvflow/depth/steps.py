@@ -72,7 +72,7 @@ def _couple(y: NamedArray, z: NamedArray, coupling: float) -> NamedArray:
 
 
 def pair_dtype(dtype):
-    """The precision of the pair: at least float32, since what is rounded away cannot be found again walking back."""
+    """The precision of the pair: at least float32: what is rounded away cannot be recovered when stepping back."""
     return jnp.promote_types(dtype, jnp.float32)
 
 

@@ -41,7 +41,7 @@ class Depths:
         """The flow with every solver and number of steps; of an ordinary model itself.
 
         Raises:
-            UserError: a flow cannot be had like that; an ordinary model, at depths that were named.
+            UserError: a flow has no such depth or solver; depths were named for an ordinary model.
         """
         if not isinstance(run.model, NeuralOdeLMHeadModel):
             if self.steps or self.solvers:

@@ -49,14 +49,14 @@ class Tasks:
     def __init__(self, options: TaskOptions):
         """
         Raises:
-            UserError: the harness is not installed, there is no such task or folder, or a task's data cannot be had.
+            UserError: the harness is not installed, there is no such task or folder, or a task's data is not available.
         """
         try:
             from qkvflow.generation import harness
         except ModuleNotFoundError as error:
             raise UserError(
-                f"tasks need lm-evaluation-harness, and {error.name} is not installed: make setup EXTRA=dev,eval, or"
-                " pip install 'qkvflow[eval]'"
+                f"tasks need lm-evaluation-harness, and {error.name} is not installed: make setup EXTRA=dev,eval or, in"
+                " a checkout, pip install '.[eval]'"
             ) from None
         folder = None if options.folder is None else local_path(options.folder)
         if folder is not None and not folder.is_dir():

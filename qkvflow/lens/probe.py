@@ -79,7 +79,7 @@ class Probe:
 
 
 class StepProbe:
-    """For the places inside the steps of one flow; the `qkvflow.depth.Watch` of its solve."""
+    """For the places inside the steps of one flow; the `qkvflow.depth.plan.Watch` of its solve."""
 
     def __init__(self, notes: Notes, part: str, count: int, stages: int):
         self._notes, self._part, self._count, self._stages = notes, part, count, stages

@@ -43,7 +43,7 @@ class Roughness:
 
 
 def align(layers: PerLayer, step: Callable[[str], Any] = lambda name: None) -> PerLayer:
-    """The same layers, GPT-2's or Llama's, each in the order that is nearest to that of the layer before it.
+    """The same layers, GPT-2's or Llama's, with heads and hidden units permuted to be nearest to the layer before.
 
     Args:
         step: is told what is aligned next.

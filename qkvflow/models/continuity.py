@@ -59,8 +59,8 @@ class Reading:
 class Continuity:
     """
     Attributes:
-        trained: the reading as the flow was trained, or outside training is read; of adaptive steps, that with
-            `depth.steps` equal ones.
+        trained: the reading as the flow was trained, or as it is evaluated outside training; for adaptive steps, that
+            with `depth.steps` equal ones.
         readings: all, the finest last: that by the method of the highest order, and of those with the most steps.
         order: log2 of the ratio of the last two differences of y when the steps of the flow's own method are
             halved; NaN if one is not finite, None if it is unknown: for two grids, or differences that may be rounding

@@ -35,8 +35,14 @@ _VOCAB = "vocab"
 
 @dataclass(frozen=True)
 class ExitConfig:
-    """`--exit '{rule: kl, threshold: 0.01, min_steps: 1}'`. threshold: 0 means the full model. min_steps: the minimum
-    number of steps of every token. A rule that texts share may have other limits for each, see `Exit.of_rows`."""
+    """`--exit '{rule: kl, threshold: 0.01, min_steps: 1}'`. A rule that texts share may have other limits for each, see
+    `Exit.of_rows`.
+
+    Attributes:
+        rule: `kl`, `velocity` or `margin`: the number that decides whether a token exits.
+        threshold: limit of that number; 0 means the full model.
+        min_steps: minimum number of steps of every token.
+    """
 
     rule: str
     threshold: NotNegative

@@ -21,8 +21,8 @@ class Flow(eqx.Module):
 
     Attributes:
         weights: a block some of whose parts are functions of time; `at(weights, t)` is the block at t.
-        plan: how it is read outside training, and in training too if there are no `training_plans`, of which one is
-            drawn for each call that has a key.
+        plan: how it is evaluated outside training, and in training too if there are no `training_plans`, of which one
+            is drawn for each call that has a key.
         kinetic: in training mode a solve also gives its kinetic energy.
         grid_key: key of the number of steps and the jitter, in place of the key of the call. The parts of a batch whose
             gradients are accumulated have the same one, and so share a grid. None: the key of the call.

@@ -28,7 +28,7 @@ class CacheSharing:
     """Which evaluations keep keys and values.
 
     Attributes:
-        every: one of so many; 0 for one in all, that of the last evaluation.
+        every: keep every N-th evaluation; 0 keeps only the last.
     """
 
     every: int = 1

@@ -114,7 +114,7 @@ class RunDirectory:
 
     @property
     def damaged(self) -> Place:
-        """`step-N/`: checkpoints whose files changed after they were written, kept for whoever can mend them."""
+        """`step-N/`: checkpoints whose files changed after they were written, kept so that they can be repaired."""
         return self.place / "damaged"
 
     @property

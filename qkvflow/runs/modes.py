@@ -27,7 +27,7 @@ class FinetuneMode(draccus.ChoiceRegistry, abc.ABC):
         """The configuration of the trained model at `steps` steps, by default those of the base.
 
         Raises:
-            UserError: the base cannot be had at that depth.
+            UserError: the base is not available at that depth.
         """
 
     @abc.abstractmethod

@@ -95,7 +95,7 @@ def vocabulary_size(config: TrainConfig) -> int:
     """Size of the vocabulary that training would use on one device.
 
     Raises:
-        UserError: only the tokenizer knows and it cannot be had.
+        UserError: only the tokenizer knows it, and it is not available.
     """
     size = config.vocab_size or _VOCABULARY.get(config.data.tokenizer)
     if size is not None:

@@ -17,6 +17,7 @@ from qkvflow.runs.load import RunBase, find_run, is_adapter
 from qkvflow.runs.modes import FinetuneMode
 from qkvflow.runs.prepare import has_begun
 from qkvflow.training.start import FromBase, RecordedBase, adapted_shape
+from qkvflow_command import called
 
 
 def settle(config: FinetuneConfig) -> tuple[FinetuneConfig, Base, FinetuneMode]:
@@ -46,8 +47,8 @@ def settle(config: FinetuneConfig) -> tuple[FinetuneConfig, Base, FinetuneMode]:
         raise UserError(f"the fine-tune would write into its base {base.path}: give it a name with --trainer.id NAME")
     if not mode.stores_base and config.run is not None and is_adapter(find_run(config.run)):
         raise UserError(
-            f"{config.run} is a LoRA run, which cannot be the base of another. Merge it first: python -m"
-            f" qkvflow.finetune_lm --run {config.run} --merge"
+            f"{config.run} is a LoRA run, which cannot be the base of another. Merge it first:"
+            f" {called('finetune')} --run {config.run} --merge"
         )
     model = mode.model_config(base.model, config.steps)
     if config.model not in (None, model):

@@ -246,10 +246,11 @@ def _initial_state(
         raise unreadable_checkpoint(source, error) from error
     total = trainer.config.num_train_steps
     if int(state.step) >= total:  # of another run: an own one is refused before
+        mode = "flow" if _is_flow(run.config.model) else "full"
         raise UserError(
             f"the checkpoint of `trainer.initialize_from` is after {int(state.step)} steps, which count, so that none"
-            f" of the {total} is left. Set `trainer.num_train_steps` to more than that, or fine-tune the run: qkvflow"
-            " finetune --run FOLDER"
+            f" of the {total} is left. Set `trainer.num_train_steps` to more than that, or fine-tune the run:"
+            f" {called('finetune')} --run FOLDER --mode '{{type: {mode}}}' --trainer.id NAME"
         )
     return state
 
@@ -314,15 +315,17 @@ def _last_words(run: PreparedRun[TrainConfig], outcome: Outcome, unigram: float 
     lines.append(f"To see its curves:          tensorboard --logdir {directory.location / 'tensorboard'}")
     if not outcome.exit_status:
         lines.append(f"To generate text:           {_sample_command(run)}")
-    model = run.config.model
-    is_flow = isinstance(model, NeuralOdeConfig) and not isinstance(model.weights, PerLayerConfig)
-    if not outcome.exit_status and is_flow:
+    if not outcome.exit_status and _is_flow(run.config.model):
         lines.append(f"To evaluate other depths:   {called('eval')} --run {directory} --steps 3,6,12,24")
     if not outcome.exit_status:
         lines.append(
             f"To use it in Python:        config, model, tokenizer = qkvflow.runs.load_run({str(directory)!r})"
         )
     return "\n".join(lines) + "\n"
+
+
+def _is_flow(model: object) -> bool:
+    return isinstance(model, NeuralOdeConfig) and not isinstance(model.weights, PerLayerConfig)
 
 
 def _of_average(run: PreparedRun[TrainConfig]) -> list[str]:

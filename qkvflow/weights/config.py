@@ -48,6 +48,8 @@ class GeneratedConfig(WeightsConfig):
     """A time network generates each weight (the paper's model). T = time_embed_dim, S = sinusoidal_dim.
 
     Attributes:
+        time_embed_dim: T, the size of the time embedding e(t) from which all weights are projected.
+        sinusoidal_dim: S, the number of frequencies of the features that the time network sees.
         init: `matched`, W(t) starts with the scale of the ordinary layer, or `official`, as the paper's code.
         frozen_time: null, or a fixed time in [0, 1] at which weights are generated for every t (an ablation without
             time).
@@ -91,6 +93,7 @@ class ModulatedConfig(WeightsConfig):
     Attributes:
         hidden_dim: hidden units of the gate networks.
         gate: `sigmoid`, or `film`, 1 + tanh, which starts as `constant` weights exactly.
+        sinusoidal_dim: frequencies of the time features of the gate networks.
         frozen_time: null, or a fixed time in [0, 1] at which the gates are evaluated for every t (an ablation without
             time).
         time_scale: as that of `generated`.

@@ -1,4 +1,4 @@
-"""What the page shows about a whole run: its description, its curves, the results of `eval_lm`."""
+"""What the page shows about a whole run: its description, its curves, the results of `qkvflow eval`."""
 
 import json
 import math
@@ -57,12 +57,12 @@ def curves(run: Run) -> Data:
 
 
 def depth_sweep(run: Run) -> list[Data]:
-    """The losses at other depths from `eval_lm`; empty if not computed."""
+    """The losses at other depths from `qkvflow eval`; empty if not computed."""
     return _evaluation(run, "depth.json", lambda found: [_plain(r) for r in found["readings"]], [])
 
 
 def continuity(run: Run) -> Data | None:
-    """Measurements and verdict from `eval_lm --continuity`; None if not computed."""
+    """Measurements and verdict from `qkvflow eval --continuity`; None if not computed."""
     return _evaluation(
         run,
         "continuity.json",
@@ -72,7 +72,7 @@ def continuity(run: Run) -> Data | None:
 
 
 def exits(run: Run) -> list[Data]:
-    """Loss against mean evaluations from `eval_lm --exit`; empty if not computed."""
+    """Loss against mean evaluations from `qkvflow eval --exit`; empty if not computed."""
 
     def read(found: Data) -> list[Data]:
         return [
@@ -100,7 +100,7 @@ def _evaluation(run: Run, name: str, read: Callable[[Data], T], missing: T) -> T
         is_of_another = found.get("checkpoint_step", run.step) != run.step
         return missing if is_of_another else read(found)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{path} cannot be read ({error}): delete it, or run eval_lm again") from None
+        raise UserError(f"{path} cannot be read ({error}): delete it, or run qkvflow eval again") from None
 
 
 def _plain(reading: Data) -> Data:

@@ -23,7 +23,7 @@ from qkvflow.errors import UserError
 
 
 def with_control(name: str, component: DatasetComponentBase, control: ControlField) -> DatasetComponent:
-    """The component, with its records read and tokenised together with their control.
+    """The component, with its records read and tokenized together with their control.
 
     Raises:
         UserError: data without records (built-in text, plain text, existing caches), or a format that is not running
