@@ -208,6 +208,7 @@ def _by_rate(
         row[1].set(ylabel="displacement of the flow, ||x(1) - x(0)|| / ||x(0)||", yscale="log", ylim=moved)
         own = {v: (list(a), [displacement[place, arm].mean for arm in a.values()]) for v, a in grid.items()}
         style.curves(row[1], own, looks)
+        row[1].set_xlim(row[0].get_xlim())
     figure.suptitle(f"{name}, {style.about_bars(record.protocol.n)}", fontsize=10)
     return figure
 

@@ -46,7 +46,7 @@ def _loss(p: CompareProtocol, rows: Rows, looks: style.Looks) -> Figure:
     aside = {row: 0.2 * (k - 1) for k, row in enumerate(ROWS)}
     _points(right, rows, looks, lambda row, line: list(looks).index(line.what.system) + aside[row])
     style.arms(right, list(looks))
-    right.set_title(f"reported, after training; {style.about_bars(seeds_of(rows))}", fontsize=10)
+    right.set_title(f"reported, after training\n{style.about_bars(seeds_of(rows))}", fontsize=10)
     style.losses(right, p, "report", limits, seeds_of(rows))
     _legend_of_rows(figure, rows)
     return figure
@@ -95,7 +95,7 @@ def _speed(record: Comparison, rows: Rows, looks: style.Looks) -> Figure:
             style.seeds(panel, k, times, colour)
         style.arms(panel, list(found), rotation=30)
         there = extent(len(own) for line in found.values() if (own := record.timed(line.trained)))
-        panel.set_title(f"at {ROWS[row]}, n = {there or 0}", fontsize=10)
+        panel.set_title(f"at {ROWS[row]}\nn = {there or 0}", fontsize=10)
         panel.grid(False, axis="x")
         panel.grid(axis="y", alpha=0.3)
     across[0].set(ylabel="ms per training step (line: minimum)", ylim=(0, None))

@@ -149,8 +149,8 @@ def _verdicts(record: Continuity) -> Table:
         holds = abs(upwards.mean) <= UPWARDS and abs(around.mean) <= AROUND
         own = record.loss(arm, record.at(arm, p.layers))
         rows.append([arm, own, record.change(arm, p.rk4), upwards, around, "yes" if holds else "no"])
-    head = ["arm", f"loss at L = {p.layers}", "RK4 minus that", "largest change from L on"]
-    return Table([*head, "largest from L / 2 on", "ODE by the rule"], rows)
+    head = ["arm", f"loss at L = {p.layers}", "RK4 minus that", "largest change from L on, with RK4"]
+    return Table([*head, "from L / 2 on, without RK4", "ODE by the rule"], rows)
 
 
 def files(record: Continuity) -> dict[str, Table]:
