@@ -130,6 +130,15 @@ def test_training_looks_at_levanters_fields_once_more():
             ("--model.block", "{type: llama, rope: {type: llama3, low_freq_factor: 4.0, high_freq_factor: 4.0}}"),
             r"low_freq_factor \(4\) must be below high_freq_factor \(4\)",
         ),
+        (
+            ("--model.block", "{type: llama, rope: {type: yarn, theta: 1.0}}"),
+            r"theta \(1\) must be above 1 with type yarn",
+        ),
+        (
+            ("--model", "{type: llama, rope: {type: yarn, beta_fast: 1, beta_slow: 32}}"),
+            r"beta_slow \(32\) must be below beta_fast \(1\)",
+        ),
+        (("--model.block", "{type: llama, rope: {type: yarn, mscale: -1}}"), r"mscale` must be at least 0"),
     ],
 )
 def test_settings_that_would_fail_late_are_refused_at_once(words, said):

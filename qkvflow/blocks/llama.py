@@ -16,7 +16,7 @@ import haliax.nn as hnn
 from haliax import Axis, NamedArray
 from haliax.jax_utils import maybe_rng_split
 from levanter.layers.attention import AttentionBackend
-from levanter.layers.rotary import DefaultRotaryEmbeddingsConfig, Llama3RotaryEmbeddingsConfig, RotaryEmbeddingsConfig
+from levanter.layers.rotary import DefaultRotaryEmbeddingsConfig, RotaryEmbeddingsConfig
 from levanter.utils.activation import ActivationFunctionEnum
 
 from qkvflow.axes import HEAD_SIZE, HEADS, KV_HEAD, MLP
@@ -27,6 +27,7 @@ from qkvflow.blocks.inputs import Inputs
 from qkvflow.blocks.matrices import by_rows
 from qkvflow.blocks.memory import KeysValues
 from qkvflow.blocks.probe import apart
+from qkvflow.blocks.rotary import check_rope
 from qkvflow.errors import UserError
 from qkvflow.ranges import Count, Positive, ProperShare
 
@@ -133,10 +134,7 @@ class LlamaBlockConfig(BlockConfig):
                 f"num_kv_heads ({self.num_kv_heads}) must divide num_heads ({self.num_heads}), because each head of"
                 f" keys and values serves an equal group of query heads. Possible: {possible}."
             )
-        if isinstance(self.rope, Llama3RotaryEmbeddingsConfig):
-            low, high = self.rope.low_freq_factor, self.rope.high_freq_factor
-            if not low < high:
-                raise UserError(f"rope: low_freq_factor ({low:g}) must be below high_freq_factor ({high:g}).")
+        check_rope(self.rope)
         if self.activation is ActivationFunctionEnum.xielu:
             raise UserError(
                 "activation: xielu has its own parameters, which this block does not support. Choose another"

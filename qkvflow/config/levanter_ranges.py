@@ -30,6 +30,7 @@ LEVANTER: Table = {
     RotaryEmbeddingsConfig: {
         **dict.fromkeys(("theta", "factor", "low_freq_factor", "high_freq_factor"), _POSITIVE),
         **dict.fromkeys(("beta_fast", "beta_slow"), _POSITIVE),
+        "mscale": _NOT_NEGATIVE,
         "original_max_position_embeddings": _COUNT,
     },
     TrainerConfig: {

@@ -157,7 +157,7 @@ class BacksolvePlan(AbstractPlan):
 
     @property
     def times(self) -> tuple[float, ...]:
-        return _ends(self.steps)
+        return self.grid.times
 
     @property
     def grid(self) -> StepGrid:
@@ -210,7 +210,7 @@ def _diffeqsolve(
         dt0=1.0 / plan.steps,
         y0=x.array.astype(pair_dtype(dtype)),
         args=leaves,
-        saveat=diffrax.SaveAt(ts=plan.times) if trajectory else diffrax.SaveAt(t1=True),
+        saveat=diffrax.SaveAt(ts=_ends(plan.steps)) if trajectory else diffrax.SaveAt(t1=True),
         stepsize_controller=stepsize_controller,
         adjoint=adjoint,
         max_steps=max_steps,

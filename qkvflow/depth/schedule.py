@@ -3,6 +3,7 @@
 import bisect
 import itertools
 import math
+import numbers
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated
@@ -68,6 +69,8 @@ class StepGrowth:
             raise UserError(
                 f"grow: its keys must be fractions of training in [0, 1), got {', '.join(map(str, self.grow))}."
             ) from None
+        if wrong := [n for _, n in stages.pairs if isinstance(n, bool) or not isinstance(n, numbers.Integral)]:
+            raise UserError(f"grow: numbers of steps must be whole, got {wrong[0]!r}.")
         fractions = [fraction for fraction, _ in stages.pairs]
         if not fractions or fractions[0] != 0.0:
             first = f"got {fractions[0]:g}" if fractions else "it is empty"

@@ -143,8 +143,9 @@ class HarnessModel(TemplateLM):
                 " positions (model.max_seq_len) for a prompt"
             )
         prompt = prompt[-(self.max_length - new) :]
-        is_greedy = not options.get("do_sample", options.get("temperature", 0) > 0)
-        temperature = 0.0 if is_greedy else float(options.get("temperature", 1.0))
+        given = options.get("temperature")
+        is_greedy = not options.get("do_sample", (given or 0) > 0)
+        temperature = 0.0 if is_greedy else 1.0 if given is None else float(given)
         top_k = int(options.get("top_k") or 0)
         top_k = top_k if top_k > 0 else None  # 0 is no limit, as in transformers
         return prompt, new, stops, SamplingOptions(temperature, top_k, options.get("top_p"), seed)

@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+from levanter.layers.rotary import RotaryEmbeddingsConfig
 from levanter.models.gemma import GemmaConfig
 from levanter.models.gpt2 import Gpt2Config
 from levanter.models.llama import LlamaConfig
@@ -17,6 +18,7 @@ from levanter.models.lm_model import LmConfig
 from levanter.models.olmo import Olmo2Config
 from levanter.models.qwen import Qwen3Config, QwenConfig
 
+from qkvflow.blocks.rotary import check_rope
 from qkvflow.errors import Notice, UserError
 
 _OPTIONAL = ("num_key_value_heads", "intermediate_size", "n_inner", "head_dim", "sliding_window")
@@ -154,6 +156,9 @@ def _settle_rope(settings: Any) -> None:
     if kind == "yarn":
         trained = scaling.get("original_max_position_embeddings") or settings.max_position_embeddings
         settings.rope_scaling = scaling | {"original_max_position_embeddings": trained}
+    if scaling:
+        check_rope(RotaryEmbeddingsConfig.from_hf_config(settings.rope_theta, settings.rope_scaling))
+    if kind == "yarn":
         _check_ramp(settings, trained, scaling.get("beta_slow") or 1.0)
 
 

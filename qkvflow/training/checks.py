@@ -10,11 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 from haliax import Axis
 from levanter.checkpoint import CheckpointInterval
+from levanter.layers.rotary import RotaryEmbeddingsConfig
 from levanter.models.lm_model import LmConfig
 from levanter.optim.model_averaging import EmaDecaySqrtConfig
 from levanter.schedule import distinct_values
 from levanter.trainer import TrainerConfig
 
+from qkvflow.blocks.rotary import check_rope
 from qkvflow.config import decode
 from qkvflow.config.levanter_ranges import LEVANTER
 from qkvflow.errors import UserError
@@ -47,6 +49,8 @@ def check_config(config: TrainConfig) -> None:
                 " matrix, and a flow uses its own at every step. Leave it out"
             )
         model.depth.first_steps(trainer.num_train_steps)  # refuses stages without a step
+    if isinstance(rope := getattr(model, "rope", None), RotaryEmbeddingsConfig):
+        check_rope(rope)
     config.data.control_field(config.control_dim)
     if config.Pos.size < 2:
         raise UserError("`model.max_seq_len` is 1, but training needs at least 2 positions: a token, and the next one")

@@ -87,6 +87,22 @@ def test_max_steps_do_not_cut_the_solve_backwards():
         assert distance(least, gradients(model, tokens)) == 0.0
 
 
+@pytest.mark.parametrize("options", [{"solver": "euler", "endpoint": "left"}, {"solver": "heun"}, {"solver": "rk4"}])
+def test_the_times_of_backsolve_are_those_at_which_it_evaluates_the_field(options):
+    plan = DepthConfig(steps=4, adjoint="backsolve", **options).plan("in_scan")
+    seen = set()
+
+    def field(t, x, args, key):
+        jax.debug.callback(lambda t: seen.add(float(t)), t, ordered=False)
+        return x * 0.0
+
+    x = hax.ones(hax.Axis("embed", 2))
+    states = plan.solve(field, lambda params, t: t, None, x, trajectory=True).states
+    jax.effects_barrier()
+    assert sorted(seen) == pytest.approx(sorted(plan.times))
+    assert states.axis_size("layers") == 4
+
+
 @pytest.mark.slow
 def test_backsolve_forward_is_the_fixed_grid(tokens):
     for options in ({"solver": "heun"}, {"solver": "tsit5"}, {"solver": "euler", "endpoint": "left"}):

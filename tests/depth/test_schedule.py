@@ -44,6 +44,8 @@ def test_stages_begin_at_their_fractions(total):
         ({"grow": {"0.0": 3, "0.5": 1}}, "numbers of steps must increase, got 3, 1"),
         ({"grow": {"0.0": 3, "0.5": 3}}, "numbers of steps must increase"),
         ({"grow": {"soon": 3}}, "fractions of training"),
+        ({"grow": {"0.0": True}}, "must be whole, got True"),
+        ({"grow": {"0.0": "3"}}, "must be whole, got '3'"),
     ],
 )
 def test_growth_refusals(wrong, match):

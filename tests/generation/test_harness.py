@@ -58,6 +58,21 @@ def test_repeated_requests_are_drawn_with_other_seeds(harness):
     assert sorted(seen) == [0, 1, 2, 3, 4]
 
 
+@pytest.mark.parametrize(
+    ("asked", "temperature"),
+    [
+        ({}, 0.0),
+        ({"temperature": None}, 0.0),
+        ({"do_sample": False, "temperature": None}, 0.0),
+        ({"do_sample": True, "temperature": None}, 1.0),
+        ({"temperature": 0.5}, 0.5),
+    ],
+)
+def test_a_temperature_that_is_null_is_not_given(harness, asked, temperature):
+    *_, options = harness._job(0, "a", asked)
+    assert options.temperature == temperature
+
+
 @pytest.mark.parametrize(("asked", "given"), [(0, None), (-1, None), (None, None), (5, 5)])
 def test_no_limit_of_top_k_is_written_as_in_transformers(harness, asked, given):
     *_, options = harness._job(0, "a", {"top_k": asked, "do_sample": True, "temperature": 1.0})

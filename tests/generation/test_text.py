@@ -189,6 +189,11 @@ def test_sources_of_prompts(tmp_path):
         records.write_text(bad)
         with pytest.raises(UserError, match=message):
             read_prompts(None, str(records))
+    records.write_text('{"prompt": "x", "id": 7, "contol": [1, 2]}')
+    with pytest.raises(UserError, match="'contol' would be ignored"):
+        read_prompts(None, str(records))
+    records.write_text('{"prompt": "x", "id": 7}')
+    assert [p.text for p in read_prompts(None, str(records))] == ["x"]
     with pytest.raises(UserError, match="no prompt_file"):
         read_prompts(None, str(tmp_path / "none"))
     with pytest.raises(UserError, match="both"):

@@ -138,6 +138,11 @@ def test_a_window_shortens_the_context(tmp_path):
             "mscale_all_dim",
         ),
         (transformers.LlamaConfig(**SMALL, rope_scaling=YARN | {"truncate": False}), "truncate: False"),
+        (transformers.LlamaConfig(**SMALL, rope_theta=1.0, rope_scaling=YARN), r"theta \(1\) must be above 1"),
+        (
+            transformers.LlamaConfig(**SMALL, rope_scaling=YARN | {"beta_fast": 1.0, "beta_slow": 32.0}),
+            r"beta_slow \(32\) must be below beta_fast \(1\)",
+        ),
         (
             transformers.LlamaConfig(
                 **SMALL, head_dim=128, rope_scaling=YARN | {"original_max_position_embeddings": 65_536}
