@@ -18,7 +18,7 @@ MAY_IMPORT = {
     "units": set(),
     "ranges": {"errors"},
     "named": set(),
-    "inside": set(),
+    "inside": {"errors"},
     "interrupts": set(),
     "locks": set(),
     "files": {"errors"},

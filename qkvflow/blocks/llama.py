@@ -27,8 +27,8 @@ from qkvflow.blocks.inputs import Inputs
 from qkvflow.blocks.matrices import by_rows
 from qkvflow.blocks.memory import KeysValues
 from qkvflow.blocks.probe import apart
-from qkvflow.blocks.rotary import check_rope
 from qkvflow.errors import UserError
+from qkvflow.inside.rotary import check_rope
 from qkvflow.ranges import Count, Positive, ProperShare
 
 LLAMA_FORMS = (*FORMS, "official")

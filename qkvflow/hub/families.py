@@ -18,8 +18,8 @@ from levanter.models.lm_model import LmConfig
 from levanter.models.olmo import Olmo2Config
 from levanter.models.qwen import Qwen3Config, QwenConfig
 
-from qkvflow.blocks.rotary import check_rope
 from qkvflow.errors import Notice, UserError
+from qkvflow.inside.rotary import check_rope
 
 _OPTIONAL = ("num_key_value_heads", "intermediate_size", "n_inner", "head_dim", "sliding_window")
 _SIZES = (

@@ -16,11 +16,11 @@ from levanter.optim.model_averaging import EmaDecaySqrtConfig
 from levanter.schedule import distinct_values
 from levanter.trainer import TrainerConfig
 
-from qkvflow.blocks.rotary import check_rope
 from qkvflow.config import decode
 from qkvflow.config.levanter_ranges import LEVANTER
 from qkvflow.errors import UserError
 from qkvflow.inside.levanter import settle_devices
+from qkvflow.inside.rotary import check_rope
 from qkvflow.models import NeuralOdeConfig
 from qkvflow.ranges import check_ranges
 from qkvflow.runs.config import TrainConfig

@@ -1,4 +1,4 @@
-"""Which rotary positions can be computed: what Levanter's own classes do not check."""
+"""Levanter's rotary positions: what numbers mean together, which its own classes do not check."""
 
 from levanter.layers.rotary import Llama3RotaryEmbeddingsConfig, RotaryEmbeddingsConfig, YarnRotaryEmbeddingsConfig
 
