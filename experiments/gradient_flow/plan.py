@@ -4,6 +4,9 @@
 so that horizon, steps, control and alpha are the hybrid's. It also keeps the shift, the same function of time: without
 it, or with a vector per layer that starts at zero, the inputs of the layers would differ too; and what the shift adds
 to a divergence is in both. By default such pieces share nine tenths of their initial variance: almost a flow.
+
+`quarters` is the same with the strength and the horizon of the layers that the flow replaces: n layers of length 1,
+each divided into as many as the flow has steps. On [0, 1] that is a field n times as strong: alpha = n.
 """
 
 from dataclasses import dataclass, field
@@ -23,6 +26,7 @@ SYSTEMS = {
     "hybrid": "ordinary layers, a flow, ordinary layers",
     "shallow": "only the ordinary layers of the hybrid, with nothing in the middle",
     "untied": "the hybrid with independent weights in each step of its flow",
+    "quarters": "untied, in steps of the same length for as long as the replaced layers take, with a full field",
 }
 
 
@@ -33,11 +37,11 @@ class GradientFlowConfig(StudyConfig):
     Attributes:
         hybrid: configuration of train_lm, a model with a flow between ordinary layers; its data is replaced by `text`.
         replaced_layers: number of ordinary layers in the baseline in place of the hybrid's flow.
-        systems: of SYSTEMS, at least hybrid and baseline; by default all but untied.
+        systems: of SYSTEMS, at least hybrid and baseline; by default these and shallow.
         final_steps: number of final steps over which the training loss of the verdict is averaged.
         solvers, steps: the trained flow is evaluated with each solver at each of these numbers of steps.
         refinements: m, Euler steps of the trained length / m, in the flow and in the baseline's and untied layers.
-        coarse: numbers of Euler steps, fewer than trained, in the flow and in the untied layers.
+        coarse: numbers of Euler steps for each unit of time, fewer than trained, in the flow and in the untied layers.
         controls: number of random controls tried on each of a few sequences.
     """
 
@@ -82,12 +86,16 @@ def arms(config: GradientFlowConfig, text: Text, run_dir: Path) -> list[Arm]:
     steps = model["depth"]["steps"]
     if max(config.coarse) >= steps:
         raise UserError(f"`coarse` must be fewer than the {steps} steps of the flow, but is {config.coarse}")
+    untied = {"type": "basis", "basis": "piecewise", "init": "independent"}
+    control = model["control"] | {"alpha": float(config.replaced_layers)}
+    longer = model["depth"] | {"steps": config.replaced_layers * steps}
     models = {
         "hybrid": model,
         "baseline": ordinary(model, config.replaced_layers),
         # The coda's layers take the place of the flow: a flow has at least one step.
         "shallow": ordinary(model, model["coda_layers"]) | {"coda_layers": 0},
-        "untied": model | {"weights": {"type": "basis", "basis": "piecewise", "dim": steps, "init": "independent"}},
+        "untied": model | {"weights": untied | {"dim": steps}},
+        "quarters": model | {"weights": untied | {"dim": longer["steps"]}, "depth": longer, "control": control},
     }
     ours = {
         # Norms of the gradients in every step, before the optimizer clips them.

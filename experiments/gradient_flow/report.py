@@ -19,6 +19,7 @@ from experiments.tables import Table, difference_cells
 _LABELS = {
     ("baseline", "flow"): "layers in its place",
     ("untied", "flow"): "layers in its place",
+    ("quarters", "flow"): "layers in its place",
     ("shallow", "flow"): "later layers",
     ("shallow", "coda"): "last norm",
 }
@@ -27,8 +28,10 @@ LOOKS = {
     "hybrid": style.series(0),
     "shallow": style.series(2),
     "untied": style.series(3),
+    "quarters": style.series(4),
 }
-MIDDLES = {"untied": "untied layers", "baseline": "layers", "hybrid": "flow"}  # in the order of drawing
+# In the order of drawing.
+MIDDLES = {"quarters": "quarters of layers", "untied": "untied layers", "baseline": "layers", "hybrid": "flow"}
 _LOOKS_OF_MIDDLES = {words: LOOKS[name] for name, words in MIDDLES.items()}
 _SMOOTHED = 25  # a curve is averaged over 1 / _SMOOTHED of its steps
 
@@ -99,6 +102,7 @@ def page(record: GradientFlow) -> Mapping[str, object]:
     middles = {name: own[name] for name in reversed(p.middles)}
     passes = {name: sum(r.refined.passes for r in trained) for name, trained in middles.items()}
     unmatched = "untied" not in p.systems or None
+    quarters = ("quarters" in p.systems and not unmatched) or None
     return {
         "rule": rule,
         "systems": "; ".join(f"{name}, {SYSTEMS[name]}" for name in p.systems),
@@ -118,6 +122,7 @@ def page(record: GradientFlow) -> Mapping[str, object]:
         "refined": _refined(middles),
         "matched": None if unmatched else _matched(record),
         "unmatched": unmatched,
+        "quarters": quarters and p.replaced_layers * p.flow_steps,
     }
 
 
@@ -212,16 +217,19 @@ def _against(record: GradientFlow) -> Table:
 def matched(record: GradientFlow) -> dict[tuple[int, str], Contrast]:
     """(n, model) -> its share with steps of 1/n, 0 as trained; hybrid against untied, all other n are one family."""
     p, found = record.protocol, {}
-    for name, steps in (("hybrid", p.flow_steps), ("untied", p.flow_steps), ("baseline", 1)):
+    for name in p.middles:
+        length, steps = p.replaced_layers if name == "quarters" else 1, 1 if name == "baseline" else p.flow_steps
         for r in record.of(system=name):
-            read = ((e.steps or e.factor * steps, e.share) for e in (*r.refined.coarse, *r.refined.refined))
+            evaluations = (*r.refined.coarse, *r.refined.refined)
+            read = ((e.steps // length or e.factor * steps, e.share) for e in evaluations)
             for n, share in ((steps, 0.0), *read):
                 found.setdefault((n, name), {})[r.seed] = share
     return contrasts(found, lambda at: (at[0], "untied") if at[1] == "hybrid" and at[0] != p.flow_steps else at)
 
 
 def _matched(record: GradientFlow) -> Table:
-    found, names, rows = matched(record), ("hybrid", "untied", "baseline"), []
+    found, rows = matched(record), []
+    names = [name for name in ("hybrid", "untied", "quarters", "baseline") if name in record.protocol.systems]
     for n in sorted({n for n, _ in found}):
         own = [found.get((n, name)) for name in names]
         means = (contrast and contrast.mean for contrast in own)

@@ -112,6 +112,11 @@ def test_systems_differ_in_their_middle_alone(tmp_path):
     assert cost_of(found["shallow"]).evaluations == 4
     assert {key for key in model["hybrid"] if model["hybrid"][key] != model["untied"][key]} == {"weights"}
     assert cost_of(found["untied"]).evaluations == cost_of(found["hybrid"]).evaluations == 2 + 4 + 2
+    differing = {key for key in model["hybrid"] if model["untied"][key] != model["quarters"][key]}
+    assert differing == {"weights", "depth", "control"}
+    quarters = found["quarters"].config.model
+    assert cost_of(found["quarters"]).evaluations == 2 + 8 + 2
+    assert quarters.control.alpha * quarters.plan.step == 1 / 4  # of the two layers of length 1, in the same steps
 
 
 @pytest.mark.slow
@@ -280,10 +285,11 @@ def made_up(seeds=(1, 2, 3), untied=()) -> GradientFlow:
             if name != "shallow":
                 gone = {"loss": 2.6, "divergence": 0.5}
                 r["refined"] = {"displacement": 0.3, "left_out": gone, "refined": refined}
-            if untied and name in ("hybrid", "untied"):
+            if untied and name in ("hybrid", "untied", "quarters"):
                 numbers = {"loss": 2.5, "divergence": 0.2}
+                length = 2 if name == "quarters" else 1
                 r["refined"]["coarse"] = [
-                    {"steps": n, "share": 0.3 + 0.01 * seed**n * shift, **numbers} for n in (1, 2)
+                    {"steps": length * n, "share": 0.3 + 0.01 * seed**n * shift, **numbers} for n in (1, 2)
                 ]
             if name == "hybrid":
                 numbers = {"loss": 2.5, "displacement": 0.3, "divergence": 0.02}
@@ -335,6 +341,19 @@ def test_flow_and_untied_layers_are_compared_at_the_same_steps():
     old = STUDY.filled_page(made_up())
     assert missing in old
     assert "untied" not in old
+
+
+def test_quarters_of_layers_stand_beside_them_without_a_test():
+    without, record = made_up(untied=["untied"]), made_up(untied=["untied", "quarters"])
+    text = STUDY.filled_page(record)
+    table = text.partition("| h | flow | untied layers | quarters of layers | layers |")[2].splitlines()[2:]
+    rows = [line.split(" | ") for line in table]
+    assert [row[0] for row in rows] == ["| 1", "| 1/2", "| 1/4", "| 1/8", "| 1/16"]
+    assert [row[3] for row in rows[:3]] == ["0.380 ± 0.099", "0.487 ± 0.402", "0.000 ± 0.000"]  # 2 and 4 of 8 steps
+    tests = [{at: c.p_holm for at, c in matched(r).items() if c.difference} for r in (without, record)]
+    np.testing.assert_equal(*tests)
+    assert "Quarters of layers are 8 untied layers" in text
+    assert "Quarters of layers" not in STUDY.filled_page(without)
 
 
 @pytest.mark.slow
