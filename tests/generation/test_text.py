@@ -189,8 +189,8 @@ def test_sources_of_prompts(tmp_path):
         records.write_text(bad)
         with pytest.raises(UserError, match=message):
             read_prompts(None, str(records))
-    records.write_text('{"prompt": "x", "id": 7, "contol": [1, 2]}')
-    with pytest.raises(UserError, match="'contol' would be ignored"):
+    records.write_text('{"prompt": "x", "id": 7, "controls": [1, 2]}')
+    with pytest.raises(UserError, match="'controls' would be ignored"):
         read_prompts(None, str(records))
     records.write_text('{"prompt": "x", "id": 7}')
     assert [p.text for p in read_prompts(None, str(records))] == ["x"]
