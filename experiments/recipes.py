@@ -17,11 +17,10 @@ from qkvflow.config import decode, read_yaml
 from qkvflow.data import check_enough_tokens
 from qkvflow.data.tokenizers import load_tokenizer, resolve_tokenizer
 from qkvflow.errors import UserError
-from qkvflow.models import NeuralOdeConfig
+from qkvflow.models import is_flow
 from qkvflow.runs import RunDirectory
 from qkvflow.runs.checkpoints import checkpoint_steps
 from qkvflow.runs.config import FinetuneConfig, TrainConfig
-from qkvflow.weights import PerLayerConfig
 
 Changes = Mapping[str, Any]
 # Keys of `trainer` for the devices, which change a training only by rounding (and masks of dropout). Not all of
@@ -112,9 +111,8 @@ class Recipe:
 
     @property
     def is_flow(self) -> bool:
-        """Whether its weights are functions of time, so that it can be evaluated with other steps."""
-        model = self.config.model
-        return isinstance(model, NeuralOdeConfig) and not isinstance(model.weights, PerLayerConfig)
+        """See `qkvflow.models.is_flow`."""
+        return is_flow(self.config.model)
 
     def euler_flow(self) -> Changes:
         """Its `model` as in YAML, with its number of steps.

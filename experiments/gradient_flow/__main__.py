@@ -61,8 +61,7 @@ def with_readings(config: GradientFlowConfig, job: Job, run: Run, evaluator: Run
         return found
     tokens = some_tokens(evaluator, _SEQUENCES)
     reader = Reader(model, evaluator.loss, LmExample(tokens, hax.ones(tokens.axes)))
-    length = config.replaced_layers if system == "quarters" else 1  # of its time
-    coarse = () if system == "baseline" else [length * n for n in config.coarse]
+    coarse = () if system == "baseline" else [config.horizon(system) * n for n in config.coarse]
     found["refined"] = reader.refined(config.refinements, coarse)
     if system != "hybrid":
         return found

@@ -57,6 +57,10 @@ class GradientFlowConfig(StudyConfig):
     coarse: list[Count] = field(default_factory=lambda: [1, 2])
     controls: Count = 8
 
+    def horizon(self, system: str) -> int:
+        """Units of time of a middle with untied weights or a flow; steps of the same length are as many more."""
+        return self.replaced_layers if system == "quarters" else 1
+
     def check(self) -> None:
         super().check()
         check_among("systems", self.systems, SYSTEMS)

@@ -80,7 +80,8 @@ class Effect:
 
     Attributes:
         difference: the published measure, mean |logits(u) - logits(no control)|, centred logits.
-        loss_change: of the next-token loss."""
+        loss_change: of the next-token loss.
+    """
 
     difference: float
     divergence: float

@@ -102,7 +102,6 @@ def page(record: GradientFlow) -> Mapping[str, object]:
     middles = {name: own[name] for name in reversed(p.middles)}
     passes = {name: sum(r.refined.passes for r in trained) for name, trained in middles.items()}
     unmatched = "untied" not in p.systems or None
-    quarters = ("quarters" in p.systems and not unmatched) or None
     return {
         "rule": rule,
         "systems": "; ".join(f"{name}, {SYSTEMS[name]}" for name in p.systems),
@@ -122,7 +121,7 @@ def page(record: GradientFlow) -> Mapping[str, object]:
         "refined": _refined(middles),
         "matched": None if unmatched else _matched(record),
         "unmatched": unmatched,
-        "quarters": quarters and p.replaced_layers * p.flow_steps,
+        "quarters": p.horizon("quarters") * p.flow_steps if {"untied", "quarters"} <= set(p.systems) else None,
     }
 
 
@@ -218,10 +217,10 @@ def matched(record: GradientFlow) -> dict[tuple[int, str], Contrast]:
     """(n, model) -> its share with steps of 1/n, 0 as trained; hybrid against untied, all other n are one family."""
     p, found = record.protocol, {}
     for name in p.middles:
-        length, steps = p.replaced_layers if name == "quarters" else 1, 1 if name == "baseline" else p.flow_steps
+        steps = 1 if name == "baseline" else p.flow_steps
         for r in record.of(system=name):
             evaluations = (*r.refined.coarse, *r.refined.refined)
-            read = ((e.steps // length or e.factor * steps, e.share) for e in evaluations)
+            read = ((e.steps // p.horizon(name) or e.factor * steps, e.share) for e in evaluations)
             for n, share in ((steps, 0.0), *read):
                 found.setdefault((n, name), {})[r.seed] = share
     return contrasts(found, lambda at: (at[0], "untied") if at[1] == "hybrid" and at[0] != p.flow_steps else at)

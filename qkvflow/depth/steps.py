@@ -72,7 +72,7 @@ def _couple(y: NamedArray, z: NamedArray, coupling: float) -> NamedArray:
 
 
 def pair_dtype(dtype):
-    """The precision of the pair: at least float32: what is rounded away cannot be recovered when stepping back."""
+    """The precision of the pair, at least float32: what is rounded away cannot be recovered when stepping back."""
     return jnp.promote_types(dtype, jnp.float32)
 
 

@@ -145,7 +145,7 @@ class HarnessModel(TemplateLM):
         prompt = prompt[-(self.max_length - new) :]
         given = options.get("temperature")
         is_greedy = not options.get("do_sample", (given or 0) > 0)
-        temperature = 0.0 if is_greedy else 1.0 if given is None else float(given)
+        temperature = 0.0 if is_greedy else float(1.0 if given is None else given)
         top_k = int(options.get("top_k") or 0)
         top_k = top_k if top_k > 0 else None  # 0 is no limit, as in transformers
         return prompt, new, stops, SamplingOptions(temperature, top_k, options.get("top_p"), seed)

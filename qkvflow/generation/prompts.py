@@ -98,6 +98,6 @@ def _from_record(where: str, line: str) -> Prompt:
         raise UserError(
             f'{where} must be an object with a text `prompt`, such as {{"prompt": "Once", "control": [0, 1]}}'
         )
-    if misspelt := get_close_matches("control", record.keys() - {"prompt", "control"}, 1, 0.75):
+    if misspelt := get_close_matches("control", record.keys() - {"prompt", "control"}, cutoff=0.75):
         raise UserError(f"{where}: the key {misspelt[0]!r} would be ignored. Did you mean `control`?")
     return Prompt(record["prompt"], record.get("control"), where)

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-from levanter.layers.rotary import RotaryEmbeddingsConfig
+from levanter.layers.rotary import RotaryEmbeddingsConfig, YarnRotaryEmbeddingsConfig
 from levanter.models.gemma import GemmaConfig
 from levanter.models.gpt2 import Gpt2Config
 from levanter.models.llama import LlamaConfig
@@ -156,21 +156,24 @@ def _settle_rope(settings: Any) -> None:
     if kind == "yarn":
         trained = scaling.get("original_max_position_embeddings") or settings.max_position_embeddings
         settings.rope_scaling = scaling | {"original_max_position_embeddings": trained}
-    if scaling:
-        check_rope(RotaryEmbeddingsConfig.from_hf_config(settings.rope_theta, settings.rope_scaling))
-    if kind == "yarn":
-        _check_ramp(settings, trained, scaling.get("beta_slow") or 1.0)
+    if not scaling:
+        return
+    rope = RotaryEmbeddingsConfig.from_hf_config(settings.rope_theta, settings.rope_scaling)
+    check_rope(rope)
+    if isinstance(rope, YarnRotaryEmbeddingsConfig):
+        _check_ramp(settings, rope)
 
 
-def _check_ramp(settings: Any, trained: int, beta_slow: float) -> None:
+def _check_ramp(settings: Any, rope: YarnRotaryEmbeddingsConfig) -> None:
     """Refuses YaRN whose ramp ends beyond the last pair of a head, where Levanter cuts it off and transformers does
     not."""
     head = _head_dim(settings) or settings.hidden_size // settings.num_attention_heads
-    end = head * math.log(trained / (beta_slow * 2 * math.pi)) / (2 * math.log(settings.rope_theta))
+    trained = rope.original_max_position_embeddings
+    end = head * math.log(trained / (rope.beta_slow * 2 * math.pi)) / (2 * math.log(rope.theta))
     if math.ceil(end) > head // 2 - 1:
         raise UserError(
             f"rope_scaling of type 'yarn' has a ramp that ends at pair {math.ceil(end)} of a head of {head // 2} pairs"
-            f" (original_max_position_embeddings {trained}, rope_theta {settings.rope_theta:g}), which is not supported"
+            f" (original_max_position_embeddings {trained}, rope_theta {rope.theta:g}), which is not supported"
         )
 
 

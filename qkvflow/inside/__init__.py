@@ -1,1 +1,1 @@
-"""All uses of other libraries' internals: each in one place, with its reason. Contracts: tests/inside."""
+"""Internals of other libraries, and what these leave unchecked, each in one place. Contracts: tests/inside."""

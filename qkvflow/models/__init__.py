@@ -2,5 +2,6 @@
 
 from qkvflow.models.config import ControlConfig as ControlConfig
 from qkvflow.models.config import NeuralOdeConfig as NeuralOdeConfig
+from qkvflow.models.config import is_flow as is_flow
 from qkvflow.models.flow import Flow as Flow
 from qkvflow.models.neuralode import NeuralOdeLMHeadModel as NeuralOdeLMHeadModel

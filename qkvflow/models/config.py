@@ -3,7 +3,7 @@
 import dataclasses
 import statistics
 from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, TypeGuard
 
 from haliax import Axis
 from levanter.models.lm_model import LmConfig, LmHeadModel
@@ -169,3 +169,8 @@ class NeuralOdeConfig(LmConfig):
         evaluations += self.prelude_layers + self.coda_layers
         block = self.block.flops_per_token(self.hidden_dim, context_length)
         return evaluations * block + 2 * self.hidden_dim * vocab_size
+
+
+def is_flow(config: object) -> TypeGuard[NeuralOdeConfig]:
+    """Whether a model's weights are functions of time, so that it can be evaluated with other steps."""
+    return isinstance(config, NeuralOdeConfig) and not isinstance(config.weights, PerLayerConfig)

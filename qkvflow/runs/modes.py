@@ -13,7 +13,7 @@ from levanter.models.lm_model import LmConfig, LmHeadModel
 from levanter.utils.types import FilterTree
 
 from qkvflow.errors import Notice, UserError
-from qkvflow.models import NeuralOdeConfig, lora
+from qkvflow.models import NeuralOdeConfig, is_flow, lora
 from qkvflow.ranges import Count, Positive, ProperShare
 from qkvflow.weights import BasisConfig, PerLayerConfig, refine
 
@@ -58,7 +58,7 @@ class FlowMode(FinetuneMode):
     refine: Count | None = None
 
     def model_config(self, base: LmConfig, steps: int | None) -> Any:
-        if not isinstance(base, NeuralOdeConfig) or isinstance(base.weights, PerLayerConfig):
+        if not is_flow(base):
             raise UserError(
                 "mode: flow trains weights that are functions of time, but this base has ordinary layers. Use mode:"
                 " {type: full} or {type: lora}."

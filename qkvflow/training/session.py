@@ -20,7 +20,7 @@ from levanter.utils.jax_utils import parameter_count
 from qkvflow.config import encode
 from qkvflow.data import number_of_ids
 from qkvflow.errors import UserError
-from qkvflow.models import NeuralOdeConfig
+from qkvflow.models import NeuralOdeConfig, is_flow
 from qkvflow.places import Place
 from qkvflow.progress import Console, Progress, describe_loss
 from qkvflow.runs.config import TrainConfig
@@ -40,7 +40,6 @@ from qkvflow.training.start import Start
 from qkvflow.training.step import make_trainer, vocabulary
 from qkvflow.training.stopping import StopRequest, meet
 from qkvflow.training.validation import Validation
-from qkvflow.weights import PerLayerConfig
 from qkvflow_command import called
 
 
@@ -246,7 +245,7 @@ def _initial_state(
         raise unreadable_checkpoint(source, error) from error
     total = trainer.config.num_train_steps
     if int(state.step) >= total:  # of another run: an own one is refused before
-        mode = "flow" if _is_flow(run.config.model) else "full"
+        mode = "flow" if is_flow(run.config.model) else "full"
         raise UserError(
             f"the checkpoint of `trainer.initialize_from` is after {int(state.step)} steps, which count, so that none"
             f" of the {total} is left. Set `trainer.num_train_steps` to more than that, or fine-tune the run:"
@@ -315,17 +314,13 @@ def _last_words(run: PreparedRun[TrainConfig], outcome: Outcome, unigram: float 
     lines.append(f"To see its curves:          tensorboard --logdir {directory.location / 'tensorboard'}")
     if not outcome.exit_status:
         lines.append(f"To generate text:           {_sample_command(run)}")
-    if not outcome.exit_status and _is_flow(run.config.model):
+    if not outcome.exit_status and is_flow(run.config.model):
         lines.append(f"To evaluate other depths:   {called('eval')} --run {directory} --steps 3,6,12,24")
     if not outcome.exit_status:
         lines.append(
             f"To use it in Python:        config, model, tokenizer = qkvflow.runs.load_run({str(directory)!r})"
         )
     return "\n".join(lines) + "\n"
-
-
-def _is_flow(model: object) -> bool:
-    return isinstance(model, NeuralOdeConfig) and not isinstance(model.weights, PerLayerConfig)
 
 
 def _of_average(run: PreparedRun[TrainConfig]) -> list[str]:
