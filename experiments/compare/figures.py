@@ -82,20 +82,22 @@ def _legend_of_rows(figure: Figure, rows: Rows) -> None:
 
 
 def _speed(record: Comparison, rows: Rows, looks: style.Looks) -> Figure:
-    """Times of a step, one dot per seed: no intervals, since other work on the machine is not a random sample."""
+    """Times of a step, one dot per seed, or round of the clock: no intervals, since other work on the machine is not a
+    random sample."""
     figure, (across,) = style.panels(1, len(rows), (4 * len(rows), 4), sharey=True)
+    without, counted = ("other machine", "n") if record.clock is None else ("not timed", "rounds")
     for panel, (row, found) in zip(across, rows.items(), strict=True):
         for k, (system, line) in enumerate(found.items()):
-            times, colour = [1000 * r.seconds_per_step for r in record.timed(line.trained)], looks[system]["color"]
+            times, colour = [1000 * own for own in record.seconds(line.trained)], looks[system]["color"]
             if times:
                 panel.plot([k - 0.3, k + 0.3], [min(times)] * 2, color=colour, linewidth=2)
             else:
                 look = {"rotation": 90, "fontsize": 7, "color": style.MUTED, "ha": "center"}
-                panel.text(k, 0.02, "other machine", transform=panel.get_xaxis_transform(), **look)
+                panel.text(k, 0.02, without, transform=panel.get_xaxis_transform(), **look)
             style.seeds(panel, k, times, colour)
         style.arms(panel, list(found), rotation=30)
-        there = extent(len(own) for line in found.values() if (own := record.timed(line.trained)))
-        panel.set_title(f"at {ROWS[row]}\nn = {there or 0}", fontsize=10)
+        there = extent(len(own) for line in found.values() if (own := record.seconds(line.trained)))
+        panel.set_title(f"at {ROWS[row]}\n{counted} = {there or 0}", fontsize=10)
         panel.grid(False, axis="x")
         panel.grid(axis="y", alpha=0.3)
     across[0].set(ylabel="ms per training step (line: minimum)", ylim=(0, None))

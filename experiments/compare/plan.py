@@ -67,6 +67,8 @@ class CompareConfig(SearchConfig):
         published: numbers to show beside.
         only: systems whose trainings are made now; those of others are read from `readings` if they are there.
         partial: make no trainings, and show those in `readings`.
+        clock: like `partial`, but first time the steps of all systems side by side, with nothing else on the machine.
+            These times, which are kept in `readings`, then replace those of the trainings.
     """
 
     systems: dict[str, str] = field(default_factory=dict)
@@ -84,6 +86,7 @@ class CompareConfig(SearchConfig):
     published: Published | None = None
     only: list[str] | None = None
     partial: bool = False
+    clock: bool = False
 
     @property
     def corrects(self) -> bool:
@@ -97,7 +100,7 @@ class CompareConfig(SearchConfig):
 
     def trains(self, system: str) -> bool:
         """Whether its trainings are made now."""
-        return not self.partial and (self.only is None or system in self.only)
+        return not self.partial and not self.clock and (self.only is None or system in self.only)
 
     def check(self) -> None:
         super().check()
@@ -136,6 +139,10 @@ class CompareConfig(SearchConfig):
             f"`check_rates.factors` must be positive, 1 and others, each once, to see on which side of the transferred"
             f" rate the best is; got {self.check_rates and self.check_rates.factors}": (
                 self.check_rates and not _are_around_one(self.check_rates.factors)
+            ),
+            "`clock` times all systems side by side: leave out `only`": self.clock and self.only,
+            f"`clock` times the systems at equal steps, so `rows` must have iso_step, and is {self.rows}": (
+                self.clock and "iso_step" not in self.rows
             ),
             "`check_rates` checks rates that were transferred: set `search_width`": (
                 self.check_rates and self.search_width is None

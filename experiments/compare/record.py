@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from experiments.compare.plan import ROWS, WIDTHS, CompareConfig, Variant
+from experiments.compare.steps import StepTimes
 from experiments.cost import Cost
 from experiments.lines import Line, lines
 from experiments.protocol import Protocol
@@ -39,6 +40,7 @@ class Comparison(Record):
         selection: trainings for the selection of learning rates. checks: of rates around the transferred ones.
         replaced: trainings like `results`, with transferred rates that the checks corrected.
         progress: stage -> system -> (trainings that are done, all).
+        clock: times of a step, measured side by side. None: times are those of the trainings.
     """
 
     protocol: CompareProtocol
@@ -48,6 +50,7 @@ class Comparison(Record):
     checks: list[Trained] = field(default_factory=list)
     replaced: list[Trained] = field(default_factory=list)
     progress: dict[str, dict[str, tuple[int, int]]] = field(default_factory=dict)
+    clock: StepTimes | None = None
 
     def row(self, row: str) -> dict[str, list[Trained]]:
         """The trainings of a row, of systems that have some."""
@@ -61,14 +64,20 @@ class Comparison(Record):
     @property
     def timed_on(self) -> str:
         """The machine whose times are compared: that of most trainings of the reference with equal steps or, without
-        any, of most of its trainings, or of all."""
+        any, of most of its trainings, or of all; with a `clock`, its own."""
+        if self.clock is not None:
+            return self.clock.machine
         name = self.protocol.reference
         own = self.row("iso_step").get(name) or [r for r in self.results if r.system == name] or self.results
         return Counter(r.machine for r in own).most_common(1)[0][0] if own else ""
 
-    def timed(self, trained: Iterable[Training]) -> list[Trained]:
-        """Those on the machine whose times are compared."""
-        return [r for r in trained if isinstance(r, Trained) and r.machine == self.timed_on]
+    def seconds(self, trained: Iterable[Training]) -> list[float]:
+        """Times of a step on the machine whose times are compared, of trainings of one model: those of the `clock`, one
+        per round, or those of the trainings themselves. Empty if there are none."""
+        own = [r for r in trained if isinstance(r, Trained)]
+        if self.clock is not None:
+            return self.clock.of(own[0].system, own[0].width) if own else []
+        return [r.seconds_per_step for r in own if r.machine == self.timed_on]
 
     def cost(self, of: Trained) -> Cost:
         return self.costs[f"{of.system}-d{of.width}-s{of.steps}"]

@@ -13,15 +13,21 @@ from experiments.lines import Line, against, known, table
 from experiments.statistics import ALPHA, interval
 from experiments.tables import Cell, Table
 
+_BY_TRAININGS = (
+    "Times are the smallest median time of a step among a model's trainings on the machine of the reference, which also"
+    " did other work: they are what was measured, not a benchmark."
+)
+_BY_CLOCK = "Times are the smallest of the rounds; the losses are of all trainings, on whatever machine."
+
 
 def reached(record: Comparison, line: Line, target: float) -> dict[str, float]:
     """When the loss on the part `select` first reaches `target`: the number of trainings that reach it, and the mean
-    steps, seconds (of `record.timed` ones) and FLOPs of these; nan if there are none."""
+    steps, seconds (of those that have times) and FLOPs of these; nan if there are none."""
     there = line.reaches(target)
-    timed = record.timed(r for _, r in there)
+    timed = [(step, min(own)) for step, r in there if (own := record.seconds([r]))]
     steps = _mean(step for step, _ in there)
     # Where depth grows, no step's time stands for all.
-    seconds = _mean(step * r.seconds_per_step for step, r in there if r in timed and not line.cost.grows)
+    seconds = _mean(step * own for step, own in timed if not line.cost.grows)
     flops = _mean(line.cost.spent(step, line.steps) for step, _ in there)
     return {"n": len(there), "steps": steps, "seconds": seconds, "flops": flops}
 
@@ -42,7 +48,7 @@ def page(record: Comparison) -> Mapping[str, object]:
         return f"{r['steps']:.0f}, {seconds}, {r['flops']:.2g}{few}" if r["n"] else "not reached"
 
     ways = {f"to {t:g}: steps, s, FLOPs": lambda line, t=t: way(line, t) for t in p.targets}
-    times = {"ms per step": lambda line: tables.milliseconds(r.seconds_per_step for r in record.timed(line.trained))}
+    times = {"ms per step": lambda line: tables.milliseconds(record.seconds(line.trained))}
     costs = {f"{line.what.system} ({row})": line for row, line in each(rows)}
     titled = [f"## {title} (n = {seeds_of({row: rows[row]})})\n\n{own}" for row, title, own in losses(record)]
     tests = "p is Holm-corrected over the models of a row"
@@ -71,6 +77,9 @@ def page(record: Comparison) -> Mapping[str, object]:
         "n_widths": len(p.widths),
         "as_many_as_parameters": len(p.widths) == 3 or None,
         "machines": machines(record.results) or None,
+        "by_trainings": record.clock is None or None,
+        "clocked": record.clock and f"In each of {record.clock.rounds} rounds, every model makes {record.clock.steps}",
+        "how_timed": _BY_TRAININGS if record.clock is None else _BY_CLOCK,
         "timed_on": record.timed_on,
         "searched": rates.table(record),
         "checked": rates.check_table(record),
@@ -139,7 +148,7 @@ def _summary(record: Comparison) -> Iterator[Mapping[str, Cell]]:
     p = record.protocol
     for row, line in each(by_row(record)):
         what = {key: getattr(line.what, key) for key in ("system", "width", "steps", "learning_rate")}
-        seconds = _mean(r.seconds_per_step for r in record.timed(line.trained))
+        seconds = _mean(record.seconds(line.trained))
         loss = tables.contrast_numbers(line.loss)
         if p.contrasts:  # which are the only family of tests
             loss = {key: value for key, value in loss.items() if key not in ("p", "p_holm")}

@@ -5,22 +5,25 @@ import dataclasses
 import json
 import math
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
 from support.studies import ABOUT, COUNTS, ORIGIN, refuse_work
 
 from experiments import sharing
-from experiments.compare import clock, contrasts, widths
+from experiments.compare import clock, contrasts, steps, widths
 from experiments.compare.__main__ import STUDY
 from experiments.compare.plan import CompareConfig, arms, narrow
 from experiments.compare.record import Comparison, Trained, by_row, missing
 from experiments.compare.report import files, losses
+from experiments.compare.steps import StepTimes, step_times
 from experiments.compare.trainings import Done, Plan
 from experiments.compare.transfer import after_check, checks, corrected, transferred
 from experiments.config import OutputConfig
+from experiments.jobs import Arm
 from experiments.measure import Measure
-from experiments.records import read
+from experiments.records import Training, read
 from experiments.statistics import equivalence, holm, paired
 from experiments.study import FOLDER
 from experiments.texts import WikiText2
@@ -204,8 +207,9 @@ def test_times_are_those_on_one_machine():
     own = record(there + here, targets=[2.5])
     text = STUDY.filled_page(own)
     assert own.timed_on == "m"
-    assert "more than one machine (m; n). Times are those on the machine of most trainings of a with equal" in text
+    assert "\n- Times are those on the machine of most trainings of a with equal" in text
     assert "steps (m), and missing" in text
+    assert "from more than one machine (m; n)." in text
     assert "| a (iso_step) | 32 | 10 | 100 to 100 |  | 10, 1, 1e+10 |" in text
     assert "| far (iso_step) | 32 | 10 |  |  | 10, -, 1e+10 |" in text
     summary = files(own)["summary.csv"]
@@ -215,6 +219,59 @@ def test_times_are_those_on_one_machine():
     assert record(there, targets=[2.5]).timed_on == "n"
     narrow = [training("a", seed, 16, machine="n") for seed in SEEDS]
     assert record(narrow + there + here, targets=[2.5]).timed_on == "m", "trainings of other widths do not count"
+
+
+def test_times_of_a_clock_replace_those_of_the_trainings():
+    """By the clock `far` takes a quarter longer than `a`, on whatever machine it was trained; `same` is not timed."""
+    seconds = {"a-d32": [0.4, 0.5], "far-d32": [0.6, 0.5], "far-d16": [9.0]}
+    results = [training(name, seed, machine=name) for name in ("a", "far", "same") for seed in SEEDS]
+    own = dataclasses.replace(
+        record(results, targets=[2.5], progress={"two": {"a": (1, 1)}}), clock=StepTimes("m2", 12, seconds)
+    )
+    found = clock.at_time(own)
+    assert {name: (t.seconds, t.steps) for name, t in found.items()} == {"a": (0.4, 10.0), "far": (0.5, 8.0)}
+    half_way = np.mean([loss_of("far", seed) for seed in SEEDS]) + 0.4  # from step 5, a nat above the last, to step 10
+    assert found["far"].loss.mean == pytest.approx(half_way)
+    assert clock.at_time(dataclasses.replace(own, clock=StepTimes("m2", 12, {"far-d32": [0.5]}))) == {}
+    text = STUDY.filled_page(own)
+    assert "side by side, on m2. In each of 2 rounds, every model makes 12 steps" in text
+    assert "most trainings" not in text
+    assert "did other work" not in text
+    assert "| a (iso_step) | 32 | 10 | 400 to 500 |  | 10, 4, 1e+10 |" in text
+    assert "| same (iso_step) | 32 | 10 |  |  | 10, -, 1e+10 |" in text
+    assert "speed" in dict(STUDY.figures(own))
+
+
+def test_the_clock_times_all_models_in_turn_and_keeps_what_it_finds(tmp_path, monkeypatch):
+    """It makes no trainings, and a change of a model makes its times stale."""
+    config, names = everything(clock="true"), []
+    config.check()
+    assert not config.trains("standard")
+    own = _equal_steps(config, tmp_path)
+    path = tmp_path / "kept" / "times.json"
+    assert step_times(own, path, tmp_path, measures=False) is None
+    monkeypatch.setattr(steps, "train", lambda recipe: names.append(recipe.raw["trainer"]["id"]))
+    monkeypatch.setattr(steps, "read_training", lambda job: Training(job.seed, seconds_per_step=1.0 + len(names) // 3))
+    found = step_times(own, path, tmp_path, measures=True)
+    assert found.seconds == {"standard-d32": [1.0, 2.0, 2.0], "basis_2-d32": [1.0, 2.0, 3.0]}
+    assert (found.rounds, found.of("basis_2", 32), found.of("basis_2", 16)) == (3, [1.0, 2.0, 3.0], [])
+    assert [name.split("-")[0] for name in names] == ["standard", "basis_2"] * 3
+    assert step_times(own, path, tmp_path, measures=True) == found
+    assert len(names) == 6, "they were measured again"
+    wider = everything(clock="true", **{"overrides.model.block.num_heads": "2"})
+    assert step_times(_equal_steps(wider, tmp_path), path, tmp_path, measures=False) is None
+
+
+@pytest.mark.slow
+def test_the_times_of_the_clock_are_those_of_trainings(tmp_path):
+    found = step_times(_equal_steps(everything(), tmp_path), tmp_path / "times.json", tmp_path, measures=True)
+    assert all(0 < seconds < 60 for own in found.seconds.values() for seconds in own)
+    assert not [*tmp_path.glob("*/standard*"), *tmp_path.glob("standard*")], "its runs are removed"
+
+
+def _equal_steps(config: CompareConfig, folder: Path) -> list[Arm]:
+    text = config.text.prepare(folder / "texts")
+    return [arm for arm in arms(config, text, folder) if "iso_step" in arm.what.rows]
 
 
 def test_tables_and_figures_come_from_the_record_alone():
@@ -307,6 +364,21 @@ def everything(**changes) -> CompareConfig:
 def test_what_cannot_be_said_is_refused_before_any_work(key, value, message):
     with pytest.raises(UserError, match=message):
         everything(**{key: value}).check()
+
+
+def test_a_clock_is_of_all_models_at_equal_steps():
+    with pytest.raises(UserError, match="side by side: leave out `only`"):
+        everything(clock="true", only="[basis_2]").check()
+    with pytest.raises(UserError, match="`clock` times the systems at equal steps"):
+        everything(
+            clock="true",
+            rows="[iso_flop]",
+            contrasts="[]",
+            more_seeds="[]",
+            widths="[]",
+            check_rates="null",
+            ngrams="null",
+        ).check()
 
 
 def test_so_is_a_margin_that_is_none_and_a_width_that_is_missing(tmp_path):
