@@ -247,10 +247,11 @@ def heat(
     columns: Sequence[str],
     cells: Sequence[Sequence[Interval]],
     limits: Span | None = None,
+    sign: str = "",
 ) -> None:
     """A map of means, darker for larger ones, with the mean and the interval's half-width in each cell.
 
-    limits: of the colours, for all maps of a page that show the same quantity.
+    limits: of the colours, for all maps of a page that show the same quantity. sign: `+` shows that of all means.
     """
     means = np.array([[cell.mean for cell in row] for row in cells])
     low, high = limits or (means.min(), means.max())
@@ -258,7 +259,7 @@ def heat(
     panel.imshow(means, cmap="cividis_r", aspect="auto", vmin=low, vmax=high)
     dark = (low + high) / 2
     for (i, j), mean in np.ndenumerate(means):
-        words = f"{mean:.2f}\n±{cells[i][j].half:.2f}"
+        words = f"{round(mean, 2) + 0.0:{sign}.2f}" + (f"\n±{cells[i][j].half:.2f}" if cells[i][j].n > 1 else "")
         panel.text(j, i, words, ha="center", va="center", fontsize=7, color="white" if mean > dark else "black")
     panel.set_xticks(range(len(columns)), columns, rotation=30, ha="right", fontsize=8)
     panel.set_yticks(range(len(rows)), rows, fontsize=8)

@@ -1,7 +1,9 @@
 """The figures of the comparison: losses while training and after it, against costs, in several widths; times."""
 
-from collections.abc import Callable, Iterator
+import statistics
+from collections.abc import Callable, Iterator, Mapping
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
@@ -12,6 +14,10 @@ from experiments.compare import widths
 from experiments.compare.plan import ROWS
 from experiments.compare.record import CompareProtocol, Comparison, Rows, by_row, each, extent, seeds_of
 from experiments.lines import Line
+from experiments.statistics import interval
+
+_CURVES = 6  # more of them hide each other
+_PLACES = 8  # of the map that takes their place
 
 # A system has a colour and a shape. Marks of rows that share a training overlap: later ones are larger and hollow.
 MARKERS = {
@@ -37,12 +43,19 @@ def _limits(p: CompareProtocol, rows: Rows) -> style.Span:
 
 
 def _loss(p: CompareProtocol, rows: Rows, looks: style.Looks) -> Figure:
-    """Left: loss on the part `select` during training, in the first row. Right: reported losses in all rows."""
-    figure, ((left, right),) = style.panels(1, 2, (12, 5.2), sharey=True)
+    """Left: loss on the part `select` during training, in the first row; of many systems that minus the reference's.
+    Right: reported losses in all rows."""
     limits, (first, found) = _limits(p, rows), next(iter(rows.items()))
-    left.set(xlabel=f"steps of {p.tokens_per_step:,} tokens", title=f"while training, at {ROWS[first]}")
-    style.losses(left, p, "select", limits, seeds_of({first: found}))
-    style.curves(left, {name: style.mean_curve([r.curve for r in line.trained]) for name, line in found.items()}, looks)
+    is_map = len(found) > _CURVES and p.reference in found
+    figure, ((left, right),) = style.panels(1, 2, (12, 5.2), sharey=not is_map)
+    left.set_title(f"while training, at {ROWS[first]}", fontsize=10)
+    if is_map:
+        _map(left, p, found, seeds_of({first: found}))
+    else:
+        style.losses(left, p, "select", limits, seeds_of({first: found}))
+        curves = {name: style.mean_curve([r.curve for r in line.trained]) for name, line in found.items()}
+        style.curves(left, curves, looks)
+    left.set_xlabel(f"steps of {p.tokens_per_step:,} tokens" + (f", and the loss of {p.reference}" if is_map else ""))
     aside = {row: 0.2 * (k - 1) for k, row in enumerate(ROWS)}
     _points(right, rows, looks, lambda row, line: list(looks).index(line.what.system) + aside[row])
     style.arms(right, list(looks))
@@ -50,6 +63,29 @@ def _loss(p: CompareProtocol, rows: Rows, looks: style.Looks) -> Figure:
     style.losses(right, p, "report", limits, seeds_of(rows))
     _legend_of_rows(figure, rows)
     return figure
+
+
+def _map(panel: Axes, p: CompareProtocol, found: Mapping[str, Line], n: str) -> None:
+    """Each system's loss on the part `select` minus that of the reference, paired by seed, after some steps; below the
+    steps the loss of the reference."""
+    curves = {name: {r.seed: dict(r.curve) for r in line.trained} for name, line in found.items()}
+    reference = curves.pop(p.reference)
+    pairs = {name: sorted(own.keys() & reference.keys()) for name, own in curves.items()}
+    steps = sorted(set.intersection(*(set(curve) for own in (reference, *curves.values()) for curve in own.values())))
+    steps = [steps[k - 1] for k in sorted({round(k) for k in np.geomspace(1, len(steps), min(_PLACES, len(steps)))})]
+    cells = {
+        name: [interval([curves[name][seed][step] - reference[seed][step] for seed in seeds]) for step in steps]
+        for name, seeds in pairs.items()
+        if seeds
+    }
+    columns = [f"{step:,}\n{statistics.fmean(own[step] for own in reference.values()):.2f}" for step in steps]
+    style.heat(panel, list(cells), columns, list(cells.values()), sign="+")
+    panel.tick_params(axis="x", rotation=0)
+    for label in panel.get_xticklabels():
+        label.set_horizontalalignment("center")
+    panel.set_ylabel(
+        f"loss on selection text minus {p.reference}\n(nats per {p.unit}), {style.about_bars(n)}", fontsize=9
+    )
 
 
 def _efficiency(p: CompareProtocol, rows: Rows, looks: style.Looks) -> Figure:

@@ -5,6 +5,7 @@ import dataclasses
 import json
 import math
 import re
+import statistics
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ import pytest
 from support.studies import ABOUT, COUNTS, ORIGIN, refuse_work
 
 from experiments import sharing
-from experiments.compare import clock, contrasts, steps, widths
+from experiments.compare import clock, contrasts, figures, steps, widths
 from experiments.compare.__main__ import STUDY
 from experiments.compare.plan import CompareConfig, arms, narrow
 from experiments.compare.record import Comparison, Trained, by_row, missing
@@ -296,6 +297,22 @@ def test_tables_and_figures_come_from_the_record_alone():
     assert "p_holm" not in made["summary.csv"].head
     assert [name for name, _ in STUDY.figures(own)] == ["loss", "efficiency", "speed", "widths"]
     assert missing({"one": {"a": (2, 2)}}) == ""
+
+
+def test_many_systems_are_a_map_of_differences_while_training(monkeypatch):
+    """Curves of more than six hide each other. Each cell is paired by seed."""
+    found = [training(name, seed) for seed in SEEDS for name in SHIFTS]
+    own = record([*found, training("a", 7, curve=[(5, 9.0), (10, 9.0)])])
+    (_, curves), *_ = STUDY.figures(own)
+    assert len(curves.axes[0].lines) > 5
+    monkeypatch.setattr(figures, "_CURVES", 4)
+    (_, figure), *_ = STUDY.figures(own)
+    panel = figure.axes[0]
+    assert [label.get_text() for label in panel.get_yticklabels()] == ["same", "little", "far", "open"]
+    mean = statistics.fmean([*(loss_of("a", seed) for seed in SEEDS), 9.0])
+    assert [label.get_text() for label in panel.get_xticklabels()][1] == f"10\n{mean:.2f}"
+    far = statistics.fmean(loss_of("far", seed) - loss_of("a", seed) for seed in SEEDS)
+    assert panel.texts[5].get_text().startswith(f"{far:+.2f}\n±"), "a seed that only the reference has does not count"
 
 
 def test_rows_with_different_numbers_of_seeds_have_the_same_columns():

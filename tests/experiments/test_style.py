@@ -135,6 +135,12 @@ def test_a_map_has_each_mean_with_its_interval(panel):
     assert [text.get_color() for text in panel.texts] == ["black", "white"]  # darker for larger
 
 
+def test_a_map_of_differences_has_signs_and_a_single_seed_no_interval(panel):
+    cells = [[Interval(-0.001, 0.25, 3), Interval(0.25, np.nan, 1), Interval(-0.5, np.nan, 1)]]
+    style.heat(panel, ["arm"], ["here", "there", "afar"], cells, sign="+")
+    assert [text.get_text() for text in panel.texts] == ["+0.00\n±0.25", "+0.25", "-0.50"]
+
+
 @pytest.mark.parametrize(("n", "rows"), [(1, 1), (3, 1), (4, 2), (5, 2), (7, 3)])
 def test_many_panels_stand_in_rows(n, rows):
     figure, panels = style.tiles(n, 2.0, 1.0, sharex=True)
