@@ -40,9 +40,12 @@ _ROTARY = "self_attn.rotary_emb."
 def load_gpt2(arrays: Mapping[str, np.ndarray], num_heads: int, steps: int, **block_options) -> NeuralOdeLMHeadModel:
     """The official `neuralode` model (GPT-2 block, parallel form, Euler at right end points) with these parameters.
 
-    arrays: official name -> array, in the official order of axes.
-    block_options: further fields of `Gpt2BlockConfig` (dropout, ...).
-    Raises UserError for missing or unknown names and for shapes that do not fit together.
+    Args:
+        arrays: official name -> array, in the official order of axes.
+        block_options: further fields of `Gpt2BlockConfig` (dropout, ...).
+
+    Raises:
+        UserError: for missing or unknown names, and for shapes that do not fit together.
     """
     embed = _shape(arrays, "embeddings.token_embeddings", 2)[1]
     positions = _shape(arrays, "embeddings.position_embeddings", 2)[0]
@@ -56,12 +59,15 @@ def load_llama(
 ) -> NeuralOdeLMHeadModel:
     """The official `llamaode` model (Llama block, form `official`, Euler at right end points) with these parameters.
 
-    arrays: official name -> array, in the official order of axes. The number of key-value heads is read off them.
-        Tables of rotary positions (`...rotary_emb.cos_cached`, `.sin_cached`) are not parameters: they may be missing,
-        and if given they must be those that the block computes.
-    max_seq_len: the longest sequence; positions are rotary, so no parameter depends on it.
-    block_options: further fields of `LlamaBlockConfig` (rope, dropout, ...).
-    Raises UserError for missing or unknown names and for shapes that do not fit together.
+    Args:
+        arrays: official name -> array, in the official order of axes. The number of key-value heads is read off them.
+            Tables of rotary positions (`...rotary_emb.cos_cached`, `.sin_cached`) are not parameters: they may be
+            missing, and if given they must be those that the block computes.
+        max_seq_len: the longest sequence; positions are rotary, so no parameter depends on it.
+        block_options: further fields of `LlamaBlockConfig` (rope, dropout, ...).
+
+    Raises:
+        UserError: for missing or unknown names, and for shapes that do not fit together.
     """
     tables = {n.rsplit(".", 1)[1]: v for n, v in arrays.items() if _ROTARY in n}
     arrays = {n: v for n, v in arrays.items() if _ROTARY not in n}

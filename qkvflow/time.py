@@ -93,7 +93,8 @@ def frozen(t: Time, value: float) -> Time:
 def on_time(functions, t, name: str) -> NamedArray:
     """The values of functions of time: NamedArray {[the axis of t,] name}, fp32 (fp64 under `jax_enable_x64`).
 
-    functions: (times [...], numpy or jax.numpy) -> [..., functions]. Times of a grid are evaluated in float64.
+    Args:
+        functions: (times [...], numpy or jax.numpy) -> [..., functions]. Times of a grid are evaluated in float64.
     """
     t = as_time(t)
     if isinstance(t, (Grid, GridPoint)):
@@ -111,7 +112,8 @@ def on_time(functions, t, name: str) -> NamedArray:
 def sinusoidal_features(t, dim: int, scale: float = TIME_SCALE) -> NamedArray:
     """phi(t): NamedArray {[the axis of t,] sinusoid = 2 dim + 1}, float32 (float64 under `jax_enable_x64`).
 
-    scale: c, radians per unit of layer-time of the fastest feature.
+    Args:
+        scale: c, radians per unit of layer-time of the fastest feature.
     """
 
     def features(t, xp):

@@ -39,8 +39,9 @@ def benettin(tangent: Tangent, directions: np.ndarray) -> np.ndarray:
 def leading_directions(tangent: Tangent, k: int, *, sweeps: int, seed: int = 0, tick: Tick | None = None) -> np.ndarray:
     """Right singular vectors of D Phi for its k largest singular values, [k, position, embed], orthonormal.
 
-    sweeps: maximum number; each costs k products with D Phi and k with its transpose. 0: random directions. Stops when
-        the logarithms of all k singular values change by less than 1e-4.
+    Args:
+        sweeps: maximum number; each costs k products with D Phi and k with its transpose. 0: random directions. Stops
+            when the logarithms of all k singular values change by less than 1e-4.
     """
     block = np.linalg.qr(np.random.default_rng(seed).standard_normal((tangent.size, k)))[0]
     best, before = block, None
@@ -69,8 +70,10 @@ def leading_directions(tangent: Tangent, k: int, *, sweeps: int, seed: int = 0, 
 def token_logs(jacobians: Callable[[int], np.ndarray], steps: int, tick: Tick | None = None) -> np.ndarray:
     """The paper's recursion for each input token separately: Q_0 = I; (I + h J_n) Q_n = Q_{n+1} R_{n+1}; log |R_ii|.
 
-    jacobians: n -> h J_n, [embed_out, position, embed_in]: the derivative of the output position with respect to each
-        input position.
+    Args:
+        jacobians: n -> h J_n, [embed_out, position, embed_in]: the derivative of the output position with respect to
+            each input position.
+
     Returns:
         [steps, position, embed].
     """

@@ -63,8 +63,12 @@ def _drawn(caption: str) -> Callable[[Callable[..., Figure]], Callable[..., Figu
     " one end of t."
 )
 def eigenvalues(times, values: Mapping[str, np.ndarray], untrained: Mapping[str, np.ndarray] | None = None) -> Figure:
-    """Eigenvalues in the complex plane, one panel per family, coloured by t. values: family -> [time, ...], for heads
-    [time, heads, count]; untrained: the same for an untrained model."""
+    """Eigenvalues in the complex plane, one panel per family, coloured by t.
+
+    Args:
+        values: family -> [time, ...], for heads [time, heads, count].
+        untrained: the same for an untrained model.
+    """
     figure = Figure(figsize=(4.2 * len(values), 5.2), layout="constrained")
     axes = np.atleast_1d(figure.subplots(1, len(values)))
     times = np.asarray(times)
@@ -128,7 +132,11 @@ def summaries(times, summaries: Mapping[str, Summary], bands: Mapping[str, Summa
     " Surprising: a sharp drop, which means that the matrix has low rank."
 )
 def singular_values(times, values: Mapping[str, np.ndarray]) -> Figure:
-    """Singular values by rank, median over heads, one line per t. values: family -> [time, ..., rank]."""
+    """Singular values by rank, median over heads, one line per t.
+
+    Args:
+        values: family -> [time, ..., rank].
+    """
     figure = Figure(figsize=(4.2 * len(values), 3.8), layout="constrained")
     axes = np.atleast_1d(figure.subplots(1, len(values)))
     for ax, (family, array) in zip(axes, values.items(), strict=True):
@@ -240,7 +248,11 @@ def motion(result: Motion) -> Figure:
     "Shows: the loss of the next token if the model ended at t. Surprising: a token whose loss rises again with depth."
 )
 def lens(result: LogitLens, labels: Sequence[str] | None = None) -> Figure:
-    """Loss of the logit lens: mean against t, and per token. labels: the tokens of the text."""
+    """Loss of the logit lens: mean against t, and per token.
+
+    Args:
+        labels: the tokens of the text.
+    """
     steps, length = result.loss.shape
     figure = Figure(figsize=(10, 3.8), layout="constrained")
     left, right = figure.subplots(1, 2, width_ratios=(1, 2))
@@ -265,8 +277,12 @@ def lens(result: LogitLens, labels: Sequence[str] | None = None) -> Figure:
     " attends to one token) or near 1 (it attends uniformly) at all t."
 )
 def entropy(times, values: np.ndarray) -> Figure:
-    """Attention entropy of each head along t, as a fraction of its maximum: mean over tokens. times: of the weights of
-    each step, `read(model).times`; values: [steps, heads, N]."""
+    """Attention entropy of each head along t, as a fraction of its maximum: mean over tokens.
+
+    Args:
+        times: of the weights of each step, `read(model).times`.
+        values: [steps, heads, N].
+    """
     _, heads, length = values.shape
     share = (values[..., 1:] / np.log(np.arange(2, length + 1))).mean(axis=-1) if length > 1 else values[..., 0]
     figure = Figure(figsize=(5.5, 3.8), layout="constrained")

@@ -44,8 +44,10 @@ def token_exponents(
     This is not the tangent map of the flow: each token is propagated on its own, and the identity is added for k != j
     too. `spectrum` couples the tokens.
 
-    official_times: reproduce the official code, which uses t = n/L and the state after step n where the forward pass
-        uses t = (n+1)/L and the state before it. Only for Euler flows on a uniform grid.
+    Args:
+        official_times: reproduce the official code, which uses t = n/L and the state after step n where the forward
+            pass uses t = (n+1)/L and the state before it. Only for Euler flows on a uniform grid.
+
     Source: SDML-KU/qkvflow, analysis/lyapunov.py.
     """
     reading = _reading(model)
@@ -74,8 +76,9 @@ def spectrum(
     lambda_i = log sigma_i(d x(1) / d x(0)), all tokens coupled, per unit of layer-time (the depth is 1). Matrix-free,
     by Benettin's method from the leading directions (see `qkvflow.analysis.exponents`); memory O(k) states.
 
-    sweeps: maximum number of iterations that find the leading directions; 0 starts from random directions instead, as
-        Benettin's method does in long-time problems, and gives lower bounds that depend on `seed`.
+    Args:
+        sweeps: maximum number of iterations that find the leading directions; 0 starts from random directions instead,
+            as Benettin's method does in long-time problems, and gives lower bounds that depend on `seed`.
     """
     return step_exponents(model, tokens, k, sweeps=sweeps, seed=seed, tick=tick).sum(axis=0)
 
@@ -152,7 +155,8 @@ def divergence(
     """h tr(d F_n / d x) of each step, [steps]. In the limit of short steps the sum, which is the integral of the
     divergence, equals the sum of all exponents: the growth of volume.
 
-    probes: None for the exact trace, with one product per dimension; a number for Hutchinson's estimate.
+    Args:
+        probes: None for the exact trace, with one product per dimension; a number for Hutchinson's estimate.
     """
     return _tangent(model, tokens).traces(probes, seed)
 

@@ -13,7 +13,11 @@ from threadpoolctl import threadpool_limits
 
 
 def for_each(function: Callable[[int], object], count: int) -> list:
-    """[function(0), ..., function(count - 1)]. function: NumPy linear algebra, which releases the GIL."""
+    """[function(0), ..., function(count - 1)].
+
+    Args:
+        function: NumPy linear algebra, which releases the GIL.
+    """
     with threadpool_limits(1, user_api="blas"), ThreadPoolExecutor(os.cpu_count()) as pool:
         return list(pool.map(function, range(count)))
 

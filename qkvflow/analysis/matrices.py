@@ -46,8 +46,10 @@ def official_times(steps: int) -> tuple[float, ...]:
 def products(model: LmHeadModel, family: str, times=None) -> ThinProduct:
     """The matrices of `family` (`qk`, `ov`, `ff`) at `times`.
 
-    times: numbers in [0, 1]; the training times by default. Only weights that are functions of time (generated,
-        basis, modulated, constant) have values at other times.
+    Args:
+        times: numbers in [0, 1]; the training times by default. Only weights that are functions of time (generated,
+            basis, modulated, constant) have values at other times.
+
     Returns:
         `ThinProduct` with leading axes [time, heads] for `qk` and `ov`, [time] for `ff`.
 

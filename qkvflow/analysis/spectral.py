@@ -39,7 +39,8 @@ from qkvflow.runs.load import find_run
 def qk_eigenvalues(model: LmHeadModel, times=None) -> np.ndarray:
     """Non-zero eigenvalues of W_Q^h (W_K^h)^T, complex128 [time, heads, head_size], by decreasing modulus.
 
-    times: numbers in [0, 1]; the training times by default. See `qkvflow.analysis.matrices` for what is left out.
+    Args:
+        times: numbers in [0, 1]; the training times by default. See `qkvflow.analysis.matrices` for what is left out.
     """
     return eigenvalues(model, "qk", times)
 

@@ -36,7 +36,8 @@ class Summary:
 def eigenvalues(product: ThinProduct, count: int) -> np.ndarray:
     """complex128 [..., count], by decreasing modulus, the positive imaginary part of a pair first.
 
-    count: at least min(embed, inner), at most embed: beyond the rank there are zeros.
+    Args:
+        count: at least min(embed, inner), at most embed: beyond the rank there are zeros.
     """
     left, right = (np.asarray(m) for m in product)
     if left.shape[-1] < left.shape[-2]:

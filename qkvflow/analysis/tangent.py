@@ -23,7 +23,10 @@ class Tangent:
     """The linearised steps along the trajectory of one sequence."""
 
     def __init__(self, reading: Reading, tokens: NamedArray, states: jax.Array | None = None):
-        """states: [steps + 1, position, embed], a trajectory other than that of `reading`."""
+        """
+        Args:
+            states: [steps + 1, position, embed], a trajectory other than that of `reading`.
+        """
         self.reading = reading
         self.steps = reading.steps
         self.states = trajectory(reading, tokens).array if states is None else states

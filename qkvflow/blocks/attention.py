@@ -49,9 +49,10 @@ def attend(
 ) -> tuple[NamedArray, KeysValues | None]:
     """softmax(q k^T / sqrt(head_size)) v, with dropout of the weights; and the memory extended by k and v.
 
-    q: {..., position, head_size}; k, v: {..., position, head_size}; axes that all three have are heads, those that
-    only q has share the keys and values (grouped queries).
-    memory: keys and values of earlier positions, which q also attends to.
+    Args:
+        q, k, v: {..., position, head_size}. Axes that all three have are heads, those that only q has share the keys
+            and values (grouped queries).
+        memory: keys and values of earlier positions, which q also attends to.
     """
     mask, bias, dropout, dtype = inputs.mask, None, 0.0 if layer.inference else layer.dropout, None
     Batch, Heads = (), ()

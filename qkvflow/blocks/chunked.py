@@ -23,7 +23,8 @@ CHUNK = {"loop": 16, "associative": 64}
 def chunked(delta, A, B, C, x, start, method: str | None = None):
     """y [batch, position, embed] of the recurrence, time-invariant or selective.
 
-    method: `loop` or `associative`; by default what suits the device.
+    Args:
+        method: `loop` or `associative`; by default what suits the device.
     """
     if method is None:
         method = "loop" if jax.default_backend() == "cpu" else "associative"

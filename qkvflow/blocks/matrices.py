@@ -92,7 +92,8 @@ def by_rows(linear: Callable[[NamedArray], NamedArray], x: NamedArray) -> NamedA
 def with_matrices(tree, parted: bool = False):
     """The pytree with matrices in place of all linear maps between more than two axes.
 
-    parted: two for those that are fused (see `PartedLinear`), which is slower where all parts are read.
+    Args:
+        parted: two for those that are fused (see `PartedLinear`), which is slower where all parts are read.
     """
 
     def changed(node):

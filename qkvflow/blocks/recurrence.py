@@ -50,8 +50,12 @@ def _hold_jvp(primals, tangents):
 
 
 def step(state, delta, A, B, C, x):
-    """One position: (state, y). x: [batch, 1, embed]; delta, A, B, C: broadcastable to the state [batch, state, embed],
-    and of its rank."""
+    """One position: (state, y).
+
+    Args:
+        x: [batch, 1, embed].
+        delta, A, B, C: broadcastable to the state [batch, state, embed], and of its rank.
+    """
     keep, phi = hold(delta * A)
     state = keep * state + delta * phi * B * x
     return state, jnp.sum(C * state, axis=-2)
@@ -60,8 +64,9 @@ def step(state, delta, A, B, C, x):
 def sequential(state, delta, A, B, C, x, start=None, real=None, every: bool = False):
     """From `state`, one `step` after another: (state, y). The reference for the fast forms, and what decoding runs.
 
-    start, real: [batch, position] bool. Where `real` is false nothing happens to the state.
-    every: gives the states after all positions, [batch, position, state, embed], instead of the last one.
+    Args:
+        start, real: [batch, position] bool. Where `real` is false nothing happens to the state.
+        every: gives the states after all positions, [batch, position, state, embed], instead of the last one.
     """
     selective, A = delta.ndim == 3, A[None]
     constant = () if selective else (delta[None, None], B[None], C[None])

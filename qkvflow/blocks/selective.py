@@ -20,7 +20,11 @@ from qkvflow.blocks.recurrence import exponentials
 
 @jax.custom_vjp
 def selective_loop(state, A, x, link, delta, B, C):
-    """y from the state before the first position, {batch, state, embed}. link: 0 where a document starts, else 1."""
+    """y from the state before the first position, {batch, state, embed}.
+
+    Args:
+        link: 0 where a document starts, else 1.
+    """
     return _forward(state, A, x, link, delta, B, C)[0]
 
 

@@ -70,7 +70,11 @@ class FixedPlan(AbstractPlan):
         grid_key=None,
     ) -> Solution:
         """See `AbstractPlan.solve`. One mask of dropout per step, shared by its stages: the field is a function within
-        a step. The trajectory has one state for each step. grid_key: jitter is drawn as if `key` were this."""
+        a step. The trajectory has one state for each step.
+
+        Args:
+            grid_key: jitter is drawn as if `key` were this.
+        """
         return _solve(self, field, at, params, x, args, key, trajectory, kinetic, watch, grid_key)
 
     @property

@@ -26,7 +26,9 @@ from qkvflow.named import is_named
 def integrate(psi: Callable, x: NamedArray, shared, rows, Steps: Axis, coupling: float) -> NamedArray:
     """x(1) from x(0) = `x`; gradients for `x` and all floating point arrays of `shared` and `rows`.
 
-    psi: (x, shared, row, backward) -> increment. rows: what a step reads, stacked along `Steps`.
+    Args:
+        psi: (x, shared, row, backward) -> increment.
+        rows: what a step reads, stacked along `Steps`.
     """
     differentiable, rest = eqx.partition((shared, rows), _is_float, is_leaf=is_named)
     return _solve((x, differentiable), rest, psi, Steps, coupling)

@@ -28,8 +28,9 @@ Pair = tuple[NamedArray, NamedArray]
 def increment(evaluate: Callable, x: NamedArray, grid: StepGrid, h, *, backward: bool = False) -> NamedArray:
     """Psi_h(t_n, x), or with `backward` Psi_{-h}(t_{n+1}, x).
 
-    evaluate: (slot, x) -> f at the time of that slot of the step.
-    h: length of the step, a number or an array without axes.
+    Args:
+        evaluate: (slot, x) -> f at the time of that slot of the step.
+        h: length of the step, a number or an array without axes.
     """
     slots, h = (grid.backward_slots, -h) if backward else (grid.stage_slots, h)
     ks: list[NamedArray] = []
@@ -44,7 +45,8 @@ def increment(evaluate: Callable, x: NamedArray, grid: StepGrid, h, *, backward:
 def advance(psi: Callable, state, coupling: float | None):
     """The state after a step: of the plain scheme, or with a `coupling` the pair of the reversible one.
 
-    psi: (x, backward) -> increment.
+    Args:
+        psi: (x, backward) -> increment.
     """
     return state + psi(state, False) if coupling is None else forward(psi, state, coupling)
 
@@ -60,7 +62,11 @@ def read(state, dtype) -> NamedArray:
 
 
 def forward(psi: Callable, pair: Pair, coupling: float) -> Pair:
-    """(y_n, z_n) -> (y_{n+1}, z_{n+1}). psi: (x, backward) -> increment."""
+    """(y_n, z_n) -> (y_{n+1}, z_{n+1}).
+
+    Args:
+        psi: (x, backward) -> increment.
+    """
     y, z = pair
     y = _couple(y, z, coupling) + psi(z, False)
     return y, z - psi(y, True)

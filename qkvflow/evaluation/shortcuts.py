@@ -22,7 +22,8 @@ def read_exits(
 ) -> list[ExitReading]:
     """The full model, and the one with exits; with `calibrate`, at the threshold that costs that many nats.
 
-    text: reads the examples, once it is known that the model has such exits.
+    Args:
+        text: reads the examples, once it is known that the model has such exits.
     """
     reader, examples = ForcedReader(model, exits), text()
     with progress.phase("The full model"):
@@ -42,7 +43,8 @@ def read_caches(
 ) -> list[CacheReading]:
     """The exact cache, and each of `caches`.
 
-    text: reads the examples, once it is known that the model can have such caches.
+    Args:
+        text: reads the examples, once it is known that the model can have such caches.
     """
     wanted = list(dict.fromkeys([EXACT, *caches]))
     for sharing in wanted:

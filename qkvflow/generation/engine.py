@@ -127,7 +127,8 @@ class Engine:
     ) -> None:
         """Puts a prompt into a slot, replacing what was there; `prefill_all` reads it.
 
-        control: [control], or [position, control] with one row per position of the future text.
+        Args:
+            control: [control], or [position, control] with one row per position of the future text.
         """
         content = self._content(tokens, max_new_tokens, options, control)
         row = self._place(slot, options.logprobs)
@@ -145,7 +146,11 @@ class Engine:
         options: SamplingOptions,
         control: np.ndarray | None = None,
     ) -> Text:
-        """An unread text outside the batch. control: as for `admit`."""
+        """An unread text outside the batch.
+
+        Args:
+            control: as for `admit`.
+        """
         content = self._content(tokens, max_new_tokens, options, control)
         arrays = compiled.begin(self._blank, np.int32(0), content, kind=self._kinds[1])
         return Text(arrays, len(tokens) - 1)
@@ -153,8 +158,12 @@ class Engine:
     def prefill(self, text: Text, next_tokens: Sequence[int] | None = None) -> Logprobs | None:
         """Reads a piece of a text's prompt.
 
-        next_tokens: the tokens that follow the unread ones (for an unread prompt, the prompt from its second token on).
-            Returns their log-probabilities for the positions read.
+        Args:
+            next_tokens: the tokens that follow the unread ones (for an unread prompt, the prompt from its second token
+                on).
+
+        Returns:
+            their log-probabilities for the positions read.
         """
         chunk, count = self._chunk(text.unread), text.unread
         self._bring(text)
@@ -171,7 +180,8 @@ class Engine:
     def insert(self, slot: int, text: Text, logprobs: bool = False) -> None:
         """Puts a text with a fully read prompt into a slot. The same text can be inserted into other slots too.
 
-        logprobs: as in its options.
+        Args:
+            logprobs: as in its options.
         """
         row = self._place(slot, logprobs)
         self._bring(text)

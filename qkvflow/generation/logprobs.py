@@ -34,7 +34,11 @@ class Logprobs(NamedTuple):
 
 
 def in_blocks(logits_of, x: Float[Array, "position embed"], tokens: Int[Array, "position"]) -> Logprobs:
-    """For a token at each position. logits_of: x [block, embed] -> [block, vocab], for a few positions at a time."""
+    """For a token at each position.
+
+    Args:
+        logits_of: x [block, embed] -> [block, vocab], for a few positions at a time.
+    """
     blocks = (x.reshape(-1, _BLOCK, x.shape[-1]), tokens.reshape(-1, _BLOCK))
     found = jax.lax.map(lambda block: Logprobs.of(logits_of(block[0]), block[1]), blocks)
     return jax.tree.map(lambda a: a.reshape(len(x), *a.shape[2:]), found)

@@ -43,7 +43,8 @@ def judge(
 ) -> tuple[Int[Array, "batch"], Int[Array, "batch"]]:
     """The number of accepted drafts among the first `count`, and the token that follows them.
 
-    logits: including bias, at the places of the drafts (the first at `position`) and after the last one.
+    Args:
+        logits: including bias, at the places of the drafts (the first at `position`) and after the last one.
     """
     proposed = jnp.arange(drafts.shape[1])[None] < count[:, None]
     likeliest = jnp.argmax(logits, axis=-1).astype(jnp.int32)

@@ -108,7 +108,11 @@ class Bias(eqx.Module):
         return Bias(tokens, values)
 
     def add(self, logits: Float[Array, "batch vocab"], active: Bool[Array, "batch"]) -> Float[Array, "batch vocab"]:
-        """The logits including the bias. active: the sequences that need it; the bias of others costs nothing."""
+        """The logits including the bias.
+
+        Args:
+            active: the sequences that need it; the bias of others costs nothing.
+        """
         rows = jnp.arange(len(logits))[:, None]
 
         def added():
@@ -124,8 +128,12 @@ def choose(
     active: Bool[Array, "batch"] | None = None,
     stream: int = 0,
 ) -> Int[Array, "batch"]:
-    """The token at `position` of each sequence. active: as for `Bias.add`; all by default. stream: selects one of
-    several independent draws at the position."""
+    """The token at `position` of each sequence.
+
+    Args:
+        active: as for `Bias.add`; all by default.
+        stream: selects one of several independent draws at the position.
+    """
     wanted = jnp.ones(len(logits), bool) if active is None else active
     greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
@@ -142,7 +150,8 @@ def log_probabilities(
 ) -> Float[Array, "batch vocab"]:
     """The logarithm, up to a constant, of the sampling distribution; -inf for tokens that are never drawn.
 
-    logits: including bias. A temperature of 0 counts as 1 here.
+    Args:
+        logits: including bias. A temperature of 0 counts as 1 here.
     """
     wanted = jnp.ones(len(logits), bool) if active is None else active
     logits = logits.astype(jnp.float32)

@@ -41,7 +41,11 @@ class State(eqx.Module):
 
     @staticmethod
     def empty(model, rows: int, length: int, room: int, control_dim: int | None) -> "State":
-        """Rows for texts of `length` tokens. room: positions in the memory."""
+        """Rows for texts of `length` tokens.
+
+        Args:
+            room: positions in the memory.
+        """
         Batch, Pos = Axis(BATCH, rows), Axis(POSITION, length)
         control = None if control_dim is None else hax.zeros((Batch, Pos, Axis(CONTROL, control_dim)))
         neutral = [SamplingOptions()] * rows
@@ -116,7 +120,10 @@ def extend(
 ) -> tuple[Array, Any]:
     """Runs the model at new positions from `start` on, of which `count` [batch] are real: (x, memory).
 
-    The only place where generation calls the model. trial: as in `Window`.
+    The only place where generation calls the model.
+
+    Args:
+        trial: as in `Window`.
     """
     Batch, New = (Axis(name, size) for name, size in zip((BATCH, POSITION), tokens.shape, strict=True))
     window = Window(hax.named(start, Batch), hax.named(count.astype(jnp.int32), Batch), trial)

@@ -164,7 +164,11 @@ class Continuation:
         self.reason: str | None = None
 
     def push(self, token: int, complete: bool) -> str:
-        """The text that this token adds. complete: whether it is the last one."""
+        """The text that this token adds.
+
+        Args:
+            complete: whether it is the last one.
+        """
         self.tokens += 1
         if token in self._stop_tokens:
             return self._show(self._end("stop", ""))
@@ -176,7 +180,11 @@ class Continuation:
         return self._show(self._end("length", shown) if complete and not stopped else shown)
 
     def offset_of(self, token: int, before: int) -> int:
-        """The offset in the text at which the last pushed token begins. before: `made` before it."""
+        """The offset in the text at which the last pushed token begins.
+
+        Args:
+            before: `made` before it.
+        """
         if token in self._stop_tokens:
             return self.made
         return max(before, self.made - len(self._vocabulary.text(token)))

@@ -63,7 +63,10 @@ def open_writer(
 ) -> Writer:
     """Loads a run and evaluates its weights, optionally at another depth, with another solver or precision, with
     `drafting` on a coarse grid, with `exits` for each token (whose limits texts may set, if `exits_vary`), or with a
-    cache shared by evaluations. averaged: see `load_run`.
+    cache shared by evaluations.
+
+    Args:
+        averaged: see `load_run`.
 
     Raises:
         UserError: the run or checkpoint does not exist, or its model does not support these options.

@@ -116,7 +116,11 @@ def compile_ahead(
 
 
 def measured(compiled: Compiled, program: Program) -> dict[str, Any]:
-    """Memory, work and kernels of a compiled step, as fields of `MeshReport`. program: its parsed text."""
+    """Memory, work and kernels of a compiled step, as fields of `MeshReport`.
+
+    Args:
+        program: its parsed text.
+    """
     memory: Any = compiled.memory_analysis()
     return {
         "arguments": memory.argument_size_in_bytes,

@@ -46,7 +46,9 @@ class CachedFlow(eqx.Module):
     def of(flow: Flow, sharing: CacheSharing = EXACT, with_exits: bool = False) -> "CachedFlow":
         """Evaluates all weights of a flow.
 
-        with_exits: tokens may stop early, so fused projections are split: stopped tokens compute keys and values only.
+        Args:
+            with_exits: tokens may stop early, so fused projections are split: stopped tokens compute keys and values
+                only.
 
         Raises:
             UserError: there are too many.
@@ -105,8 +107,11 @@ class CachedModel(eqx.Module):
         sharing: CacheSharing = EXACT,
         exits_vary: bool = False,
     ) -> "CachedModel":
-        """Evaluates all weights; `model` must be in inference mode. exits: a threshold of 0 means no exits, unless
-        exits_vary: texts may have other thresholds.
+        """Evaluates all weights; `model` must be in inference mode.
+
+        Args:
+            exits: a threshold of 0 means no exits, unless `exits_vary`.
+            exits_vary: texts may have other thresholds.
 
         Raises:
             UserError: the model has adaptive steps, or `exits` does not work with this model or with `sharing`.

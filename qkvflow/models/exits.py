@@ -114,9 +114,12 @@ class Exit(eqx.Module):
     def leaves(
         self, k: int, going: NamedArray, before: NamedArray, after: NamedArray, steps: int, logits: Callable
     ) -> NamedArray:
-        """{batch, position} bool: which of the tokens `going` stop after k of `steps` steps. logits: of a state.
+        """{batch, position} bool: which of the tokens `going` stop after k of `steps` steps.
 
         The rule is computed only if there is a token that it might stop.
+
+        Args:
+            logits: of a state.
         """
         Batch = going.resolve_axis(BATCH)
         can = (self.threshold > 0) & (self.min_steps <= k)

@@ -48,10 +48,11 @@ def add_lora(
 ) -> M:
     """The model with a low-rank term for each targeted linear map.
 
-    target_modules: path suffixes such as `attn.c_attn`, or a regular expression that paths begin with; None means all
-    linear maps. The head is never included: it is used as a matrix.
-    a_init: how A is drawn: `normal`, truncated, with a deviation of 1/sqrt(In); or `uniform` between -1/sqrt(In) and
-        1/sqrt(In) as PEFT draws it, sqrt(3) narrower.
+    Args:
+        target_modules: path suffixes such as `attn.c_attn`, or a regular expression that paths begin with; None means
+            all linear maps. The head is never included: it is used as a matrix.
+        a_init: how A is drawn: `normal`, truncated, with a deviation of 1/sqrt(In); or `uniform` between -1/sqrt(In)
+            and 1/sqrt(In) as PEFT draws it, sqrt(3) narrower.
 
     Raises:
         UserError: a target matches nothing; the message lists the paths.

@@ -17,7 +17,8 @@ def penalised(
     loss + depth.kinetic_weight * kinetic energy + weights.smoothness_weight * integral of ||dW/dt||^2. Each penalty
     that is asked for is logged by its name, without its weight, and beside it `next_token_loss`.
 
-    grows: the number of steps is another one in other stages of the training.
+    Args:
+        grows: the number of steps is another one in other stages of the training.
     """
     config, found = model.config, {}
     if solution.kinetic is not None:

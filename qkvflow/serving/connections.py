@@ -15,9 +15,10 @@ from qkvflow.serving.errors import RequestError
 def guarded(max_connections: int, header_timeout: float, stall_timeout: float) -> type[H11Protocol]:
     """A protocol for uvicorn.
 
-    max_connections: further connections get a 503 response and are closed.
-    header_timeout: seconds from the first byte of a request, or from the connection, to the end of its headers.
-    stall_timeout: seconds that a response may wait for its client to read any of it.
+    Args:
+        max_connections: further connections get a 503 response and are closed.
+        header_timeout: seconds from the first byte of a request, or from the connection, to the end of its headers.
+        stall_timeout: seconds that a response may wait for its client to read any of it.
     """
 
     class Guarded(H11Protocol):

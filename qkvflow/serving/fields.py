@@ -78,7 +78,11 @@ def integer(low: int | None = None, high: int | None = None) -> Check:
 
 
 def number(low: float, high: float = math.inf, *, above: bool = False) -> Check:
-    """A finite number within bounds. above: it must be strictly larger than `low`."""
+    """A finite number within bounds.
+
+    Args:
+        above: it must be strictly larger than `low`.
+    """
 
     def check(name: str, value: Any) -> float:
         try:

@@ -107,7 +107,11 @@ class Running:
         place: tuple[int, int],
         drafted: Drafted | None = None,
     ) -> Event | None:
-        """The event to emit for an added token. place: its index in `logprobs`."""
+        """The event to emit for an added token.
+
+        Args:
+            place: its index in `logprobs`.
+        """
         text, before = self._continuation, self._continuation.made
         shown = text.push(token, complete)
         if self.job.options.logprobs:

@@ -114,7 +114,11 @@ class Order:
 
 
 def check_common(values: dict[str, Any], writer: Writer, texts: int, of: str) -> Common:
-    """Checks fields in combination. of: the field besides `n` that determines `texts`."""
+    """Checks fields in combination.
+
+    Args:
+        of: the field besides `n` that determines `texts`.
+    """
     if texts > MAX_TEXTS:
         param = "n" if values.get("n", 1) > 1 else of
         raise wrong(param, f"{texts} texts are requested; one request can have at most {MAX_TEXTS}.")
@@ -144,7 +148,11 @@ def check_common(values: dict[str, Any], writer: Writer, texts: int, of: str) ->
 
 
 def room(prompt: int, max_tokens: int | None, max_length: int, of: str, limit: str = "max_tokens") -> int:
-    """The number of tokens to generate: as requested, or as many as fit. of: the name of the prompt field."""
+    """The number of tokens to generate: as requested, or as many as fit.
+
+    Args:
+        of: the name of the prompt field.
+    """
     new = max(1, max_length - prompt) if max_tokens is None else max_tokens
     if prompt + new > max_length:
         param = of if prompt >= max_length else limit

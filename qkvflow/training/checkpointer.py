@@ -27,7 +27,10 @@ class RunCheckpointer(StoppableCheckpointer):
     before_saving: Callable[[], None] = staticmethod(lambda: None)
 
     def save_checkpoint(self, tree: Any, step: int, destination: str, *args: Any, **options: Any) -> None:
-        """tree: what is saved, or a function that gives it, which is called only if something is saved."""
+        """
+        Args:
+            tree: what is saved, or a function that gives it, which is called only if something is saved.
+        """
         self.before_saving()
         super().save_checkpoint(tree() if callable(tree) else tree, step, destination, *args, **options)
 

@@ -55,7 +55,10 @@ class BadSteps:
     """
 
     def __init__(self, limit: int, in_a_row: int = 0):
-        """in_a_row: the steps before that were skipped, by an earlier process."""
+        """
+        Args:
+            in_a_row: the steps before that were skipped, by an earlier process.
+        """
         self.limit = limit
         self.total, self.in_a_row = 0, in_a_row
 

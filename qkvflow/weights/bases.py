@@ -48,7 +48,11 @@ class FunctionBasis:
         object.__setattr__(self, "dim", int(self.dim))  # of NumPy, perhaps
 
     def values(self, t, xp=np):
-        """phi(t): [..., K] from times [...] in [0, 1]. xp: numpy, or jax.numpy for one time (`jax.vmap` for more)."""
+        """phi(t): [..., K] from times [...] in [0, 1].
+
+        Args:
+            xp: numpy, or jax.numpy for one time (`jax.vmap` for more).
+        """
         if self.name == "chebyshev":
             return _chebyshev(self.dim, t, xp)
         if self.name == "cosine":

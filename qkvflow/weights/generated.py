@@ -146,9 +146,11 @@ def generate(
     """Replace every smallest module with parameters inside `module` by a `Generated` one.
 
     `module` is an ordinary module; its arrays give the shapes and, for the preset `matched`, the initial values.
-    frozen_time: a fixed time in [0, 1] at which all weights are generated for every t: an ablation of time. Parameters
-    and work are the same.
-    time_scale: c of phi, radians per unit of time of its fastest feature.
+
+    Args:
+        frozen_time: a fixed time in [0, 1] at which all weights are generated for every t: an ablation of time.
+            Parameters and work are the same.
+        time_scale: c of phi, radians per unit of time of its fastest feature.
     """
 
     def build(unit, key) -> Generated:

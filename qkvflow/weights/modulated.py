@@ -133,9 +133,10 @@ def modulate(
 ):
     """Replace every smallest module with parameters inside the ordinary `module` by a `Modulated` one.
 
-    frozen_time: a fixed time in [0, 1] at which all gates are evaluated for every t: modulation that does not depend on
-    time, an ablation. Gates and parameters are otherwise the same.
-    time_scale: c of phi, radians per unit of time of its fastest feature.
+    Args:
+        frozen_time: a fixed time in [0, 1] at which all gates are evaluated for every t: modulation that does not
+            depend on time, an ablation. Gates and parameters are otherwise the same.
+        time_scale: c of phi, radians per unit of time of its fastest feature.
     """
 
     def build(unit, key) -> Modulated:

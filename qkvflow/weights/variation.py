@@ -14,7 +14,9 @@ from qkvflow.weights.base import TimeDependent
 def variation(module, times: tuple[float, ...]) -> dict[str, float]:
     """v(W) = sqrt(mean_t |W(t) - mean W|^2) / |mean W| for each array W of the time-dependent parts of `module`.
 
-    times: float in [0, 1]; t and mean run over them. Per-layer weights exist at their own times only.
+    Args:
+        times: float in [0, 1]; t and mean run over them. Per-layer weights exist at their own times only.
+
     Returns:
         name of the array, such as `attn.c_attn.weight` -> v. 0 for an array that is the same at all times; infinity
         for one that changes around zero. Arrays that do not depend on time have no entry.

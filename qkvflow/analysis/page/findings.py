@@ -105,7 +105,11 @@ def of_lens(data: Data, describe: Data, shuffled: Sequence[Data], fresh: Data | 
 
 
 def echo(data: Data, describe: Data, tied: bool, around: tuple[int, int] = (0, 0)) -> str:
-    """Explains the first row of the lens. around: the numbers of layers before and after the flow."""
+    """Explains the first row of the lens.
+
+    Args:
+        around: the numbers of layers before and after the flow.
+    """
     ids, top = describe["ids"], data["lens"]["top"][0]
     same = sum(own == row[0] for own, row in zip(ids, top, strict=True))
     if any(around):

@@ -42,8 +42,11 @@ def layer_times(model: LmHeadModel, wanted: Sequence[float] | None) -> tuple[flo
 
 
 def spectra(model: LmHeadModel, times: Sequence[float], points: int, step: Step) -> Data:
-    """Eigenvalues and summaries of each family. points: maximum number of eigenvalues per family; beyond it, only those
-    that become largest are kept."""
+    """Eigenvalues and summaries of each family.
+
+    Args:
+        points: maximum number of eigenvalues per family; beyond it, only those that become largest are kept.
+    """
     found: Data = {}
     for family in spectral.families(model):
         values = _followed(_by_head(spectral.eigenvalues(model, family, times), family))

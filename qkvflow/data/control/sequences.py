@@ -68,7 +68,10 @@ class ControlledDataset(AtOnce[ControlledExample]):
     """The pairs as examples with named axes; replaces Levanter's `NamedLmDataset`."""
 
     def __init__(self, pairs: AsyncDataset[Pair], example: Callable[[Item], LmExample]):
-        """example: makes that of a sequence without its control."""
+        """
+        Args:
+            example: makes that of a sequence without its control.
+        """
         sharding = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
 
         @eqx.filter_jit
