@@ -91,7 +91,11 @@ class SampleConfig:
 
 @dataclass(frozen=True)
 class Job:
-    """One text to make. title: what stands above it if there are several."""
+    """One text to make.
+
+    Attributes:
+        title: what stands above it if there are several.
+    """
 
     prompt: str
     tokens: list[int]

@@ -27,7 +27,12 @@ FAMILIES = ("qk", "ov", "ff")
 
 
 class ThinProduct(NamedTuple):
-    """M = left @ right, for all times and heads. left: [..., embed, inner]; right: [..., inner, embed]."""
+    """M = left @ right, for all times and heads.
+
+    Attributes:
+        left: [..., embed, inner].
+        right: [..., inner, embed].
+    """
 
     left: np.ndarray
     right: np.ndarray

@@ -24,8 +24,12 @@ from qkvflow.runs.load import Run
 
 @dataclass(frozen=True)
 class EncodedText:
-    """A user's text as the model sees it. labels: the text of each token; together they are the text (bytes that are
-    not a character on their own are shown as \\xE2)."""
+    """A user's text as the model sees it.
+
+    Attributes:
+        labels: the text of each token; together they are the text (bytes that are not a character on their own are
+            shown as \\xE2).
+    """
 
     text: str
     ids: np.ndarray

@@ -21,9 +21,13 @@ from qkvflow.errors import UserError
 
 
 class AttentionMaps(NamedTuple):
-    """The linear maps of all heads. q, k, v: {embed, heads, head_size}; o: {heads, head_size, embed}.
+    """The linear maps of all heads.
 
     Keys and values shared by several query heads are repeated for each of these heads.
+
+    Attributes:
+        q, k, v: {embed, heads, head_size}.
+        o: {heads, head_size, embed}.
     """
 
     q: NamedArray

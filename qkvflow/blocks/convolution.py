@@ -21,7 +21,11 @@ from qkvflow.blocks.memory import KeysValues
 
 
 class Convolution(eqx.Module):
-    """{..., position, embed} -> {..., position, embed}, causal. weight: {taps, embed}."""
+    """{..., position, embed} -> {..., position, embed}, causal.
+
+    Attributes:
+        weight: {taps, embed}.
+    """
 
     weight: NamedArray
 

@@ -57,7 +57,12 @@ def source_identity(source: LmDatasetSourceConfigBase) -> Any:
 
 
 class FileIdentity(NamedTuple):
-    """path: absolute. changed: in ns. sha256: of the content, or of the two ends of a very large file."""
+    """
+    Attributes:
+        path: absolute.
+        changed: in ns.
+        sha256: of the content, or of the two ends of a very large file.
+    """
 
     path: str
     size: int

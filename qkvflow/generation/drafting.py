@@ -34,7 +34,12 @@ _BEHIND = 2  # tokens that the coarse grid may not have read when it begins: its
 
 @dataclass(frozen=True)
 class Drafting:
-    """How texts are drafted. steps: of the coarse grid. tokens: maximum number of drafts per pass of the full grid."""
+    """How texts are drafted.
+
+    Attributes:
+        steps: of the coarse grid.
+        tokens: maximum number of drafts per pass of the full grid.
+    """
 
     steps: int
     tokens: int = 4

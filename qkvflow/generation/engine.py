@@ -38,7 +38,11 @@ def room_for(length: int) -> int:
 
 @dataclass
 class Text:
-    """A text outside the batch. unread: number of its tokens to read before it can be continued."""
+    """A text outside the batch.
+
+    Attributes:
+        unread: number of its tokens to read before it can be continued.
+    """
 
     arrays: list
     unread: int

@@ -16,7 +16,12 @@ _ESCAPES = {"\\n": "\n", "\\t": "\t", "\\r": "\r", "\\\\": "\\"}
 
 @dataclass(frozen=True)
 class Prompt:
-    """A text to continue. control: its own control, if the file gives one. where: for messages."""
+    """A text to continue.
+
+    Attributes:
+        control: its own control, if the file gives one.
+        where: for messages.
+    """
 
     text: str
     control: list[float] | None

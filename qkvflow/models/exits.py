@@ -170,7 +170,11 @@ class ExitMemory(eqx.Module):
 
 @dataclass(frozen=True)
 class Exited:
-    """The result of exits. steps: total steps of all `tokens`, out of `of` per token."""
+    """The result of exits.
+
+    Attributes:
+        steps: total steps of all `tokens`, out of `of` per token.
+    """
 
     steps: int
     tokens: int

@@ -26,8 +26,12 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits for one request. max_length: tokens of a text, including its prompt. Times in seconds; request_timeout
-    covers the time from the arrival of a request to the end of its response, including waiting for a slot."""
+    """Limits for one request. Times in seconds.
+
+    Attributes:
+        max_length: tokens of a text, including its prompt.
+        request_timeout: from the arrival of a request to the end of its response, including waiting for a slot.
+    """
 
     max_length: int
     max_body_bytes: int = 2 * 2**20

@@ -48,14 +48,22 @@ HARMLESS = frozenset({"user", "metadata", "store", "safety_identifier", "prompt_
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt to continue. text: as it is echoed; None if it must be decoded from the tokens."""
+    """A prompt to continue.
+
+    Attributes:
+        text: as it is echoed; None if it must be decoded from the tokens.
+    """
 
     tokens: list[int]
     text: str | None = None
 
 
 class Common(NamedTuple):
-    """What all texts of a request share. exits: None for the server's own."""
+    """What all texts of a request share.
+
+    Attributes:
+        exits: None for the server's own.
+    """
 
     control: np.ndarray | None
     exits: ExitConfig | None

@@ -22,7 +22,11 @@ class Request:
 
 
 class Change(NamedTuple):
-    """A slot gets a new text. parked: the text that it replaces."""
+    """A slot gets a new text.
+
+    Attributes:
+        parked: the text that it replaces.
+    """
 
     slot: int
     request: Request

@@ -156,7 +156,12 @@ class LaneInfo:
 
 @dataclass(frozen=True)
 class Made:
-    """A step of a lane. metrics: of its loss. found: by Levanter's hooks inside the step; None without any."""
+    """A step of a lane.
+
+    Attributes:
+        metrics: of its loss.
+        found: by Levanter's hooks inside the step; None without any.
+    """
 
     info: LaneInfo
     metrics: Mapping[str, Any]
