@@ -68,7 +68,8 @@ class CompareConfig(SearchConfig):
         only: systems whose trainings are made now; those of others are read from `readings` if they are there.
         partial: make no trainings, and show those in `readings`.
         clock: like `partial`, but first time the steps of all systems side by side, with nothing else on the machine.
-            These times, which are kept in `readings`, then replace those of the trainings.
+            These times replace those of the trainings. They are kept in `readings` (costs/times-*.json; remove it to
+            measure again).
     """
 
     systems: dict[str, str] = field(default_factory=dict)

@@ -49,13 +49,9 @@ def step_times(arms: Sequence[Arm], path: Path, run_dir: Path, measures: bool) -
     Returns:
         None if there are none.
     """
-    first = arms[0].recipe.raw["trainer"]
-    parts = first.get("per_device_parallelism", -1)
-    asked = {
-        "recipes": {_name_of(arm): _short(arm).recipe.digest() for arm in arms},
-        "rounds": ROUNDS,
-        "parts": parts,
-    }
+    parts = {_name_of(arm): arm.recipe.raw["trainer"].get("per_device_parallelism", -1) for arm in arms}
+    recipes = {_name_of(arm): _short(arm).recipe.digest() for arm in arms}
+    asked = {"recipes": recipes, "rounds": ROUNDS, "parts": parts}
     path = path.with_stem(f"{path.stem}-{jax.default_backend()}")
 
     def make() -> StepTimes:
