@@ -28,7 +28,7 @@ from levanter.models.lm_model import LmExample
 import qkvflow as qkvflow  # registers the models
 from qkvflow.cli import run_program
 from qkvflow.cli.quiet import quiet_libraries
-from qkvflow.config import Keys, Typed
+from qkvflow.config import Keys, Typed, encode
 from qkvflow.config.scalars import show
 from qkvflow.depth import solver_by_name
 from qkvflow.errors import Notice, UserError
@@ -114,13 +114,16 @@ def main(
             model = wanted.flow(run, "only a flow has exits")
             exits = read_exits(model, text, config.exit, progress, config.calibrate)
             _warn_of_lost(run, config, model, exits[0].loss)
-            _tell(run, exits_table(exits), "exits.json", {"exits": [asdict(r) for r in exits]}, config)
+            asked = {"exit": encode(config.exit), "calibrate": config.calibrate}
+            content = _depth(model) | asked | {"exits": [asdict(r) for r in exits]}
+            _tell(run, exits_table(exits), "exits.json", content, config)
             return exits
         if caches:
             model = wanted.flow(run, "only a flow can share its cache")
             shared = read_caches(model, text, caches, progress)
             _warn_of_lost(run, config, model, shared[0].loss)
-            _tell(run, caches_table(shared), "cache.json", {"caches": [asdict(r) for r in shared]}, config)
+            content = _depth(model) | {"caches": [asdict(r) for r in shared]}
+            _tell(run, caches_table(shared), "cache.json", content, config)
             return shared
         if config.continuity:
             found = _continuity(run, config, progress)
@@ -132,6 +135,12 @@ def main(
             warn_of_lost(run, {f"{r.solver} with {r.steps} steps": r.loss for r in readings})
     _tell(run, table(readings), "depth.json", {"readings": [asdict(r) for r in readings]}, config, readings)
     return readings
+
+
+def _depth(model: NeuralOdeLMHeadModel) -> dict[str, Any]:
+    """Where a flow is evaluated, for files."""
+    depth = model.config.depth
+    return {"solver": depth.solver, "steps": depth.reading_steps}
 
 
 def _warn_of_lost(run: Run, config: EvalConfig, model: NeuralOdeLMHeadModel, loss: float) -> None:
@@ -209,6 +218,8 @@ def _write(
         write_text(target, json_text({"checkpoint_step": run.step, "averaged": config.averaged, **read, **content}))
         if len(readings) > 1:
             draw(readings, target.with_suffix(".png"))
+        else:
+            target.with_suffix(".png").unlink(missing_ok=True)  # of earlier results
         run.directory.push()
         return target
     except OSError as error:
@@ -232,10 +243,28 @@ def _tasks(config: EvalConfig, wanted: Depths) -> list[TaskReading]:
             warn_if_lost(run, model, name_of(model))
             with progress.phase(f"Tasks with {name_of(model)}"):
                 found.append(tasks.read(run, model))
-            target = _write(run, "tasks.json", {"readings": [asdict(reading) for reading in found]}, config)
+            target = _write(run, "tasks.json", {"readings": _with_earlier(run, found, config)}, config)
     print(task_table(found))
     _say_where(run, target)
     return found
+
+
+def _with_earlier(run: Run, found: Sequence[TaskReading], config: EvalConfig) -> list[dict[str, Any]]:
+    """The readings, and those that the file has of the same checkpoint: of other tasks, depths and settings."""
+    file = run.path / "evaluation" / ("tasks-averaged.json" if config.averaged else "tasks.json")
+    asked = {"num_fewshot": config.num_fewshot, "task_limit": config.task_limit, "tasks_folder": config.tasks_folder}
+    readings: list[dict[str, Any]] = []
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # there is no file, or something else
+        content = json.loads(file.read_text(encoding="utf-8"))
+        if content["checkpoint_step"] == run.step:
+            readings = [{**reading, "tasks": {**reading["tasks"]}} for reading in content["readings"]]
+    for own in (asdict(reading) | asked for reading in found):
+        same = next((one for one in readings if one | {"tasks": None} == own | {"tasks": None}), None)
+        if same is None:
+            readings.append(own)
+        else:
+            same["tasks"] |= own["tasks"]
+    return readings
 
 
 def _continuity(run: Run, config: EvalConfig, progress: Progress) -> Continuity:

@@ -15,11 +15,12 @@ import qkvflow as qkvflow  # registers the models
 from qkvflow.cli import run_program
 from qkvflow.cli.program import conclude
 from qkvflow.cli.quiet import quiet_libraries
+from qkvflow.config import differences
 from qkvflow.errors import UserError
 from qkvflow.places import Place
 from qkvflow.progress import Progress
 from qkvflow.runs.checkpoints import newest_good
-from qkvflow.runs.config import FinetuneConfig
+from qkvflow.runs.config import FREE_KEYS, FinetuneConfig
 from qkvflow.runs.directory import RunDirectory, location_of, run_id
 from qkvflow.runs.load import find_run
 from qkvflow.runs.merge import merge_run
@@ -43,6 +44,8 @@ def main(config: FinetuneConfig) -> Path | Place:
     only_merges = config.merge and config.mode is None
     if only_merges and config.run is None:
         raise UserError("name the LoRA run to merge: --run runs/<id> --merge")
+    if only_merges:
+        _check_only_merges(config)
     join(config.trainer)  # an official base has arrays
     if config.merge and jax.process_count() > 1:
         raise UserError(
@@ -67,6 +70,16 @@ def main(config: FinetuneConfig) -> Path | Place:
     if config.merge:
         return _merge(directory, config)
     return directory.location
+
+
+def _check_only_merges(config: FinetuneConfig) -> None:
+    """Raises: UserError: a setting of a training, which merging alone does not read."""
+    given = differences(FinetuneConfig(), config, (*FREE_KEYS, "run", "checkpoint_step", "trainer.id"))
+    if given:
+        raise UserError(
+            f"--merge without a `mode` merges a finished LoRA run, and does not read {', '.join(given)}. Leave"
+            f" {'it' if len(given) == 1 else 'them'} out, or give the `mode` of a training"
+        )
 
 
 def _is_finished(directory: RunDirectory, config: FinetuneConfig) -> bool:

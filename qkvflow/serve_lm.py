@@ -159,7 +159,8 @@ def _access(config: ServeConfig) -> Access:
         raise UserError(f"{source} must be a nonempty text of printable ASCII characters; leave it out for none")
     if key is not None and key != key.strip():
         raise UserError(f"{source} begins or ends with a space, which clients cannot send: remove it")
-    return Access((config.host, *(config.allowed_hosts or ())), config.allowed_origins or (), key)
+    origins = [origin.rstrip("/") for origin in config.allowed_origins or ()]  # as browsers send them
+    return Access((config.host, *(config.allowed_hosts or ())), origins, key)
 
 
 def _is_local(address: str) -> bool:
@@ -194,7 +195,7 @@ def _listening(host: str, port: int) -> Iterator[socket.socket]:
         if sys.platform != "win32":
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind((host, port))
-    except OSError as error:
+    except (OSError, UnicodeError) as error:  # the latter for a name that no host can have
         raise _cannot_listen(host, port, error) from None
     with sock:
         yield sock
@@ -212,8 +213,9 @@ def _listen(sock: socket.socket) -> None:
         raise _cannot_listen(*sock.getsockname()[:2], error) from None
 
 
-def _cannot_listen(host: str, port: int, error: OSError) -> UserError:
-    return UserError(f"cannot listen on {host} port {port}: {error.strerror or error}. Try --port 0")
+def _cannot_listen(host: str, port: int, error: Exception) -> UserError:
+    reason = getattr(error, "strerror", None) or error
+    return UserError(f"cannot listen on {host} port {port}: {reason}. Try --port 0")
 
 
 def _log(quiet: Quiet, run: str, progress: Progress) -> None:

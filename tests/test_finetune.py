@@ -426,6 +426,20 @@ def test_lora_stands_on_whole_weights_only(base, tuned):
         _finetune(_raw(base, "deeper", "full", run=str(tuned("full")), steps=7))
 
 
+@SLOW
+def test_a_run_stays_with_the_checkpoint_that_it_was_begun_from(base, tuned):
+    raw = _raw(base, "tuned-full", "full", steps=5)
+    assert tuned("full") == _finetune({**raw, "checkpoint_step": 11})
+    with pytest.raises(UserError, match="was begun from checkpoint step-11 of its base, but `checkpoint_step` is 5"):
+        _finetune({**raw, "checkpoint_step": 5})
+
+
+def test_merging_alone_reads_nothing_of_a_training(base):
+    raw = {"run": str(base / "runs" / "flow"), "merge": True, "steps": 4, "data": {"train": "x.txt"}}
+    with pytest.raises(UserError, match=r"does not read data\.train, steps\. Leave them out"):
+        _finetune(raw)
+
+
 def test_merge_is_a_switch():
     assert parse(FinetuneConfig, ["--run", "a", "--merge"])[0].merge
     assert parse(FinetuneConfig, ["--merge", "--run", "a"])[0].merge

@@ -154,6 +154,16 @@ def test_serve_finishes_what_runs_when_it_is_stopped(trained):
             process.kill()
 
 
+def test_serve_refuses_a_name_that_no_host_can_have():
+    with pytest.raises(UserError, match=r"cannot listen on a\.\.b port 0"):
+        serve_lm.main(ServeConfig(run="nowhere", host="a..b", port=0))
+
+
+def test_sites_are_named_as_browsers_send_them():
+    config = ServeConfig(run="nowhere", allowed_origins=["https://example.org/", "*"])
+    assert serve_lm._access(config).origins == ["https://example.org", "*"]
+
+
 def test_serve_refuses_a_port_in_use():
     """Before anything is loaded."""
     with socket.socket() as sock:

@@ -2,6 +2,7 @@
 
 import contextlib
 import faulthandler
+import io
 import logging
 import os
 import select
@@ -41,6 +42,8 @@ def run_program(main: Callable[[T], Any], config_class: type[T], argv: Sequence[
     argv = sys.argv[1:] if argv is None else list(argv)
     faulthandler.enable(file=os.dup(2))  # a crash in a library is reported on the terminal, not in a log
     signal.signal(signal.SIGTERM, _terminate)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal without all characters shows the others
     end_process(_status(main, config_class, argv))
 
 

@@ -122,14 +122,14 @@ class DataConfig(LmDataConfig):
         """
         plain = self._with_shortcuts()
         control = self.control_field(control_dim)
-        # Levanter's name for tokenized data.
-        if self.tokenizer == "passthrough":
-            tokenizer, content = "passthrough", f"passthrough {self.vocab_size}"
-        else:
-            tokenizer = str(resolve_tokenizer(self.tokenizer, tokenizer_folder))
-            content = tokenizer_fingerprint(Path(tokenizer))
+        if self.tokenizer == "passthrough":  # Levanter's name for tokenized data
+            raise UserError(
+                "`data.tokenizer: passthrough` is not available: a run keeps its tokenizer, with which it is evaluated,"
+                " sampled from and converted. Name the tokenizer that made the tokens"
+            )
+        tokenizer = str(resolve_tokenizer(self.tokenizer, tokenizer_folder))
         settings = {
-            "tokenizer": content,
+            "tokenizer": tokenizer_fingerprint(Path(tokenizer)),
             "enforce_eos": self.enforce_eos,
             "chat_template": self.chat_template,
         }
@@ -247,6 +247,9 @@ def _resolve_component(
         settings = settings if own_template is None else settings | {"own_template": own_template}
     if isinstance(component.source, FilesSource):
         component.source.check()
+        if component.pack:
+            component = dataclasses.replace(component, source=component.source.with_whole_texts())
+            settings = settings | {"whole_texts": True} if component.source.whole_texts else settings
     fingerprint = cache_fingerprint(component.source, settings | {"format": repr(component.format)})
     return dataclasses.replace(component, cache_dir=f"{base.rstrip('/')}/{name.replace('/', '-')}-{fingerprint}")
 

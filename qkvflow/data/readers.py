@@ -26,16 +26,26 @@ def is_plain_text(path: Path) -> bool:
     return path.name.lower().endswith(".txt")
 
 
-def read_text(path: Path, text_key: str, start: int = 0, stop: int | None = None) -> Iterator[dict[str, Any]]:
+def read_text(
+    path: Path, text_key: str, start: int = 0, stop: int | None = None, *, whole: bool = False
+) -> Iterator[dict[str, Any]]:
     """One document (bytes `start` to `stop` of the file) as pieces `{text_key, BEGINS, ENDS}`, streamed.
 
     Line endings stay unchanged; a byte order mark at the start of the file is left out.
 
+    Args:
+        whole: as a single piece.
+
     Raises:
         UserError: the file is not UTF-8; the message gives the byte offset.
     """
+    blocks = _decoded_blocks(path, start, stop)
+    if whole:
+        if text := "".join(blocks):
+            yield {text_key: text, BEGINS: True, ENDS: True}
+        return
     begins, pending = True, ""
-    for block in _decoded_blocks(path, start, stop):
+    for block in blocks:
         pending += block
         while len(pending) > PIECE_CHARACTERS:
             place = cut(pending, PIECE_CHARACTERS)

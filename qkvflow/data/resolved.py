@@ -40,7 +40,7 @@ class ResolvedDataConfig(LmDataConfig):
 
     @cached_property
     def the_tokenizer(self) -> MarinTokenizer:
-        return super().the_tokenizer if self.tokenizer == "passthrough" else load_tokenizer(Path(self.tokenizer))
+        return load_tokenizer(Path(self.tokenizer))
 
     def train_set(self, Pos: Axis, batch_schedule: BatchSchedule, *, key: PRNGKeyArray) -> AsyncDataset[LmExample]:
         named = super().train_set(Pos, batch_schedule, key=key)

@@ -1,17 +1,19 @@
 """Two kinds of `source` for Levanter's data components: `type: files` and `type: builtin`."""
 
+import copy
 import glob
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from levanter.data.sharded_datasource import ShardedDataSource
 from levanter.data.text import LmDatasetSourceConfigBase
 
 from qkvflow.data.builtin import BUILTIN_TEXTS, documents_of
 from qkvflow.data.holdout import record_hash, record_threshold, text_boundary
+from qkvflow.data.pieces import PIECE_CHARACTERS
 from qkvflow.data.readers import ENDINGS, is_plain_text, read_records, read_text
 from qkvflow.errors import UserError
 from qkvflow.files import local_path
@@ -34,6 +36,8 @@ class FilesSource(LmDatasetSourceConfigBase):
     validation_fraction: ProperShare = 0.0
     text_key: str | None = "text"
     """The key of a record that holds its text. None: whole records, for formats other than text."""
+    whole_texts: ClassVar[bool] = False
+    """Whether a .txt is one record, as packing needs it, instead of pieces of a stream; see `with_whole_texts`."""
 
     def __post_init__(self):
         check_ranges(self)
@@ -74,6 +78,15 @@ class FilesSource(LmDatasetSourceConfigBase):
         """The records of a file that is not plain text."""
         return read_records(path, self.text_key)
 
+    def with_whole_texts(self) -> "FilesSource":
+        """The source that reads each .txt as one record; itself if none is so long that this makes a difference."""
+        texts = [path for split in ("train", "validation") for path in self.files(split) if is_plain_text(path)]
+        if all(path.stat().st_size <= PIECE_CHARACTERS for path in texts):
+            return self
+        whole = copy.copy(self)
+        object.__setattr__(whole, "whole_texts", True)
+        return whole
+
     def get_shard_source(self, split: str) -> ShardedDataSource[dict] | None:
         if split == "validation" and not self.validation:
             if not self.validation_fraction or not self.train:
@@ -108,7 +121,7 @@ class FilesDataSource(ShardedDataSource[dict]):
             if self.fraction:
                 boundary = text_boundary(path, self.fraction)
                 start, stop = (boundary, None) if self.held_out else (0, boundary)
-            yield from read_text(path, self.text_key or "text", start, stop)
+            yield from read_text(path, self.text_key or "text", start, stop, whole=self.source.whole_texts)
         elif not self.fraction:
             yield from self.source.records(path)
         else:

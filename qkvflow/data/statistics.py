@@ -58,13 +58,23 @@ def unigram_entropy(
 def token_counts(
     caches: Iterable[TreeCache[dict]], vocab_size: int, max_tokens: int = 50_000_000, field: str = "input_ids"
 ) -> np.ndarray:
-    """int64 [vocab]: how often each token occurs in the first `max_tokens` tokens of each cache."""
+    """int64 [vocab]: how often each token occurs in the first `max_tokens` tokens of each cache.
+
+    Raises:
+        UserError: a token is not in the vocabulary.
+    """
     counts = np.zeros(vocab_size, dtype=np.int64)
     for cache in caches:
         stop = min(cache.flat_field_length(field), max_tokens) if len(cache) else 0
         data = cache.jagged_array_tree()[field].data
         for start in range(0, stop, _TOKENS_PER_READ):
             tokens = np.asarray(data[start : min(start + _TOKENS_PER_READ, stop)].read().result())
+            for extreme in (tokens.min(), tokens.max()):
+                if not 0 <= extreme < vocab_size:
+                    raise UserError(
+                        f"there is a token with the id {extreme}, but the vocabulary has {vocab_size}: the tokens were"
+                        " made with another tokenizer. Name that one by `data.tokenizer`"
+                    )
             counts += np.bincount(tokens, minlength=vocab_size)
     return counts
 

@@ -3,6 +3,7 @@
 It needs the extra `eval`, so programs only import this module to run tasks.
 """
 
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,13 +25,20 @@ from lm_eval.utils import (  # pyright: ignore[reportMissingImports]
 )
 
 from qkvflow.axes import BATCH, EMBED, POSITION
-from qkvflow.errors import UserError, first_line
+from qkvflow.errors import Notice, UserError, first_line
 from qkvflow.generation.sampling import SamplingOptions
 from qkvflow.generation.text import Continuation
 from qkvflow.generation.writer import Writer
 
 # Names of the number of new tokens, as the harness knows them.
 _NAMES_OF_LENGTH = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
+_READ = {*_NAMES_OF_LENGTH, "until", "do_sample", "temperature", "top_k", "top_p"}
+# Of what is not read: values that change nothing.
+_DEFAULTS = {
+    **dict.fromkeys(("num_beams", "num_return_sequences", "repetition_penalty", "length_penalty"), 1),
+    **dict.fromkeys(("min_p", "no_repeat_ngram_size"), 0),
+    "use_cache": True,
+}
 _NEW_TOKENS = 256  # if the task does not say: the harness's own default
 _LENGTHS = (64, 256)  # texts are padded to one of these, or to a multiple of the last: each is compiled once
 
@@ -120,8 +128,9 @@ class HarnessModel(TemplateLM):
         """The texts generated after the contexts, each up to the first of its stop strings."""
         jobs = [self._job(seed, *request.args) for seed, request in enumerate(requests)]
         texts = [""] * len(jobs)
-        longest_first = sorted(range(len(jobs)), key=lambda i: -len(jobs[i][0]))
-        for start in range(0, len(jobs), self._size):
+        some = [i for i, (_, new, *_) in enumerate(jobs) if new > 0]
+        longest_first = sorted(some, key=lambda i: -len(jobs[i][0]))
+        for start in range(0, len(some), self._size):
             batch = longest_first[start : start + self._size]
             for i, text in zip(batch, self._write([jobs[i] for i in batch]), strict=True):
                 texts[i] = text
@@ -132,6 +141,11 @@ class HarnessModel(TemplateLM):
     ) -> tuple[list[int], int, list[str], SamplingOptions]:
         """The prompt, the number of new tokens, the stop strings, and the sampling options. seed: another for each
         request, since a task that samples may repeat one."""
+        unread = {key: value for key, value in options.items() if key not in _READ and value != _DEFAULTS.get(key)}
+        if unread:
+            asked = ", ".join(f"{key}: {value!r}" for key, value in unread.items())
+            text = f"a task asks for {asked} (generation_kwargs), which generation does not have: it goes without"
+            warnings.warn(Notice(text), stacklevel=2)
         until = options.get("until") or []
         stops = [until] if isinstance(until, str) else [stop for stop in until if stop]
         prompt = self.tok_encode(context) or [self.prefix_token_id]
@@ -144,10 +158,11 @@ class HarnessModel(TemplateLM):
             )
         prompt = prompt[-(self.max_length - new) :]
         given = options.get("temperature")
-        is_greedy = not options.get("do_sample", (given or 0) > 0)
-        temperature = 0.0 if is_greedy else float(1.0 if given is None else given)
+        if not options.get("do_sample", (given or 0) > 0):
+            return prompt, new, stops, SamplingOptions(0.0, seed=seed)
         top_k = int(options.get("top_k") or 0)
         top_k = top_k if top_k > 0 else None  # 0 is no limit, as in transformers
+        temperature = float(1.0 if given is None else given)
         return prompt, new, stops, SamplingOptions(temperature, top_k, options.get("top_p"), seed)
 
     def _write(self, jobs) -> list[str]:

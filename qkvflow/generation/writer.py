@@ -44,7 +44,7 @@ class Writer:
         return Vocabulary(self.tokenizer)
 
     def engine(self, slots: int, length: int, elastic: bool = False) -> Engine:
-        """An engine for texts of up to `length` tokens. It never generates tokens that the tokenizer does not have."""
+        """An engine for texts of up to `length` tokens. It never generates ids beyond those of the tokenizer."""
         return self.prepared.engine(slots, length, self.stop_tokens, len(self.vocabulary), elastic)
 
 

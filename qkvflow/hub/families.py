@@ -4,6 +4,7 @@ Checked against transformers' own logits in tests/hub/test_families.py. Settings
 ignores are handled here or rejected; a sliding window limits the context to its length, within which it has no effect.
 """
 
+import copy
 import dataclasses
 import math
 import warnings
@@ -49,6 +50,7 @@ def model_config(settings: Any, where: str) -> LmConfig:
     Raises:
         UserError: an unsupported kind of model or setting, with its name.
     """
+    settings = copy.deepcopy(settings)  # what is missing is filled in below
     kind = settings.model_type
     if kind not in FAMILIES:
         raise UserError(

@@ -43,7 +43,10 @@ def _convert(source: Path, made: Path) -> None:
     if not any((source / name).is_file() for name in OLD_FILES):
         raise UserError(f"{source} has no tokenizer: put its {TOKENIZER_FILES[0]} in that folder")
     try:
-        AutoTokenizer.from_pretrained(str(source.resolve()), local_files_only=True).save_pretrained(str(made))
+        tokenizer = AutoTokenizer.from_pretrained(
+            str(source.resolve()), local_files_only=True, trust_remote_code=False
+        )  # by default it would ask on the terminal whether to run code of the folder
+        tokenizer.save_pretrained(str(made))
     except Exception as error:  # transformers raises many kinds
         raise UserError(
             f"the tokenizer in {source} cannot be converted to {TOKENIZER_FILES[0]}: {first_line(error)}"

@@ -86,7 +86,8 @@ def _complete_tokenizer(file: Path, tokenizer: MarinTokenizer) -> None:
     """
     settings = read_json(file) if file.is_file() else {}
     given = settings.get("tokenizer_class")
-    is_known = isinstance(given, str) and (hasattr(transformers, given) or "auto_map" in settings)
+    settings.pop("auto_map", None)  # names code, which stays behind
+    is_known = isinstance(given, str) and hasattr(transformers, given)
     if not is_known and (file.parent / TOKENIZER_FILES[0]).is_file():
         own = {"bos_token": tokenizer.bos_token, "eos_token": tokenizer.eos_token}
         settings = {key: token for key, token in own.items() if token is not None} | settings

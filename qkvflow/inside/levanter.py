@@ -162,9 +162,15 @@ class StepTrainer(Trainer):
     def _train_step(self, state: TrainerState, batch: Any, batch_kwargs: Any, _no_hooks: bool = False) -> Any:
         return self.see(state, super()._train_step(state, batch, batch_kwargs, _no_hooks=_no_hooks))
 
+    def whole(self, *batch: Any) -> Any:
+        """What the loss of a part needs to know of the whole batch."""
+        return None
+
     def _compute_gradients_microbatched(self, loss_fn: Any, model: Any, *batch: Any, key: Any = None, **kwargs: Any):
+        whole = self.whole(*batch)
+
         def loss(model: Any, *batch: Any, **kwargs: Any) -> Any:
-            return loss_fn(model, *batch, step_key=key, **kwargs)
+            return loss_fn(model, *batch, step_key=key, whole=whole, **kwargs)
 
         return super()._compute_gradients_microbatched(loss, model, *batch, key=key, **kwargs)
 

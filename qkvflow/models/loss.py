@@ -4,6 +4,8 @@ import contextlib
 from collections.abc import Iterator
 
 import haliax as hax
+import jax
+import jax.numpy as jnp
 from haliax import Axis, NamedArray
 from haliax.partitioning import current_thread_local_mapping, physical_axis_size
 from levanter.models.loss import maybe_fused_next_token_loss
@@ -30,6 +32,25 @@ def next_token_loss(
     with _positions_divided(x.resolve_axis(POSITION)):
         loss = maybe_fused_next_token_loss(Pos, Embed, Vocab, hax.auto_sharded(x), head, tokens, **options)
     return loss if some is None else loss * some
+
+
+def mean_weight(weights: NamedArray) -> jax.Array:
+    """Of the tokens that predict another one, all but the last of each sequence. weights: {batch, position}."""
+    return hax.mean(weights[POSITION, :-1]).scalar()
+
+
+def part_of(loss: jax.Array | NamedArray, weights: NamedArray, whole: jax.Array) -> jax.Array | NamedArray:
+    """The mean loss of a part of a batch, weighted so that the mean over equally large parts is that of the batch.
+
+    loss * mean weight of the part / mean weight of the batch; exactly the loss where all tokens have the same weight.
+    Differs from Levanter, where each part counts the same, however many of its tokens count.
+
+    Args:
+        weights: of the part's tokens, {batch, position}.
+        whole: `mean_weight` of the batch.
+    """
+    share = mean_weight(weights) / jnp.where(whole > 0, whole, 1.0)
+    return loss * share
 
 
 @contextlib.contextmanager

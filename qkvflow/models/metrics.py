@@ -15,7 +15,8 @@ def penalised(
     """The loss to descend, and the metrics of a training step, averaged over the parts of a batch.
 
     loss + depth.kinetic_weight * kinetic energy + weights.smoothness_weight * integral of ||dW/dt||^2. Each penalty
-    that is asked for is logged by its name, without its weight, and beside it `next_token_loss`.
+    that is asked for is logged by its name, without its weight, and beside it `next_token_loss`, the loss without them
+    (with the z-loss, if there is one).
 
     Args:
         grows: the number of steps is another one in other stages of the training.

@@ -84,8 +84,11 @@ class BucketLock:
         """Ends the beat, and removes the object if it is still this process's."""
         self._stop.set()
         self._thread.join()
-        if (self._read() or {}).get("token") == self._token:
-            self._place.remove(self._name)
+        try:
+            if (self._read() or {}).get("token") == self._token:
+                self._place.remove(self._name)
+        except Exception as error:  # without a beat, others take it soon
+            logger.warning("the lock %s/%s could not be removed: %s", self._place, self._name, error)
 
     def _beat(self) -> None:
         while not self._stop.wait(BEAT_SECONDS):

@@ -22,7 +22,7 @@ from qkvflow.runs.modes import FinetuneMode
 
 # Keys (with everything below them) that cannot change a run's numbers: where it computes, how often and on how much it
 # is evaluated, and where it writes. They may differ when a run is resumed. Apart from rounding, and from what each part
-# of an accumulated batch has for itself: masks of dropout, and the mean over the tokens that count (in plain text all).
+# of an accumulated batch has for itself: masks of dropout, and the sizes of adaptive steps.
 FREE_KEYS = (
     "accept_changes",
     "config_path",

@@ -165,7 +165,7 @@ class RunBase(Base):
         return _read_run(find_run(self.path), self.step).model
 
     def keep(self) -> None:
-        with contextlib.suppress(PermissionError):  # of somebody else
+        with contextlib.suppress(OSError):  # of somebody else, or on a disk that is read-only
             keep(find_run(self.path).checkpoints, self.step)
 
     @property

@@ -24,9 +24,10 @@ ANY = "*"
 
 @dataclass(frozen=True)
 class Access:
-    """hosts: names under which the server may be addressed, besides `localhost` and IP addresses; `*` for any.
+    """Who may send requests.
 
     Attributes:
+        hosts: names under which the server may be addressed, besides `localhost` and IP addresses; `*` for any.
         origins: sites whose pages may send requests, such as `https://example.org`; `*` for any.
         api_key: None for no key.
     """
@@ -56,7 +57,7 @@ class Gate:
         access, host = self._access, headers.get("host", "")
         if not _is_allowed(_name(host), access.hosts):
             message = (
-                f"This server does not accept the host name {host[:80]!r}. To allow it, start the server with"
+                f"This server does not accept the host name {_name(host)[:80]!r}. To allow it, start the server with"
                 " --allowed_hosts NAME."
             )
             raise RequestError(403, message, code="host_not_allowed")
@@ -102,7 +103,7 @@ def _name(host: str) -> str:
 
 
 def _is_allowed(name: str, hosts: Sequence[str]) -> bool:
-    if name == "localhost" or name.endswith(".localhost") or ANY in hosts or name in {h.lower() for h in hosts}:
+    if name == "localhost" or name.endswith(".localhost") or ANY in hosts or name in map(_name, hosts):
         return True
     try:
         ipaddress.ip_address(name)  # the name of a page can never be an address

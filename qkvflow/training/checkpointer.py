@@ -38,7 +38,9 @@ class RunCheckpointer(StoppableCheckpointer):
         """Removes an old checkpoint; a failure is logged, since training can go on."""
         try:
             remove_checkpoint(checkpoint)
-        except OSError:
+        except (
+            Exception
+        ):  # stores have errors of their own; unhandled, Levanter's thread would end, and waiting for it never
             logger.exception("the old checkpoint %s could not be removed", checkpoint)
 
 

@@ -98,14 +98,17 @@ def _sequences(data: LmDataConfig, counts: TokenCounts, Pos: Axis) -> int | None
 
 
 def _unigram(data: LmDataConfig, vocab_size: int) -> float | None:
-    if data.num_validation_sequences:  # their losses are those of sequences of the training text
-        return None
-
     def counts(split: str) -> np.ndarray:
         found = np.zeros(vocab_size, np.int64)
         for name, cache in data.build_caches(split).items():
-            found += token_counts([cache], vocab_size, field=component_of(data, name).format.token_data_key)
+            try:
+                found += token_counts([cache], vocab_size, field=component_of(data, name).format.token_data_key)
+            except UserError as error:
+                raise UserError(f"component {name!r}: {error}") from None
         return found
 
-    train, validation = counts("train"), counts("validation")
+    train = counts("train")
+    if data.num_validation_sequences:  # their losses are those of sequences of the training text
+        return None
+    validation = counts("validation")
     return unigram_entropy(train, validation).nats_per_token if validation.any() else None

@@ -83,7 +83,14 @@ def finetune_directory(config: FinetuneConfig) -> RunDirectory:
 def _open(config: FinetuneConfig, directory: RunDirectory, mode: FinetuneMode) -> Base:
     record = BaseRecord.read(directory) if has_begun(directory) else None
     if record is not None and mode.stores_base and checkpoint_steps(directory.checkpoints):
-        return RecordedBase.of(directory, record)  # its checkpoints hold everything: the base may be gone
+        recorded = RecordedBase.of(directory, record)  # its checkpoints hold everything: the base may be gone
+        if config.checkpoint_step not in (None, recorded.checkpoint_step):
+            raise UserError(
+                f"{directory} was begun from checkpoint step-{recorded.checkpoint_step} of its base, but"
+                f" `checkpoint_step` is {config.checkpoint_step}. Leave it out to continue, or give the new run a name"
+                " with --trainer.id NAME"
+            )
+        return recorded
     if config.official is not None:
         return OfficialBase.open(config.official)
     assert config.run is not None

@@ -12,6 +12,7 @@ from levanter.trainer_state import TrainerState
 
 from qkvflow.errors import UserError
 from qkvflow.inside.levanter import StepTrainer
+from qkvflow.models.loss import mean_weight
 
 _REMEDIES = (
     "Usual remedies: a smaller `optimizer.learning_rate`, more `optimizer.warmup`, `optimizer.max_grad_norm: 1.0`, or"
@@ -32,6 +33,12 @@ class FiniteTrainer(StepTrainer):
     """
 
     skips: bool = False
+
+    def whole(self, *batch: Any) -> Any:
+        """The mean weight of a token of a batch that is computed in parts (see `part_of`); else None."""
+        weights, part = batch[0].loss_weight, self.config.microbatch_size
+        is_divided = part is not None and part < weights.axis_size(self.config.batch_axis_name)
+        return mean_weight(weights) if is_divided else None
 
     def see(self, state: TrainerState, result: Any) -> Any:
         stays = _stays_finite(_learned(state), _learned(result.new_state))

@@ -20,6 +20,7 @@ from qkvflow.axes import CONTROL
 from qkvflow.data.control.sequences import ControlledExample
 from qkvflow.errors import UserError
 from qkvflow.models import NeuralOdeLMHeadModel
+from qkvflow.models.loss import part_of
 from qkvflow.models.metrics import penalised
 from qkvflow.named import is_named
 from qkvflow.runs.config import TrainConfig
@@ -40,16 +41,19 @@ def make_trainer(
         in_step: the model as the loss sees it, from the model and the key of the step (`Start.in_step`).
     """
 
-    def loss(model: LmHeadModel, example: LmExample, *, key=None, step_key=None):
+    def loss(model: LmHeadModel, example: LmExample, *, key=None, step_key=None, whole=None):
+        def of_batch(value):
+            return value if whole is None else part_of(value, example.loss_weight, whole)
+
         if in_step is not None:
             model = in_step(model, key)
         if not isinstance(model, NeuralOdeLMHeadModel):
-            return model.compute_next_token_loss(example, key=key, logsumexp_weight=config.z_loss_weight)
+            return of_batch(model.compute_next_token_loss(example, key=key, logsumexp_weight=config.z_loss_weight))
         model = at_stage(model, finite.stage)
         if step_key is not None:
             model = model.with_grid_of(step_key)
         value, solution = model.next_token_loss(example, key=key, logsumexp_weight=config.z_loss_weight)
-        return penalised(model, value, solution, grows=len(config.model.stages) > 1)
+        return penalised(model, of_batch(value), solution, grows=len(config.model.stages) > 1)
 
     finite = FiniteTrainer(trainer, optimizer, loss, add_default_hooks=False)
     finite.skips = config.max_skipped_steps > 0

@@ -193,7 +193,8 @@ def _piecewise(dim: int, t, xp, right_closed: bool):
 def _bspline(knots: np.ndarray, degree: int, t, xp):
     """All B-splines of `degree` on `knots` by the recursion of Cox and de Boor: [..., len(knots) - degree - 1]."""
     knots = np.asarray(knots, t.dtype)
-    t = xp.clip(t, knots[0], knots[-1])  # sums of steps may be a rounding error beyond the ends
+    # Sums of steps may be a rounding error beyond the ends. Not `clip`, whose derivative at the ends is one half.
+    t = xp.where(t < knots[0], knots[0], xp.where(t > knots[-1], knots[-1], t))
     left, right = knots[:-1], knots[1:]
     is_last = np.arange(len(left)) == np.flatnonzero(left < right)[-1]  # this interval holds t = 1 too
     t = t[..., None]

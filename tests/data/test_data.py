@@ -402,6 +402,8 @@ def test_other_mistakes_are_named():
         resolve(train="a.txt", validation="./a.txt")
     with pytest.raises(UserError, match="without `train`"):
         DataConfig(validation="a.txt")
+    with pytest.raises(UserError, match=r"`data\.tokenizer: passthrough` is not available"):
+        resolve(train="a.txt", tokenizer="passthrough")
     with pytest.raises(UserError, match="at least 0 and below 1"):
         DataConfig(validation_fraction=1.5)
     with pytest.raises(UserError, match="both given"):
@@ -457,6 +459,8 @@ def test_token_counts_and_byte_lengths():
     assert counts.sum() == 8
     assert (counts[ord("a")], counts[0xC3], counts[EOS]) == (2, 1, 1)
     assert token_counts(caches, 257, max_tokens=2)[ord("a")] == 2
+    with pytest.raises(UserError, match=r"a token with the id 256, but the vocabulary has 256: .* another tokenizer"):
+        token_counts(caches, 256)
     lengths = token_byte_lengths(data.the_tokenizer)
     assert lengths.tolist() == [1] * 256 + [0]
     assert counts @ lengths == len("aab é\n".encode())

@@ -83,6 +83,28 @@ def test_neither_padding_nor_the_first_token_of_another_document_counts(kind, bl
     assert 0 < counted < 6 * 63  # something is left, and something is padding
 
 
+@pytest.mark.parametrize("holds_out", [False, True])
+def test_a_long_text_file_is_one_document(holds_out):
+    """A stream reads it in pieces, which packing would take for documents."""
+    Path("long.txt").write_text("".join(f"{k} words\n" for k in range(20_000)))
+    Path("short.txt").write_text("short\n")
+    split = {"validation_fraction": 0.4} if holds_out else {"validation": ["long.txt"]}
+    source = FilesSource(train=["long.txt", "short.txt"] if holds_out else ["short.txt"], **split)
+
+    def cache(**settings):
+        data = DataConfig(components={"c": DatasetComponent(source=source, **settings)}).resolve(Path("tokenizer"))
+        return data.build_caches("validation")["c"], data.components["c"].cache_dir
+
+    (packed, folder), (stream, other) = cache(pack=True), cache()
+    assert folder != other
+    assert len(packed) <= (2 if holds_out else 1) < len(stream)
+
+    def tokens(cache):
+        return cache.jagged_array_tree()["input_ids"].data[: cache.flat_field_length("input_ids")].read().result()
+
+    np.testing.assert_array_equal(tokens(packed), tokens(stream))
+
+
 @pytest.mark.parametrize("pack", [True, 1, 3])
 def test_a_notice_says_how_much_of_the_text_is_cut(pack):
     data = DataConfig(components={"c": component("text", pack=pack)}).resolve(Path("tokenizer"))

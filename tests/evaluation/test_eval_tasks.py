@@ -4,6 +4,7 @@ import json
 import shutil
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import equinox as eqx
 import haliax as hax
@@ -17,9 +18,10 @@ import qkvflow
 from qkvflow import eval_lm
 from qkvflow.cli import parse
 from qkvflow.errors import UserError
+from qkvflow.evaluation.tasks import TaskReading
 from qkvflow.runs import load_run
 
-OLD = Path(__file__).parent / "support" / "old_runs"
+OLD = Path(__file__).parents[1] / "support" / "old_runs"
 WORDS = ("the", "for", "statement", "import", "a", "class", "return")
 QUESTIONS = [{"q": WORDS[i], "choices": [WORDS[(i + k) % 7] for k in (1, 2, 4)], "gold": i % 3} for i in range(6)]
 
@@ -61,6 +63,31 @@ def folder(tmp_path):
 
 def run_eval(*words):
     return eval_lm.main(parse(eval_lm.EvalConfig, [str(word) for word in words])[0])
+
+
+def test_results_of_other_tasks_and_settings_stay(tmp_path):
+    """Of the same checkpoint. The same task, depth and settings are replaced."""
+    run = SimpleNamespace(path=tmp_path, step=7)
+
+    def evaluate(steps: int, tasks: dict, **settings) -> list[dict]:
+        config = eval_lm.EvalConfig(run="r", tasks="some", **settings)
+        found = eval_lm._with_earlier(run, [TaskReading("euler", steps, tasks)], config)
+        (tmp_path / "evaluation").mkdir(exist_ok=True)
+        content = {"checkpoint_step": run.step, "readings": found}
+        (tmp_path / "evaluation" / "tasks.json").write_text(json.dumps(content))
+        return [(reading["steps"], reading["num_fewshot"], reading["tasks"]) for reading in found]
+
+    assert evaluate(6, {"a": {"acc": 0.1}}) == [(6, None, {"a": {"acc": 0.1}})]
+    both = {"a": {"acc": 0.1}, "b": {"acc": 0.2}}
+    assert evaluate(6, {"b": {"acc": 0.2}}) == [(6, None, both)]
+    assert evaluate(6, {"b": {"acc": 0.3}}, num_fewshot=2) == [(6, None, both), (6, 2, {"b": {"acc": 0.3}})]
+    both["a"] = {"acc": 0.5}
+    assert evaluate(6, {"a": {"acc": 0.5}})[0] == (6, None, both)
+    assert len(evaluate(3, {"a": {"acc": 0.6}})) == 3
+    run.step = 8
+    assert evaluate(6, {"a": {"acc": 0.7}}) == [(6, None, {"a": {"acc": 0.7}})]
+    (tmp_path / "evaluation" / "tasks.json").write_text("[]")
+    assert len(evaluate(6, {"a": {"acc": 0.7}})) == 1
 
 
 @pytest.mark.slow

@@ -2,11 +2,13 @@
 
 import importlib
 import sys
+import warnings
 from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from qkvflow.errors import UserError
+from qkvflow.errors import Notice, UserError
+from qkvflow.generation.sampling import SamplingOptions
 
 
 @pytest.fixture
@@ -77,3 +79,24 @@ def test_a_temperature_that_is_null_is_not_given(harness, asked, temperature):
 def test_no_limit_of_top_k_is_written_as_in_transformers(harness, asked, given):
     *_, options = harness._job(0, "a", {"top_k": asked, "do_sample": True, "temperature": 1.0})
     assert options.top_k == given
+
+
+def test_settings_that_generation_does_not_have_are_told(harness):
+    with pytest.warns(Notice, match=r"num_beams: 4, min_p: 0\.1 \(generation_kwargs\), .* goes without"):
+        harness._job(0, "a", {"num_beams": 4, "min_p": 0.1, "until": ["x"]})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        harness._job(0, "a", {"num_beams": 1, "repetition_penalty": 1.0, "use_cache": True, "num_return_sequences": 1})
+
+
+def test_greedy_tasks_may_have_limits_of_sampling(harness):
+    """Which they do not use, so that values that sampling refuses are harmless."""
+    assert harness._job(0, "a", {"do_sample": False, "top_p": 0, "top_k": 3})[3] == SamplingOptions(0.0, seed=0)
+    with pytest.raises(UserError, match="top_p"):
+        harness._job(0, "a", {"do_sample": True, "top_p": 0})
+
+
+def test_no_new_tokens_are_no_text(harness):
+    harness._write = lambda jobs: ["text"] * len(jobs)
+    requests = [SimpleNamespace(args=("a", {"max_gen_toks": count})) for count in (0, 2, 0)]
+    assert harness.generate_until(requests) == ["", "text", ""]

@@ -288,6 +288,34 @@ def test_a_tokenizer_that_does_not_fit(own, tmp_path):
         run_convert("--from_hf", own, "--run", tmp_path / "run")
 
 
+def old_tokenizer(own, **settings):
+    """Leaves the folder with the files of a tokenizer that transformers must convert, and code that it must not run."""
+    (own / "tokenizer.json").unlink()
+    (own / "vocab.json").write_text(json.dumps({"a": 0}))
+    (own / "merges.txt").write_text("")
+    (own / "evil.py").write_text(f"open({str(own / 'executed')!r}, 'w')\nclass Tokenizer: pass\n")
+    code = {"tokenizer_class": "Tokenizer", "auto_map": {"AutoTokenizer": ["evil.Tokenizer", None]}}
+    (own / "tokenizer_config.json").write_text(json.dumps(code | settings))
+
+
+def test_a_tokenizer_to_convert_brings_no_code(own, tmp_path):
+    """transformers would ask on the terminal whether to run it, and wait for an answer."""
+    old_tokenizer(own)
+    with pytest.raises(UserError, match=r"the tokenizer in .* cannot be converted"):
+        run_convert("--from_hf", own, "--run", tmp_path / "run")
+    assert not (own / "executed").exists()
+
+
+def test_a_tokenizer_leaves_without_the_code_that_it_names(own, tmp_path):
+    """The code stays behind, so that nothing could be loaded by it."""
+    path = own / "tokenizer_config.json"
+    code = {"tokenizer_class": "Tokenizer", "auto_map": {"AutoTokenizer": [None, "evil.Tokenizer"]}}
+    path.write_text(json.dumps(json.loads(path.read_text()) | code))
+    out = run_convert("--run", run_convert("--from_hf", own, "--run", tmp_path / "run"), "--to_hf", tmp_path / "out")
+    settings = json.loads((out / "tokenizer_config.json").read_text())
+    assert (settings["tokenizer_class"], "auto_map" in settings) == ("PreTrainedTokenizerFast", False)
+
+
 def test_a_name_out_of_reach(tmp_path):
     """Tests are offline."""
     with pytest.raises(UserError, match="could not be fetched"):

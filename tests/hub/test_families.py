@@ -14,7 +14,7 @@ from support.models import heavy
 
 from qkvflow.data import resolve_tokenizer
 from qkvflow.errors import UserError
-from qkvflow.hub.families import FAMILIES
+from qkvflow.hub.families import FAMILIES, model_config
 from qkvflow.hub.write import write_folder
 from qkvflow.models.levanter_twin import enter
 from qkvflow.runs import load_run
@@ -50,6 +50,15 @@ def saved(settings, folder, dtype=torch.float32, **options):
     model.save_pretrained(folder, **options)
     resolve_tokenizer("byte", folder)
     return model.float()
+
+
+def test_a_configuration_is_read_twice_as_once():
+    linear = {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}
+    settings = transformers.LlamaConfig(**SMALL)
+    settings.rope_parameters = linear
+    first, second = model_config(settings, "folder"), model_config(settings, "folder")
+    assert first == second
+    assert settings.rope_parameters == linear
 
 
 @pytest.mark.parametrize("kind", [kind if kind in FAST else heavy(kind) for kind in KINDS])

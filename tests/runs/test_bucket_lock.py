@@ -58,3 +58,16 @@ def test_of_two_that_take_over_what_was_left_one_gets_it(tmp_path, monkeypatch):
     assert isinstance(found["second"], BucketLock)
     found["second"].release()
     assert not place.has("lock")
+
+
+def test_a_store_that_fails_at_the_end_does_not_fail_the_run(tmp_path, monkeypatch):
+    """The lock stays behind, and others take it when its beat has been missing for long enough."""
+    place = Place.of(str(tmp_path))
+    lock = BucketLock(place, "lock")
+    lock.take(lambda: None)
+
+    def fail(self, name):
+        raise RuntimeError("503 from the store")  # stores have errors of their own
+
+    monkeypatch.setattr(Place, "read", fail)
+    lock.release()

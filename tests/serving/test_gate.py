@@ -49,6 +49,10 @@ def test_names_that_a_page_made_its_own(host):
 def test_hosts_that_were_allowed():
     assert ask(Access(hosts=("Model.example",)), host="model.example:8000").status_code == 200
     assert ask(Access(hosts=("model.example",)), host="other.example").status_code == 403
+    for given in ("model.example:8000", "model.example."):  # as a request may name it
+        assert ask(Access(hosts=(given,)), host="model.example:9000").status_code == 200
+    refused = ask(Access(), host="Model.example:8000")
+    assert "does not accept the host name 'model.example'." in refused.json()["error"]["message"]
 
 
 def preflight(access, origin, **headers):

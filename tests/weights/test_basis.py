@@ -217,6 +217,17 @@ def test_rate_is_the_derivative(kind):
         assert float(along(on_grid)) == pytest.approx(by_autodiff, rel=1e-9)
 
 
+@pytest.mark.parametrize("t", [0.0, 1.0])
+@pytest.mark.parametrize("name", ["chebyshev", "cosine", "linear", "spline"])
+def test_derivatives_at_the_ends_are_those_of_autodiff(name, t):
+    """Not half of them, as where a time is clipped. In float64."""
+    basis = FunctionBasis(name, 6)
+    with jax.enable_x64(True):
+        for differentiate in (jax.jacfwd, jax.jacrev):
+            found = differentiate(lambda t: basis.values(t, jnp))(jnp.asarray(t))
+            np.testing.assert_allclose(found, basis.derivatives(np.asarray(t)), rtol=1e-12, atol=1e-12)
+
+
 def test_rate_of_ordinary_layers_is_refused():
     with pytest.raises(UserError, match="not functions of time"):
         rate(build(small_config("per_layer")).transformer.flow.weights, 1.0)
