@@ -36,9 +36,10 @@ class FiniteTrainer(StepTrainer):
 
     def whole(self, *batch: Any) -> Any:
         """The mean weight of a token of a batch that is computed in parts (see `part_of`); else None."""
-        weights, part = batch[0].loss_weight, self.config.microbatch_size
-        is_divided = part is not None and part < weights.axis_size(self.config.batch_axis_name)
-        return mean_weight(weights) if is_divided else None
+        part = self.config.microbatch_size
+        if part is None or part >= batch[0].loss_weight.axis_size(self.config.batch_axis_name):
+            return None
+        return mean_weight(batch[0].loss_weight)
 
     def see(self, state: TrainerState, result: Any) -> Any:
         stays = _stays_finite(_learned(state), _learned(result.new_state))

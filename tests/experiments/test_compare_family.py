@@ -235,7 +235,7 @@ def test_times_of_a_clock_replace_those_of_the_trainings():
     assert found["far"].loss.mean == pytest.approx(half_way)
     assert clock.at_time(dataclasses.replace(own, clock=StepTimes("m2", 12, {"far-d32": [0.5]}))) == {}
     text = STUDY.filled_page(own)
-    assert "side by side, on m2. In each of 2 rounds, every model makes 12 steps" in text
+    assert "side by side on m2. In each of 2 rounds, every model makes 12 steps" in text
     assert "most trainings" not in text
     assert "did other work" not in text
     assert "| a (iso_step) | 32 | 10 | 400 to 500 |  | 10, 4, 1e+10 |" in text

@@ -137,7 +137,7 @@ def test_a_step_is_seen_and_can_be_traced():
 
     keys = []
 
-    def loss(model, batch, *, key=None, step_key=None):
+    def loss(model, batch, *, key=None, step_key=None, whole=None):
         keys.append((key, step_key))
         return jnp.sum(model.x * batch.array)
 
