@@ -251,7 +251,9 @@ def heat(
 ) -> None:
     """A map of means, darker for larger ones, with the mean and the interval's half-width in each cell.
 
-    limits: of the colours, for all maps of a page that show the same quantity. sign: `+` shows that of all means.
+    Args:
+        limits: of the colours, for all maps of a page that show the same quantity.
+        sign: `+` shows the sign of positive means, too.
     """
     means = np.array([[cell.mean for cell in row] for row in cells])
     low, high = limits or (means.min(), means.max())

@@ -73,7 +73,10 @@ def main(config: FinetuneConfig) -> Path | Place:
 
 
 def _check_only_merges(config: FinetuneConfig) -> None:
-    """Raises: UserError: a setting of a training, which merging alone does not read."""
+    """
+    Raises:
+        UserError: a setting of a training, which merging alone does not read.
+    """
     given = differences(FinetuneConfig(), config, (*FREE_KEYS, "run", "checkpoint_step", "trainer.id"))
     if given:
         raise UserError(

@@ -19,7 +19,8 @@ ROUNDS, STEPS = 3, 12
 
 @dataclass(frozen=True)
 class StepTimes:
-    """
+    """Times of a training step of all models, on one machine.
+
     Attributes:
         machine: in words, with the version of JAX.
         steps: made by each model in each round; the first is not counted.
@@ -66,7 +67,7 @@ def _measured(arms: Sequence[Arm], run_dir: Path, terminal: TextIO) -> StepTimes
     for number in range(1, ROUNDS + 1):
         for arm in arms:
             with tempfile.TemporaryDirectory(dir=run_dir) as folder:
-                own = _short(arm, {"run_dir": folder})
+                own = _short(arm, folder)
                 train(own.recipe)
                 took = read_training(own).seconds_per_step
             seconds[_name_of(arm)].append(took)
@@ -76,10 +77,10 @@ def _measured(arms: Sequence[Arm], run_dir: Path, terminal: TextIO) -> StepTimes
     return StepTimes(f"{machine}, JAX {machine.jax}", STEPS, seconds)
 
 
-def _short(arm: Arm, changes: dict[str, object] | None = None) -> Job:
-    """A training with few steps."""
+def _short(arm: Arm, run_dir: str = "") -> Job:
+    """A training with few steps, and the least evaluation."""
     trainer = {"num_train_steps": STEPS, "steps_per_eval": STEPS, "max_eval_batches": 1}
-    recipe = arm.recipe.but({"trainer": trainer}, changes or {})
+    recipe = arm.recipe.but({"run_dir": run_dir, "trainer": trainer})
     return Job.of(dataclasses.replace(arm, recipe=recipe), seed=0, is_reported=False)
 
 

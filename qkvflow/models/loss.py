@@ -35,7 +35,11 @@ def next_token_loss(
 
 
 def mean_weight(weights: NamedArray) -> jax.Array:
-    """Of the tokens that predict another one, all but the last of each sequence. weights: {batch, position}."""
+    """The mean over the tokens that predict another one: all but the last of each sequence.
+
+    Args:
+        weights: {batch, position}.
+    """
     return hax.mean(weights[POSITION, :-1]).scalar()
 
 
