@@ -12,7 +12,6 @@ import json
 from pathlib import Path
 
 import numpy as np
-from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -64,7 +63,8 @@ def euler(steps: int) -> np.ndarray:
 def draw() -> Figure:
     """The figure."""
     record = read(Ablations, json.loads(RESULTS.read_text()))
-    figure, (left, right) = plt.subplots(1, 2, figsize=(10.2, 3.6), dpi=150, layout="constrained")
+    figure = style.empty((10.2, 3.6))
+    left, right = figure.subplots(1, 2)
     _flow(left)
     found = losses(record)
     looks = style.series_of(found)
@@ -108,7 +108,8 @@ def _flow(panel: Axes) -> None:
 def draw_depths() -> Figure:
     """Trained flows, evaluated at other depths."""
     record = json.loads((TARGET.parent / "depths.json").read_text())
-    figure, panel = plt.subplots(figsize=(7.0, 4.0), dpi=150, layout="constrained")
+    figure = style.empty((7.0, 4.0))
+    panel = figure.subplots()
     found = {name: [(row["steps"], row["loss"]) for row in rows] for name, rows in record["readings"].items()}
     _losses(panel, [loss for rows in found.values() for _, loss in rows])
     looks = style.series_of(found)
@@ -136,7 +137,8 @@ KINDS = {"steps": "fewer steps", "exit": "exits", "draft": "drafts"}
 def draw_anytime() -> Figure:
     """Loss and speed of one flow against the evaluations that a token makes."""
     rows = json.loads((TARGET.parent / "anytime.json").read_text())["readings"]
-    figure, panels = plt.subplots(1, 2, figsize=(9.5, 3.8), dpi=150, layout="constrained")
+    figure = style.empty((9.5, 3.8))
+    panels = figure.subplots(1, 2)
     for k, (kind, name) in enumerate(KINDS.items()):
         own = sorted((row for row in rows if row["kind"] == kind), key=lambda row: row["evaluations"])
         look = {"color": COLOURS[k], "linestyle": LINES[k], "marker": MARKS[k], "label": name}

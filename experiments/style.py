@@ -6,12 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")
 import numpy as np
-from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.collections import LineCollection
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator
@@ -46,9 +43,17 @@ def series_of(names: Iterable[str]) -> dict[str, dict[str, Any]]:
     return {name: series(k) for k, name in enumerate(names)}
 
 
+def empty(size: tuple[float, float]) -> Figure:
+    """A figure without panels; not pyplot's, which keeps every figure until it is closed."""
+    figure = Figure(size, dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
 def panels(rows: int, columns: int, size: tuple[float, float], **options: Any) -> tuple[Figure, Any]:
     """A figure and its panels with grids, an array [rows, columns]."""
-    figure, axes = plt.subplots(rows, columns, figsize=size, dpi=150, squeeze=False, layout="constrained", **options)
+    figure = empty(size)
+    axes = figure.subplots(rows, columns, squeeze=False, **options)
     for panel in axes.flat:
         panel.grid(alpha=0.25)
     return figure, axes
@@ -279,4 +284,3 @@ def save(figures: Iterable[Named], folder: Path) -> None:
         make_room(figure)
         figure.savefig(folder / f"{name}.png")
         figure.savefig(folder / f"{name}.pdf", metadata={"CreationDate": None})
-        plt.close(figure)

@@ -132,12 +132,10 @@ def table(readings: Sequence[Reading]) -> str:
 
 def draw(readings: Sequence[Reading], path: Path) -> None:
     """Loss and displacement against the evaluations of the field, one curve for each solver, as a PNG."""
-    import matplotlib
+    from matplotlib.figure import Figure  # not pyplot, which takes the backend of the whole program
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, (top, bottom) = plt.subplots(2, 1, figsize=(6, 6), sharex=True, layout="constrained")
+    figure = Figure((6, 6), layout="constrained")
+    top, bottom = figure.subplots(2, 1, sharex=True)
     for solver in dict.fromkeys(r.solver for r in readings):
         own = sorted((r for r in readings if r.solver == solver), key=lambda r: r.evaluations)
         x = [r.evaluations for r in own]
@@ -150,4 +148,3 @@ def draw(readings: Sequence[Reading], path: Path) -> None:
     bottom.set_xscale("log", base=2)
     top.legend()
     figure.savefig(path, dpi=150)
-    plt.close(figure)

@@ -12,9 +12,8 @@ from experiments.statistics import Interval, interval
 
 @pytest.fixture
 def panel():
-    figure, axes = style.panels(1, 1, (5, 4))
-    yield axes[0, 0]
-    style.plt.close(figure)
+    _, axes = style.panels(1, 1, (5, 4))
+    return axes[0, 0]
 
 
 def test_series_differ_in_more_than_their_colour():
@@ -91,7 +90,6 @@ def test_panels_without_crossed_labels_keep_their_limits():
     style.make_room(figure)
     assert right.get_xlim() == (5, 10)
     assert left.get_xlim()[0] < 0
-    style.plt.close(figure)
 
 
 def test_room_on_a_logarithmic_axis_with_data_at_zero(panel):
@@ -147,4 +145,3 @@ def test_many_panels_stand_in_rows(n, rows):
     assert len(panels) == len(figure.axes) == n
     assert figure.get_size_inches()[1] == rows
     assert all(panel.xaxis.get_tick_params()["labelbottom"] for panel in panels)
-    style.plt.close(figure)
