@@ -42,18 +42,18 @@ $(INSTALLED): pyproject.toml constraints.txt
 	if [ -z "$$python" ]; then echo "qkvflow needs Python 3.11 or 3.12 with the venv module: install one and run make again." >&2; exit 1; fi; \
 	echo "Setting up $(VENV) with $$($$python --version) (a few minutes, once)"; \
 	test -x $(PY) || $$python -m venv $(VENV)
-	@$(PY) -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt -e ".$(addprefix [,$(addsuffix ],$(subst $() ,$(comma),$(strip $(filter-out targets,$(EXTRAS))))))"
+	@$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".$(addprefix [,$(addsuffix ],$(subst $() ,$(comma),$(strip $(filter-out targets,$(EXTRAS))))))"
 	@touch $@ $(if $(filter dev,$(EXTRAS)),$(VENV)/.installed-dev)
 
 $(COMPILERS): constraints.txt | $(INSTALLED)
 	@echo "Setting up the compilers for TPUs and GPUs in $(@D) (1.2 GB)"
-	@$(PY) -m pip install --quiet --no-compile --disable-pip-version-check --no-deps --upgrade -c constraints.txt \
+	@$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --upgrade -c constraints.txt \
 	  --target $(@D) libtpu jax-cuda12-plugin jax-cuda12-pjrt
 	@touch $@
 
 $(TORCH)/.installed: constraints.txt | $(INSTALLED)
 	@echo "Setting up torch in $(@D) (PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu chooses the small build for CPUs)"
-	@$(PY) -m pip install --quiet --no-compile --disable-pip-version-check --no-deps --upgrade -c constraints.txt \
+	@$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --upgrade -c constraints.txt \
 	  --target $(@D) torch mpmath networkx sympy
 	@PYTHONPATH=$(@D) $(PY) -c "import torch"
 	@touch $@
@@ -89,7 +89,7 @@ targets: setup $(COMPILERS)
 
 # strict: a warning fails. The variable silences an advertisement of mkdocs-material.
 docs: setup
-	@$(PY) -c "import material, mkdocstrings, latex2mathml" 2>/dev/null || $(PY) -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt -e ".[docs]"
+	@$(PY) -c "import material, mkdocstrings, latex2mathml" 2>/dev/null || $(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[docs]"
 	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --site-dir site $(ARGS)
 	@echo "The site is in site/: open site/index.html"
 
