@@ -42,7 +42,8 @@ $(INSTALLED): pyproject.toml constraints.txt
 	if [ -z "$$python" ]; then echo "qkvflow needs Python 3.11 or 3.12 with the venv module: install one and run make again." >&2; exit 1; fi; \
 	echo "Setting up $(VENV) with $$($$python --version) (a few minutes, once)"; \
 	test -x $(PY) || $$python -m venv $(VENV)
-	@$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".$(addprefix [,$(addsuffix ],$(subst $() ,$(comma),$(strip $(filter-out targets,$(EXTRAS))))))"
+	@$(PY) -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt -e ".$(addprefix [,$(addsuffix ],$(subst $() ,$(comma),$(strip $(filter-out targets,$(EXTRAS))))))"
+	@$(PY) -m compileall -qq -j 0 $(VENV)/lib || true  # on all cores; pip would use one. Some packages have files that are no Python
 	@touch $@ $(if $(filter dev,$(EXTRAS)),$(VENV)/.installed-dev)
 
 $(COMPILERS): constraints.txt | $(INSTALLED)
