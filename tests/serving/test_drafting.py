@@ -20,7 +20,7 @@ REQUESTS = 300
 def drafted(model, writer):
     """(client, scheduler) of a server that drafts up to 3 tokens at 2 of 3 steps."""
     prepared = PreparedModel(model, drafting=Drafting(2, 3))
-    with serving(dataclasses.replace(writer, prepared=prepared)) as (url, scheduler):
+    with serving(dataclasses.replace(writer, prepared=prepared), slots=2) as (url, scheduler):
         yield client_of(url), scheduler
         wait_for(lambda: idle(scheduler))
 

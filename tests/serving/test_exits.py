@@ -28,7 +28,7 @@ def with_exits(writer, model, drafting=None, **exits):
 @pytest.fixture(scope="module")
 def leaving(model, writer):
     """(client, scheduler) of a server whose texts exit by default."""
-    with serving(with_exits(writer, model)) as (url, scheduler):
+    with serving(with_exits(writer, model), slots=2) as (url, scheduler):
         yield client_of(url), scheduler
         wait_for(lambda: idle(scheduler))
 
