@@ -71,7 +71,7 @@ def draw() -> Figure:
     right.set(xscale="log", xlabel="Euler steps, without further training")
     right.set_xticks([3, 4, 6, 8, 12, 24], ["3", "4", "6", "8", "12", "24"], minor=False)
     right.set_xticks([], minor=True)
-    right.set_title("One trained model, evaluated at other depths", fontsize=10)
+    right.set_title("Trained models at other depths (95 % intervals)", fontsize=10)
     limits = style.span(
         [own for _, losses in found.values() for own in losses], counts=[record.protocol.counts[BEGINNING]]
     )

@@ -1,4 +1,4 @@
-"""Statistics over seeds, with scipy: Student's intervals, paired tests of difference and equivalence, Holm."""
+"""Statistics over seeds, with scipy: Student's intervals, tests of difference and equivalence, Holm."""
 
 import math
 import statistics
@@ -39,8 +39,9 @@ class Interval:
 
 @dataclass(frozen=True)
 class Difference(Interval):
-    """The difference of two paired means, with Student's test: t with df degrees of freedom, p two-sided, and Cohen's
-    d_z = mean difference / its SD. These are nan if the differences are constant, or too few."""
+    """The difference of two means, with Student's test (Welch's, of independent samples): t with df degrees of freedom,
+    p two-sided, and the effect, Cohen's d_z = mean difference / its SD (d: see `unpaired`). These are nan if the
+    differences are constant, or too few."""
 
     t: float = math.nan
     df: float = math.nan
@@ -108,6 +109,27 @@ def paired(first: Mapping[int, float], second: Mapping[int, float]) -> Differenc
     return Difference(**found, t=float(test.statistic), df=float(test.df), p=float(test.pvalue), effect=effect)
 
 
+def unpaired(first: Mapping[int, float], second: Mapping[int, float]) -> Difference:
+    """`first - second` of independent samples, by Welch's test; the right one if equal seeds have nothing in common.
+
+    The effect is Cohen's d = difference / sqrt((SD_1^2 + SD_2^2) / 2); `sd` is the standard error times sqrt(n), with n
+    of the smaller sample.
+    """
+    own, other = list(first.values()), list(second.values())
+    means, n = (interval(own), interval(other)), min(len(own), len(other))
+    difference = means[0].mean - means[1].mean
+    spread, error = (
+        math.hypot(*(m.sd for m in means)) / math.sqrt(2),
+        math.hypot(*(m.sd / math.sqrt(m.n) for m in means)),
+    )
+    if not spread > 0.0:
+        return Difference(difference, math.nan, n)
+    test = stats.ttest_ind(own, other, equal_var=False)
+    low, high = test.confidence_interval(LEVEL)
+    t, df, p = float(test.statistic), float(test.df), float(test.pvalue)
+    return Difference(difference, float(high - low) / 2, n, error * math.sqrt(n), t, df, p, difference / spread)
+
+
 def equivalence(difference: Difference, margin: float) -> Equivalence:
     """Two one-sided tests (Schuirmann 1987) of -margin < mean difference < margin, with Student's t.
 
@@ -122,15 +144,20 @@ def equivalence(difference: Difference, margin: float) -> Equivalence:
 
 
 def contrasts(
-    values: Mapping[K, Mapping[int, float]], reference: Callable[[K], K], planned: int = 0
+    values: Mapping[K, Mapping[int, float]],
+    reference: Callable[[K], K],
+    planned: int = 0,
+    independent: Callable[[K], bool] = lambda key: False,
 ) -> dict[K, Contrast]:
     """Compares each of `values` (seed -> value) with another of them, `reference` of its key.
+
+    The tests are paired by seed, but for keys that are `independent` of their reference.
 
     All tests together are the family for Holm's correction; with `planned`, so many, those that are missing included.
     Without common seeds there is no test.
     """
     against = {
-        key: paired(own, values[reference(key)])
+        key: (unpaired if independent(key) else paired)(own, values[reference(key)])
         for key, own in values.items()
         if reference(key) != key and own.keys() & values.get(reference(key), {}).keys()
     }

@@ -1,11 +1,12 @@
 """Losses at equal wall-clock time, read from the curves of trainings with equal steps."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from experiments.compare.plan import TIME
-from experiments.compare.record import Comparison
+from experiments.compare.record import Comparison, Trained
 from experiments.statistics import Interval, interval
 from experiments.tables import Table
 
@@ -17,6 +18,8 @@ class AtTime:
     Attributes:
         seconds: of a step, the smallest of its medians. steps: done by then, at most all.
         loss: on the part `select`. difference: minus that of the reference, paired by seed; None for itself.
+        rounds: the smallest and the largest mean of this difference, if the times of a single round of the clock are
+            used; None without a clock.
     """
 
     seconds: float
@@ -24,6 +27,7 @@ class AtTime:
     share: float
     loss: Interval
     difference: Interval | None
+    rounds: tuple[float, float] | None = None
 
 
 def at_time(record: Comparison) -> dict[str, AtTime]:
@@ -31,28 +35,54 @@ def at_time(record: Comparison) -> dict[str, AtTime]:
     (no step's time stands for all of theirs), and those whose first evaluation comes later."""
     row, name = record.row("iso_step"), record.protocol.reference
     steady = {system: own for system, own in row.items() if not record.cost(own[0]).grows}
-    times = {system: min(own) for system, trained in steady.items() if (own := record.seconds(trained))}
+    times = {system: found for system, trained in steady.items() if (found := record.seconds(trained))}
     if name not in times:
         return {}
-    budget = steady[name][0].steps * times[name]
     last = {r.seed: r.select_loss for r in steady[name]}
     found = {}
     for system, seconds in times.items():
         own = steady[system]
-        steps = min(float(own[0].steps), budget / seconds)
+
+        def made(ratio: float, own: Sequence[Trained] = own) -> float:
+            return min(float(own[0].steps), steady[name][0].steps * ratio)
+
+        steps = made(min(times[name]) / min(seconds))
         if steps < max(r.curve[0][0] for r in own):  # it is not evaluated so early
             continue
-        losses = {r.seed: float(np.interp(steps, *zip(*r.curve, strict=True))) for r in own}
-        pairs = [losses[seed] - last[seed] for seed in sorted(losses.keys() & last.keys())]
-        against = interval(pairs) if pairs and system != name else None
+        losses, against, rounds = _losses(own, steps), None, None
+        if system != name and losses.keys() & last.keys():
+            against = _difference(losses, last)
+            if record.clock is not None:
+                each = [made(a / b) for a, b in zip(times[name], seconds, strict=True)]
+                means = [_difference(_losses(own, at), last).mean for at in each]
+                rounds = (min(means), max(means))
         loss = interval(list(losses.values()))
-        found[system] = AtTime(seconds, steps, steps / own[0].steps, loss, against)
+        found[system] = AtTime(min(seconds), steps, steps / own[0].steps, loss, against, rounds)
     return found
+
+
+def _losses(own: Sequence[Trained], steps: float) -> dict[int, float]:
+    """seed -> loss after so many steps, on a line between two evaluations."""
+    return {r.seed: float(np.interp(steps, *zip(*r.curve, strict=True))) for r in own}
+
+
+def _difference(losses: Mapping[int, float], last: Mapping[int, float]) -> Interval:
+    return interval([losses[seed] - last[seed] for seed in sorted(losses.keys() & last.keys())])
 
 
 def table(record: Comparison) -> Table | None:
     """None if it is not asked for, or the reference is not there yet."""
     found = at_time(record) if TIME in record.protocol.rows else {}
-    rows = [[name, t.loss.n, 1000 * t.seconds, t.share, t.loss, t.difference or ""] for name, t in found.items()]
+    rows = [
+        [name, t.loss.n, 1000 * t.seconds, t.share, t.loss, t.difference or "", *_by_round(record, t)]
+        for name, t in found.items()
+    ]
     head = ["model", "n", "ms per step", "of its training", "loss on `select`", f"minus {record.protocol.reference}"]
+    head += [] if record.clock is None else ["by single rounds"]
     return Table(head, rows, formats={"ms per step": ".0f", "of its training": ".0%"}) if rows else None
+
+
+def _by_round(record: Comparison, at: AtTime) -> list[str]:
+    if record.clock is None:
+        return []
+    return [""] if at.rounds is None else ["{:.3f} to {:.3f}".format(*at.rounds)]

@@ -17,7 +17,10 @@ _BY_TRAININGS = (
     "Times are the smallest median time of a step among a model's trainings on the machine of the reference, which also"
     " did other work: they are what was measured, not a benchmark."
 )
-_BY_CLOCK = "Times are the smallest of the rounds; the losses are of all trainings, on whatever machine."
+_BY_CLOCK = (
+    "Times are the smallest of the rounds; the losses are of all trainings, on whatever machine. ± is over seeds alone;"
+    " the last column has the smallest and the largest mean difference with the times of a single round."
+)
 
 
 def reached(record: Comparison, line: Line, target: float) -> dict[str, float]:

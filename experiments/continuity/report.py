@@ -233,7 +233,7 @@ def _depths(record: Continuity, shown: Mapping[str, list[str]], looks: style.Loo
         panel.set_xscale("log", base=2)
         panel.set_xticks(p.round_depths)
         panel.xaxis.set_major_formatter("{x:.0f}")
-        panel.set(title=title, xlabel=f"steps, without training (trained with {p.layers})")
+        panel.set(title=title, xlabel=f"steps, without training (trained with up to {p.layers})")
         style.losses(panel, p, BEGINNING, limits)
         own = {arm: found[arm] for arm in names if arm in found}
         for arm, (_, losses) in own.items():

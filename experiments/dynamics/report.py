@@ -74,14 +74,17 @@ def _losses(record: Dynamics) -> Table:
 
 
 def spectral_contrasts(record: Dynamics, value: Callable[[Spectra], float]) -> dict[tuple, Contrast]:
-    """(system, family, trained or untrained) -> its value; the tests of trained minus untrained are one family."""
+    """(system, family, trained or untrained) -> its value; the tests of trained minus untrained are one family.
+
+    They are of independent samples: the untrained models have other initial weights.
+    """
 
     def of(r: Trained, family: str, when: str) -> float:
         return value(r.spectrum(family, r.last if when == "trained" else 0))
 
     keys = itertools.product(SYSTEMS, FAMILIES, ("untrained", "trained"))
     values = {(s, *at): by_seed(record.of(system=s), lambda r, at=at: of(r, *at)) for s, *at in keys}
-    return contrasts(values, lambda key: (*key[:2], "untrained"))
+    return contrasts(values, lambda key: (*key[:2], "untrained"), independent=lambda key: True)
 
 
 def _spectral(record: Dynamics, value: Callable[[Spectra], float], title: str) -> Table:
@@ -89,7 +92,7 @@ def _spectral(record: Dynamics, value: Callable[[Spectra], float], title: str) -
     for system, family in itertools.product(SYSTEMS, FAMILIES):
         trained, fresh = (found[system, family, when] for when in ("trained", "untrained"))
         rows.append([system, family.upper(), trained.mean, fresh.mean, *difference_cells(trained)])
-    return Table(["system", "matrix", title, "untrained", "trained minus untrained", "p (Holm)", "d_z"], rows)
+    return Table(["system", "matrix", title, "untrained", "trained minus untrained", "p (Holm)", "d"], rows)
 
 
 def _official(record: Dynamics) -> Table:
@@ -106,14 +109,17 @@ def _official(record: Dynamics) -> Table:
 
 def mark_contrasts(record: Dynamics) -> dict[tuple, Contrast]:
     """(system, score, property, sample) -> correlation; the tests of shuffled minus text and of
-    untrained minus text are one family."""
+    untrained minus text are one family.
+
+    Text and shuffled text are read by the same models; the untrained ones are independent of them.
+    """
     keys = itertools.product(SYSTEMS, SCORES, PROPERTIES, ("text", "shuffled", "untrained"))
     values = {
         key: by_seed(record.of(system=key[0]), lambda r, key=key: r.mark(key[1], key[3], key[2]))
         for key in keys
         if key[:2] != ("layers", "official")
     }
-    return contrasts(values, lambda key: (*key[:3], "text"))
+    return contrasts(values, lambda key: (*key[:3], "text"), independent=lambda key: key[3] == "untrained")
 
 
 def _marks(record: Dynamics) -> Table:

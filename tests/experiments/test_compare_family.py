@@ -233,8 +233,14 @@ def test_times_of_a_clock_replace_those_of_the_trainings():
     assert {name: (t.seconds, t.steps) for name, t in found.items()} == {"a": (0.4, 10.0), "far": (0.5, 8.0)}
     half_way = np.mean([loss_of("far", seed) for seed in SEEDS]) + 0.4  # from step 5, a nat above the last, to step 10
     assert found["far"].loss.mean == pytest.approx(half_way)
+    ended = found["a"].loss.mean
+    # In the first round `far` makes 6 2/3 steps, which are 2/3 of a nat above its last; in the second it ends.
+    first, second = (half_way - 0.4 + above - ended for above in (2 / 3, 0.0))
+    assert found["far"].rounds == pytest.approx((second, first))
+    assert found["a"].rounds is None
     assert clock.at_time(dataclasses.replace(own, clock=StepTimes("m2", 12, {"far-d32": [0.5]}))) == {}
     text = STUDY.filled_page(own)
+    assert f"| {second:.3f} to {first:.3f} |" in text
     assert "side by side on m2. In each of 2 rounds, every model makes 12 steps" in text
     assert "most trainings" not in text
     assert "did other work" not in text

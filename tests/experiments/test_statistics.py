@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from experiments.leak.published import claim_table, published, recompute
-from experiments.statistics import contrasts, equivalence, holm, interval, paired
+from experiments.statistics import contrasts, equivalence, holm, interval, paired, unpaired
 
 # R's data set `sleep`: extra hours of sleep of ten patients under two drugs.
 FIRST = dict(enumerate([0.7, -1.6, -0.2, -1.2, -0.1, 3.4, 3.7, 0.8, 0.0, 2.0]))
@@ -34,6 +34,20 @@ def test_the_paired_test_is_that_of_r():
     assert found.p == pytest.approx(0.002833, abs=1e-6)
     assert found.bounds == pytest.approx((-2.4598858, -0.7001142), abs=1e-7)
     assert found.effect == pytest.approx(found.t / math.sqrt(10))  # d_z
+
+
+def test_welchs_test_is_that_of_r():
+    """t.test(extra ~ group, sleep)"""
+    found = unpaired(FIRST, SECOND)
+    assert found.df == pytest.approx(17.776, abs=1e-3)
+    assert found.t == pytest.approx(-1.8608, abs=1e-4)
+    assert found.p == pytest.approx(0.07939, abs=1e-5)
+    assert found.bounds == pytest.approx((-3.3654832, 0.2054832), abs=1e-7)
+    assert found.mean / (found.sd / math.sqrt(found.n)) == pytest.approx(found.t)
+    assert found.effect == pytest.approx(-1.58 / math.sqrt((1.78901**2 + 2.002249**2) / 2), abs=1e-5)
+    assert math.isnan(unpaired({0: 1.0}, {0: 2.0, 1: 3.0}).p)
+    family = contrasts({"a": FIRST, "b": SECOND}, lambda _: "b", independent=lambda _: True)
+    assert family["a"].difference == found
 
 
 def test_holm_is_that_of_r():
