@@ -130,7 +130,11 @@ def main(
             _tell(run, continuity_table(found), "continuity.json", found.as_json(), config)
             return found
         models = wanted.models(run)  # before any is evaluated, so that an impossible one costs nothing
-        readings = read_all(run, models, _evaluator(run, config), progress)
+
+        def keep(found: Sequence[Reading]) -> None:
+            _write(run, "depth.json", {"readings": [asdict(r) for r in found]}, config)
+
+        readings = read_all(run, models, _evaluator(run, config), progress, keep)
         if _other_text(keys) is None:
             warn_of_lost(run, {f"{r.solver} with {r.steps} steps": r.loss for r in readings})
     _tell(run, table(readings), "depth.json", {"readings": [asdict(r) for r in readings]}, config, readings)

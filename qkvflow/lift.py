@@ -6,10 +6,14 @@
 """
 
 import dataclasses
+import math
 import warnings
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+import jax.numpy as jnp
+import jmp
 
 import qkvflow as qkvflow  # registers the models
 from qkvflow.cli import run_program
@@ -31,9 +35,10 @@ from qkvflow.runs.directory import location_of
 from qkvflow.runs.evaluate import RunEvaluator, on_other_text
 from qkvflow.runs.load import find_run, stored_config
 from qkvflow.runs.made import new_run, refuse_target
-from qkvflow.weights import BasisConfig, Fit, WeightsConfig
+from qkvflow.weights import BasisConfig, Fit, PerLayer, WeightsConfig, read_error
 
 _ROUNDING = 1e-5  # a relative error that fp32 does not explain
+_SHORT_ROUNDING = 0.02  # ... and bf16 does not, where weights of ordinary layers differ by about 0.002
 
 
 @dataclass
@@ -87,6 +92,8 @@ def main(config: LiftConfig) -> Path | Place:
         with progress.phase("Fitting W(t)"):
             flow, found = lift(ordered, weights)
         report = _report(model, ordered, found, run.step, config)
+        computed = _computed(flow, ordered, run.config.trainer.mp)
+        report["error"] |= {} if computed is None else {"computed": computed}
         if evaluator is not None:
             report["loss"] = _losses(model, ordered, weights, evaluator, config, progress)
         with progress.phase(f"Writing {target}"), new_run(target, _run_config(run, flow), flow) as fresh:
@@ -95,6 +102,8 @@ def main(config: LiftConfig) -> Path | Place:
     print(_text(report))
     if weights.dim == report["layers"] and found.error > _ROUNDING:
         warnings.warn(Notice(_ill_conditioned(weights, found)), stacklevel=1)
+    if computed is not None and math.sqrt(max(computed**2 - found.error**2, 0.0)) > _SHORT_ROUNDING:
+        warnings.warn(Notice(_lost_in_16_bits(weights, found, computed)), stacklevel=1)
     print(f"The run is in {target}; use it in any program with --run {target}", flush=True)
     return target
 
@@ -106,6 +115,15 @@ def _evaluator(run: Run, config: LiftConfig) -> RunEvaluator:
 def _aligned(model: NeuralOdeLMHeadModel, progress: Progress) -> NeuralOdeLMHeadModel:
     with progress.phase("Aligning the layers"):
         return aligned(model)
+
+
+def _computed(flow: NeuralOdeLMHeadModel, ordered: NeuralOdeLMHeadModel, mp: jmp.Policy) -> float | None:
+    """The error of the fit as a training reads W(t), if it computes in 16 bits; None if not."""
+    if jnp.dtype(mp.compute_dtype).itemsize > 2:
+        return None
+    layers = ordered.transformer.flow.weights
+    assert isinstance(layers, PerLayer)
+    return read_error(mp.cast_to_compute(flow.transformer.flow.weights), layers)
 
 
 def _run_config(run: Run, flow: NeuralOdeLMHeadModel) -> TrainConfig:
@@ -172,6 +190,14 @@ def _text(report: dict[str, Any]) -> str:
         lines += [f"{'K':>4}" + "".join(f"{name.replace('_', ' '):>14}" for name in ways)]
         lines += [f"{row['k']:>4}" + "".join(f"{row[n]:>14.4f}" for n in ways) for row in report["loss"]["by_k"]]
     return "\n".join(lines)
+
+
+def _lost_in_16_bits(weights: BasisConfig, found: Fit, computed: float) -> str:
+    return (
+        f"the run computes in 16 bits, as its base (trainer.mp), where W(t) differs from the layers by {computed:.2g},"
+        f" instead of {found.error:.1e} in fp32: coefficients of {weights.basis} are large and cancel (condition number"
+        f" {found.condition:.1e}). Use cosine or piecewise, fewer functions, or --trainer.mp f32 to fine-tune it"
+    )
 
 
 def _ill_conditioned(weights: BasisConfig, found: Fit) -> str:

@@ -145,6 +145,8 @@ def _not_official(config: NeuralOdeConfig) -> list[str]:
     }
     values = {key: getattr(own, key.rpartition(".")[2], value) for key, (own, value) in official.items()}
     found = [f"`{key}: {value}`" for key, value in values.items() if value != official[key][1]]
+    if not isinstance(config.block, Gpt2BlockConfig | LlamaBlockConfig):
+        found.insert(0, f"`block: {config.block.get_choice_name(type(config.block))}`")
     return found + ["`depth.adjoint: reversible`"] * (config.depth.adjoint == "reversible")
 
 

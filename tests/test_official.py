@@ -18,6 +18,7 @@ from levanter.layers.rotary import DefaultRotaryEmbeddingsConfig
 from levanter.models.lm_model import LmExample
 
 from qkvflow import official
+from qkvflow.blocks import SsmBlockConfig
 from qkvflow.errors import UserError
 from qkvflow.models import ControlConfig
 
@@ -152,6 +153,13 @@ def test_a_model_that_cannot_be_loaded_again_has_no_official_arrays(case, key, v
     config = dataclasses.replace(config, **{section or name: own})
     with pytest.raises(UserError, match=f"The official code has no .*{key}: {re.escape(str(value))}"):
         official.to_arrays(dataclasses.replace(case.model, _config=config))
+
+
+def test_another_block_has_no_official_arrays():
+    model = Case("gpt2").model
+    config = dataclasses.replace(model.config, block=SsmBlockConfig(num_heads=4))
+    with pytest.raises(UserError, match="The official code has no `block: ssm`"):
+        official.to_arrays(dataclasses.replace(model, _config=config))
 
 
 def test_rotary_tables_may_be_given():

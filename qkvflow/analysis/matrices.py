@@ -2,8 +2,8 @@
 
     QK_h = W_Q^h (W_K^h)^T,   OV_h = W_V^h W_O^h,   FF = W_1 W_2        all {embed, embed}, acting on rows: y = x M
 
-Without norms, biases, activation, gate, rotary positions, 1/sqrt(head_size) and the alpha of a controlled block.
-Source: the official analysis/spectral.py, with the same omissions.
+Without norms, biases, activation, gate, rotary positions, 1/sqrt(head_size), a convolution before the attention, and
+the alpha of a controlled block. Source: the official analysis/spectral.py, which omits the same where it has it.
 """
 
 from collections.abc import Callable

@@ -1,12 +1,14 @@
 """Shared by the analysis programs: opening a run, encoding user texts, writing to its `analysis/` folder."""
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import haliax as hax
 import numpy as np
+from levanter.tokenizers import MarinTokenizer
 from matplotlib.figure import Figure
 
 import qkvflow as qkvflow  # registers the models
@@ -16,6 +18,7 @@ from qkvflow.axes import CONTROL
 from qkvflow.cli.quiet import quiet_libraries
 from qkvflow.errors import UserError
 from qkvflow.files import is_unicode, local_path
+from qkvflow.generation.vocabulary import Vocabulary
 from qkvflow.progress import Progress
 from qkvflow.runs import load_run
 from qkvflow.runs.evaluate import RunEvaluator
@@ -56,7 +59,7 @@ def encode(run: Run, reading: Reading, text: str) -> EncodedText:
         raise UserError("The text contains bytes or half characters that are not UTF-8.")
     ids = run.tokenizer.encode(text)
     tokens = sequence(reading, np.asarray(ids, np.int64))
-    return EncodedText(text, np.asarray(tokens.array), tuple(label(run.tokenizer, int(i)) for i in ids))
+    return EncodedText(text, np.asarray(tokens.array), labels(run.tokenizer, ids))
 
 
 def texts_of(
@@ -76,8 +79,8 @@ def texts_of(
     if texts:
         return reading, [encode(run, reading, text) for text in texts]
     ids = validation_texts(run, 1, length)[0]
-    labels = tuple(label(run.tokenizer, int(i)) for i in ids)
-    return reading, [EncodedText(run.tokenizer.decode([int(i) for i in ids]), ids, labels)]
+    text = run.tokenizer.decode([int(i) for i in ids])
+    return reading, [EncodedText(text, ids, labels(run.tokenizer, ids))]
 
 
 def validation_texts(run: Run, count: int, length: int) -> np.ndarray:
@@ -101,13 +104,19 @@ def output_folder(run: Run, out: str | None) -> Path:
     """`out`, or `<run>/analysis`, or `analysis/<id>` here for a run in a bucket; created if missing."""
     own = run.path / "analysis" if run.directory.mirror is None else Path("analysis", run.path.name)
     folder = own if out is None else local_path(out)
-    try:
+    with writing(f"the folder {folder}"):
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(
-            f"cannot create the folder {folder}: {error.strerror}. Choose another folder with --out DIR"
-        ) from None
+        tempfile.TemporaryFile(dir=folder).close()  # before any work, since results are written after it
     return folder
+
+
+@contextlib.contextmanager
+def writing(what: str) -> Iterator[None]:
+    """Raises: UserError: it cannot be written."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"cannot write {what}: {error.strerror}. Choose another place with --out") from None
 
 
 def output_file(run: Run, out: str | None, name: str) -> Path:
@@ -122,22 +131,25 @@ def output_file(run: Run, out: str | None, name: str) -> Path:
 
 def write(folder: Path, name: str, arrays: Mapping[str, np.ndarray], drawn: Mapping[str, Figure]) -> None:
     """`<name>.npz`, and `<name>-<figure>.png` and `.pdf` for each figure."""
-    np.savez_compressed(folder / f"{name}.npz", **arrays)
-    for title, figure in drawn.items():
-        figures.save(figure, folder / f"{name}-{title}")
+    with writing(f"{name} to {folder}"):
+        np.savez_compressed(folder / f"{name}.npz", **arrays)
+        for title, figure in drawn.items():
+            figures.save(figure, folder / f"{name}-{title}")
 
 
-def label(tokenizer, token: int) -> str:
-    """The text of a token; bytes that are not a character on their own as \\xE2."""
-    text = tokenizer.decode([token])
-    if "�" not in text:
-        return text
-    return "".join(f"\\x{b:02X}" for b in _bytes(tokenizer, token)) or text
+def labels(tokenizer: MarinTokenizer, ids: Iterable[int]) -> tuple[str, ...]:
+    """What each token adds to the text; bytes that are not text on their own as \\xE2."""
+    vocabulary, first, *others = Vocabulary(tokenizer), *map(int, ids)
+    start = label(vocabulary, first)
+    if start == vocabulary.text(first):
+        start = vocabulary.decode([first])  # some tokenizers write it differently at the start of a text
+    return (start, *(label(vocabulary, token) for token in others))
 
 
-def _bytes(tokenizer, token: int) -> bytes:
-    from qkvflow.data.byte_level import byte_alphabet
-
-    back = {character: byte for byte, character in enumerate(byte_alphabet())}
-    name = tokenizer.convert_ids_to_tokens(token)
-    return bytes(back[c] for c in name) if all(c in back for c in name) else b""
+def label(vocabulary: Vocabulary, token: int) -> str:
+    """What a token adds after other text; bytes that are not text on their own as \\xE2."""
+    raw = vocabulary.bytes(token)
+    try:
+        return raw.decode()
+    except UnicodeDecodeError:
+        return "".join(f"\\x{byte:02X}" for byte in raw)

@@ -18,7 +18,7 @@ from pathlib import Path, PurePosixPath
 
 import numpy as np
 
-from qkvflow.analysis.opening import EncodedText, label, opened, output_file, texts_of
+from qkvflow.analysis.opening import EncodedText, label, opened, output_file, texts_of, writing
 from qkvflow.analysis.page import findings, render, runs, spectra, texts
 from qkvflow.analysis.page.numbers import Data, Step, rounded
 from qkvflow.analysis.reading import Reading, read
@@ -27,6 +27,7 @@ from qkvflow.checksums import damage_of
 from qkvflow.cli import run_program
 from qkvflow.config import Text
 from qkvflow.errors import Notice, UserError
+from qkvflow.generation.vocabulary import Vocabulary
 from qkvflow.runs import load_run
 from qkvflow.runs.checkpoints import checkpoint_steps
 from qkvflow.runs.load import Run
@@ -72,7 +73,12 @@ class ReportConfig:
 
 @dataclass(frozen=True)
 class _Source:
-    """A run and what is shown of it. steps: of its checkpoints; the last is the newest, already loaded in `run`."""
+    """A run and what is shown of it.
+
+    Attributes:
+        steps: of its checkpoints; the last is the newest, already loaded in `run`.
+        files: what other programs have measured and written.
+    """
 
     run: Run
     path: str
@@ -81,6 +87,7 @@ class _Source:
     times: Sequence[float]
     reading: Reading
     texts: Sequence[EncodedText]
+    files: Data
 
     def at(self, step: int) -> tuple[Run, Reading]:
         if step == self.run.step:
@@ -121,7 +128,8 @@ def main(config: ReportConfig) -> Path:
             tick(total, total)
         data["opening"] = findings.opening(data["runs"])
         html = render(data)
-        target.write_text(html, encoding="utf-8")
+        with writing(str(target)):
+            target.write_text(html, encoding="utf-8")
         size = len(html.encode()) / 1e6
         if size > COMFORTABLE:
             hint = "use shorter or fewer texts, fewer --checkpoints, or fewer runs in --compare"
@@ -142,8 +150,19 @@ def _sources(opened_runs: list[Run], paths: list[str], times, config: ReportConf
         steps = [s for s in _spread(_earlier(run), config.checkpoints - 1) if _is_good(run, s)]
         own_times = spectra.layer_times(run.model, times)
         products(run.model, "qk", own_times)  # rejects times outside [0, 1]
-        sources.append(_Source(run, path, name, [*steps, run.step], own_times, reading, own))
+        sources.append(_Source(run, path, name, [*steps, run.step], own_times, reading, own, _files(run)))
     return sources
+
+
+def _files(run: Run) -> Data:
+    """Its curves, and its evaluations at other depths, with exits, with other speeds, and as an ODE."""
+    return {
+        "curves": runs.curves(run),
+        "sweep": runs.depth_sweep(run),
+        "exits": runs.exits(run),
+        "anytime": runs.anytime(run),
+        "continuity": runs.continuity(run),
+    }
 
 
 def _run_data(source: _Source, sources: list[_Source], config: ReportConfig, step: Step) -> Data:
@@ -151,11 +170,7 @@ def _run_data(source: _Source, sources: list[_Source], config: ReportConfig, ste
     points = max(1, _POINTS // sum(3 * (len(s.steps) + 1) for s in sources))
     rooms = _attention_rooms(sources)
     data = runs.describe_run(run, source.name) | {
-        "curves": runs.curves(run),
-        "sweep": runs.depth_sweep(run),
-        "exits": runs.exits(run),
-        "anytime": runs.anytime(run),
-        "continuity": runs.continuity(run),
+        **source.files,
         "times": rounded(source.times, 4),
         "trained_times": rounded(spectra.spectral.training_times(run.model), 4),
         "texts": [texts.describe_text(text) for text in source.texts],
@@ -226,7 +241,8 @@ def _attention_rooms(sources: list[_Source]) -> dict[bool, bool]:
 def _vocabulary(run: Run, data: Data) -> dict[str, str]:
     """The text of each token that the lens shows."""
     ids = {i for s in data["snapshots"] for t in s["texts"] for row in t["lens"]["top"] for top in row for i in top}
-    return {str(i): label(run.tokenizer, i) for i in sorted(ids)}
+    vocabulary = Vocabulary(run.tokenizer)
+    return {str(i): label(vocabulary, i) for i in sorted(ids)}
 
 
 def _count(source: _Source, config: ReportConfig) -> int:

@@ -1,6 +1,7 @@
 """The loss of a trained model at other numbers of steps and with other solvers, and how far its flow moves states."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -73,8 +74,18 @@ class Depths:
         return inference_mode(model, True)
 
 
-def read_all(run: Run, models: Sequence[LmHeadModel], evaluator: RunEvaluator, progress: Progress) -> list[Reading]:
-    """Evaluates `Depths.models` one after the other."""
+def read_all(
+    run: Run,
+    models: Sequence[LmHeadModel],
+    evaluator: RunEvaluator,
+    progress: Progress,
+    keep: Callable[[Sequence[Reading]], object] = lambda readings: None,
+) -> list[Reading]:
+    """Evaluates `Depths.models` one after the other.
+
+    Args:
+        keep: gets the readings so far, after each of several but the last.
+    """
     if not isinstance(run.model, NeuralOdeLMHeadModel):
         return [_read_ordinary(run, evaluator, progress)]
     example = evaluator.example()
@@ -83,14 +94,26 @@ def read_all(run: Run, models: Sequence[LmHeadModel], evaluator: RunEvaluator, p
         depth = model.config.depth
         with progress.phase(f"{depth.solver}, {'adaptive' if depth.is_adaptive else depth.steps} steps"):
             readings.append(read(model, evaluator, example))
+        if len(readings) < len(models):
+            keep(readings)
     return readings
 
 
 def read(model: NeuralOdeLMHeadModel, evaluator: RunEvaluator, example: LmExample) -> Reading:
     """A flow as it stands: its loss on the evaluator's text, its displacement on `example`; if its steps are adaptive,
-    also their number and that of evaluations there."""
-    depth, loss = model.config.depth, evaluator.loss(model)
-    x0, solution = _solved(model, example)
+    also their number and that of evaluations there.
+
+    Raises:
+        UserError: an adaptive solver does not reach t = 1.
+    """
+    depth, (x0, solution) = model.config.depth, _solved(model, example)
+    arrived = solution.statistics is None or bool(solution.statistics.successful)
+    loss = evaluator.loss(model) if arrived else float("nan")
+    if depth.is_adaptive and not math.isfinite(loss):
+        raise UserError(
+            f"{depth.solver} did not reach t = 1 within depth.max_steps, or the states are not finite: raise"
+            " depth.max_steps, or loosen depth.rtol and depth.atol."
+        )
     steps, evaluations = depth.reading_steps, model.config.plan.evaluations
     if solution.statistics is not None:
         steps = int(solution.statistics.steps - solution.statistics.rejected)

@@ -126,7 +126,8 @@ class DraftedModel(eqx.Module):
         """Like `CachedModel.extend`, for a prompt: both grids read it."""
         x, full = self.full.extend(tokens, inputs, memory.full)
         _, coarse = self.coarse.extend(tokens, inputs, memory.coarse)
-        filled = (inputs.window.start + inputs.window.count).array
+        start, count = inputs.window.start.array, inputs.window.count.array
+        filled = jnp.where(count > 0, start + count, memory.filled)  # the coarse grid may be a token behind
         return x, DraftMemory(full, coarse, filled, memory.counts)
 
     def logits(self, x: NamedArray) -> NamedArray:

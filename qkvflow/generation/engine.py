@@ -115,6 +115,7 @@ class Engine:
         self._model, self._sharding = _placed(arrays)
         self._state = jax.device_put(jax.tree.leaves(empty(self.rows)), self._sharding)
         self._wants_logprobs: set[int] = set()
+        self._running: set[int] = set()  # slots whose texts have been continued, or come from outside, and go on
 
     @property
     def compile_lengths(self) -> list[int]:
@@ -131,16 +132,26 @@ class Engine:
     ) -> None:
         """Puts a prompt into a slot, replacing what was there; `prefill_all` reads it.
 
+        While other texts are being continued it is read here, on its own: a step that reads many prompts writes whole
+        chunks behind all texts, and near the end of their room over them.
+
         Args:
             control: [control], or [position, control] with one row per position of the future text.
         """
+        self._running.discard(slot)
+        if self._running:
+            text = self.begin(tokens, max_new_tokens, options, control)
+            while text.unread:
+                self.prefill(text)
+            self.insert(slot, text, options.logprobs)
+            return
         content = self._content(tokens, max_new_tokens, options, control)
         row = self._place(slot, options.logprobs)
         self._state = compiled.admit(self._state, np.int32(row), content, kind=self._kind)
 
     def prefill_all(self, remaining: int) -> None:
         """Reads all admitted prompts; the longest has `remaining` unread tokens."""
-        if remaining > 0:
+        if remaining > 0 and not self._running:
             self._state = compiled.prefill_all(self._model, self._state, self._chunk(remaining), kinds=self._both)
 
     def begin(
@@ -188,6 +199,7 @@ class Engine:
             logprobs: as in its options.
         """
         row = self._place(slot, logprobs)
+        self._running.add(slot)
         self._bring(text)
         self._state = compiled.put(self._state, text.arrays, np.int32(row))
 
@@ -203,6 +215,7 @@ class Engine:
         """Ends the text in a slot at its current length. Harmless if the slot is empty."""
         row = self._rows.free(slot)
         self._wants_logprobs.discard(slot)
+        self._running.discard(slot)
         if row is not None:
             self._state = compiled.end(self._state, np.int32(row), kind=self._kind)
 
@@ -214,6 +227,7 @@ class Engine:
         # All data that every step needs, in one transfer.
         token, length, limit, tokens, count = self._by_slot(jax.device_get((*newest, added.tokens, added.count)))
         logprobs = Logprobs(*self._by_slot(jax.device_get(added.logprobs))) if self._wants_logprobs else None
+        self._running = set(np.flatnonzero(length < limit).tolist())
         drafted = () if added.drafted is None else [Drafted(*row) for row in self._by_slot([added.drafted])[0].tolist()]
         picks = self._rows.after_step()
         if picks is not None:

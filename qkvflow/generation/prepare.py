@@ -16,7 +16,7 @@ from qkvflow.generation.recomputed import RecomputedModel
 from qkvflow.models import NeuralOdeLMHeadModel
 from qkvflow.models.cached import CachedFlow, CachedModel, on_fixed_grid
 from qkvflow.models.exits import ExitConfig
-from qkvflow.models.levanter_twin import twin
+from qkvflow.models.levanter_twin import merged, twin
 from qkvflow.models.shared_cache import EXACT, CacheSharing
 
 # Room for texts is allocated in multiples of this, so that calls of similar length share one compiled step.
@@ -55,6 +55,7 @@ class PreparedModel:
         sharing: CacheSharing = EXACT,
         exits_vary: bool = False,
     ):
+        model = merged(model)
         is_flow = isinstance(model, NeuralOdeLMHeadModel)
         if isinstance(model, NeuralOdeLMHeadModel):
             model = on_fixed_grid(model)

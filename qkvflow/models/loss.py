@@ -26,12 +26,20 @@ def next_token_loss(
     is_mean = options.get("reduction", hax.mean) is hax.mean and options.get("reduction_axis") is None
     some = None
     if weight is not None and is_mean and weight.resolve_axis(POSITION).size > 1:
-        some = hax.any(weight[POSITION, :-1] > 0)  # the last position predicts nothing
-        options["loss_weight"] = hax.where(some, weight, 1.0)
+        options["loss_weight"], some = counted(weight)
     x = hax.auto_sharded(x)  # as in the layers: what follows must not change how those are divided
     with _positions_divided(x.resolve_axis(POSITION)):
         loss = maybe_fused_next_token_loss(Pos, Embed, Vocab, hax.auto_sharded(x), head, tokens, **options)
     return loss if some is None else loss * some
+
+
+def counted(weights: NamedArray) -> tuple[NamedArray, NamedArray]:
+    """Weights that Levanter can divide by, and whether any token counts: multiply the loss by it.
+
+    The weights are 1 where no token counts. There Levanter's mean is 0, but its gradient NaN.
+    """
+    some = hax.any(weights[POSITION, :-1] > 0)  # the last position predicts nothing
+    return hax.where(some, weights, 1.0), some
 
 
 def mean_weight(weights: NamedArray) -> jax.Array:

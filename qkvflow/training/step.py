@@ -1,5 +1,6 @@
 """The training step: Levanter's, with our loss. Training runs it; `describe --mesh` compiles it from shapes."""
 
+import dataclasses
 from collections.abc import Callable
 
 import equinox as eqx
@@ -20,7 +21,7 @@ from qkvflow.axes import CONTROL
 from qkvflow.data.control.sequences import ControlledExample
 from qkvflow.errors import UserError
 from qkvflow.models import NeuralOdeLMHeadModel
-from qkvflow.models.loss import part_of
+from qkvflow.models.loss import counted, part_of
 from qkvflow.models.metrics import penalised
 from qkvflow.named import is_named
 from qkvflow.runs.config import TrainConfig
@@ -48,7 +49,10 @@ def make_trainer(
         if in_step is not None:
             model = in_step(model, key)
         if not isinstance(model, NeuralOdeLMHeadModel):
-            return of_batch(model.compute_next_token_loss(example, key=key, logsumexp_weight=config.z_loss_weight))
+            weights, some = counted(example.loss_weight)
+            example = dataclasses.replace(example, loss_weight=weights)
+            value = model.compute_next_token_loss(example, key=key, logsumexp_weight=config.z_loss_weight)
+            return of_batch(value * some)
         model = at_stage(model, finite.stage)
         if step_key is not None:
             model = model.with_grid_of(step_key)

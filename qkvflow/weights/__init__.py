@@ -15,6 +15,7 @@ from qkvflow.weights.config import WeightsConfig as WeightsConfig
 from qkvflow.weights.fitting import Fit as Fit
 from qkvflow.weights.fitting import check_enough_layers as check_enough_layers
 from qkvflow.weights.fitting import fit as fit
+from qkvflow.weights.fitting import read_error as read_error
 from qkvflow.weights.galerkin import Galerkin as Galerkin
 from qkvflow.weights.galerkin import refine as refine
 from qkvflow.weights.galerkin import refine_with_error as refine_with_error

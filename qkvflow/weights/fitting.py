@@ -21,7 +21,7 @@ from haliax import Axis, NamedArray
 from qkvflow.axes import BASIS, LAYERS
 from qkvflow.errors import UserError
 from qkvflow.named import map_named, named_leaves
-from qkvflow.weights.base import replace_units
+from qkvflow.weights.base import at, replace_units
 from qkvflow.weights.bases import FunctionBasis
 from qkvflow.weights.galerkin import Galerkin
 from qkvflow.weights.per_layer import PerLayer
@@ -65,6 +65,16 @@ def fit(layers: PerLayer, basis: FunctionBasis) -> Fit:
         {name: _relative(wrong[name], size[name]) for name in wrong},
         float(np.linalg.cond(phi)),
     )
+
+
+def read_error(weights: eqx.Module, layers: PerLayer) -> float:
+    """||W(t_l) - W_l|| / ||W_l|| over all arrays and layers, as `weights` are read in their own precision."""
+    read = at(weights, layers.times)
+    wrong = size = 0.0
+    for (_, own), (_, given) in zip(named_leaves(read), named_leaves(layers.blocks.stacked), strict=True):
+        one, other = (np.asarray(a.rearrange((LAYERS, ...)).array, np.float64) for a in (own, given))
+        wrong, size = wrong + float(np.sum((one - other) ** 2)), size + float(np.sum(other**2))
+    return _relative(wrong, size)
 
 
 def check_enough_layers(basis: FunctionBasis, times: Sequence[float]) -> None:

@@ -13,6 +13,7 @@ from qkvflow import eval_lm
 from qkvflow.cli import parse
 from qkvflow.depth import DepthConfig
 from qkvflow.errors import UserError
+from qkvflow.evaluation import depths
 from qkvflow.evaluation.depths import Depths, read
 from qkvflow.generation.writer import open_writer
 from qkvflow.runs import load_run
@@ -125,6 +126,31 @@ def test_adaptive_steps_are_evaluated_as_they_are(place):
     reading = read(model, evaluator, evaluator.example())
     assert reading.evaluations > 6 * reading.steps > 0
     assert reading.loss == pytest.approx(evaluator.loss(model))
+
+
+def test_adaptive_steps_that_do_not_arrive_are_an_error(place):
+    run = load_run("runs/flow", 3)
+    depth = DepthConfig(solver="heun", steps=2, rtol=1e-7, max_steps=3)
+    evaluator = RunEvaluator(run)
+    with pytest.raises(UserError, match=r"heun did not reach t = 1 within depth\.max_steps"):
+        read(run.model.with_depth(depth), evaluator, evaluator.example())
+
+
+def test_what_was_read_before_an_interruption_is_kept(place, monkeypatch):
+    """Ctrl-C at the second of three depths: the first is in the file."""
+    evaluated = []
+
+    def interrupted(model, *rest):
+        if evaluated:
+            raise KeyboardInterrupt
+        evaluated.append(model)
+        return read(model, *rest)
+
+    monkeypatch.setattr(depths, "read", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        evaluate("--steps", "2,3,4")
+    written = json.loads((place / "runs/flow/evaluation/depth.json").read_text())
+    assert [reading["steps"] for reading in written["readings"]] == [2]
 
 
 def test_a_flow_that_is_lost_is_told_by_the_loss_that_the_run_knows(place, capfd):

@@ -14,7 +14,7 @@ from support.models import is_float, llama, small_config
 
 from qkvflow.blocks import SsmBlockConfig
 from qkvflow.depth import DepthConfig
-from qkvflow.generation import SamplingOptions
+from qkvflow.generation import Drafting, SamplingOptions
 from qkvflow.generation.logprobs import MOST
 from qkvflow.generation.prepare import PreparedModel
 from qkvflow.models import ControlConfig
@@ -197,3 +197,28 @@ def test_without_wishes_nothing_is_told():
     engine = engine_of()
     engine.insert(0, begun(engine, 0))
     assert engine.decode(1).logprobs is None
+
+
+@pytest.mark.parametrize(("drafting", "length"), [(None, 30), (Drafting(1, 3), 6)], ids=["plain", "drafting"])
+def test_a_prompt_that_comes_later_disturbs_no_text(drafting, length):
+    """Plain: the first text is near the end of its room, where a chunk of another prompt would not fit behind it.
+    Drafting: its coarse memory may be a token behind, of which it must not be said that it is read."""
+    model = PreparedModel(model_of(scale=2.0), drafting=drafting)
+    first, second = (np.arange(n) * 7 % 64 for n in (length, 20))
+
+    def text(others: int) -> list[int]:
+        engine = model.engine(2, LENGTH)
+        engine.admit(0, first.tolist(), LENGTH - length, SamplingOptions(temperature=1.0, seed=3))
+        engine.prefill_all(len(first) - 1)
+        for k in range(LENGTH - length):
+            if k == others:
+                engine.admit(1, second.tolist(), 8, SamplingOptions())
+                engine.prefill_all(len(second) - 1)
+            engine.decode(1)
+        tokens, lengths, complete = engine.read()
+        assert complete[0]
+        return tokens[0, : lengths[0]].tolist()
+
+    alone = text(-1)
+    for others in range(1, 9):
+        assert text(others) == alone

@@ -2,11 +2,13 @@
 
 import io
 import random
+import re
 import sys
 
 import pytest
 from support.tokenizers import byte_fallback, byte_level
 
+from qkvflow.analysis.opening import labels
 from qkvflow.errors import UserError
 from qkvflow.generation.prompts import read_prompts, stop_strings
 from qkvflow.generation.text import Continuation, StopStrings, TextStream, encode_prompt
@@ -30,6 +32,16 @@ def tokenizer(tokenizers):
 def pieces_of(tokenizer, ids, prompt=()):
     stream = TextStream(tokenizer, prompt)
     return [*(stream.push(i) for i in ids), stream.finish()]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_labels_of_tokens_are_what_they_add(tokenizers, kind):
+    """Together the text, but for bytes that are no character on their own; llama's decoder drops a first space."""
+    tokenizer, text = tokenizers[kind], "see there é Ж"
+    found = labels(tokenizer, tokenizer.encode(text))
+    together = re.sub(rb"\\x([0-9A-F]{2})", lambda byte: bytes([int(byte[1], 16)]), "".join(found).encode())
+    assert together.decode() == text
+    assert any(one.startswith(" ") for one in found)
 
 
 TEXT = "Grüße, 世界! 👩‍🚀 naïve — ‰ " * 5

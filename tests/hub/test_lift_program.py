@@ -6,14 +6,18 @@ from pathlib import Path
 
 import equinox as eqx
 import jax
+import jmp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
+from support.models import build, small_config
 
 from qkvflow import convert, eval_lm, finetune_lm, lift
 from qkvflow.cli import parse
+from qkvflow.depth import DepthConfig
 from qkvflow.errors import UserError
 from qkvflow.hub.native import obstacle
+from qkvflow.models import lifting
 from qkvflow.models.levanter_twin import enter
 from qkvflow.models.lifting import aligned
 from qkvflow.runs import load_run
@@ -54,6 +58,17 @@ def test_a_run_becomes_a_flow(tmp_path, monkeypatch, capfd):
     expected = aligned(enter(load_run(OLD / "gpt2").model))
     for a, b in zip(*(filter(eqx.is_array, jax.tree.leaves(m)) for m in (model.discretise(), expected)), strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+def test_functions_that_16_bits_cannot_read_are_told(tmp_path):
+    """fp32 reads the layers off large coefficients that cancel, bf16 does not."""
+    model = build(small_config("per_layer", form="sequential", depth=DepthConfig(steps=12, step_size="residual")))
+    for basis, is_lost in (("chebyshev", True), ("cosine", False)):
+        flow, found = lifting.lift(model, BasisConfig(basis, 12))
+        computed = lift._computed(flow, model, jmp.get_policy("p=f32,c=bf16"))
+        assert found.error < 1e-4
+        assert (computed > lift._SHORT_ROUNDING) == is_lost
+        assert lift._computed(flow, model, jmp.get_policy("f32")) is None
 
 
 def test_a_folder_is_the_run_that_it_came_from(tmp_path):

@@ -14,10 +14,12 @@ from levanter.trainer_state import init_optimizer_for_trainables, trainables_onl
 from levanter.utils.tree_utils import inference_mode
 from support.models import VOCAB, build, llama, random_tokens, small_config
 
+import qkvflow
 from qkvflow.blocks import SsmBlockConfig
 from qkvflow.depth import DepthConfig
 from qkvflow.errors import UserError
 from qkvflow.models import lora
+from qkvflow.models.levanter_twin import merged
 from qkvflow.named import is_named
 
 SLOW = pytest.mark.slow
@@ -199,6 +201,14 @@ def test_gradients_pass_through_dropout(name):
     )
     norm = sum(jnp.sum(g**2) for g in jax.tree.leaves(gradient))
     assert float(ahead - back) / (2 * step) == pytest.approx(float(norm), rel=0.02)
+
+
+def test_it_generates_as_when_it_is_merged():
+    """Of a model whose LoRA is not merged, too."""
+    _, model = stirred()
+    tokens = random_tokens(batch=1, length=5)
+    found = qkvflow.generate(model, tokens, max_new_tokens=3)
+    np.testing.assert_array_equal(found.array, qkvflow.generate(merged(model), tokens, max_new_tokens=3).array)
 
 
 def test_levanter_models_take_it_too():
