@@ -124,10 +124,14 @@ def unpaired(first: Mapping[int, float], second: Mapping[int, float]) -> Differe
     )
     if not spread > 0.0:
         return Difference(difference, math.nan, n)
-    test = stats.ttest_ind(own, other, equal_var=False)
-    low, high = test.confidence_interval(LEVEL)
-    t, df, p = float(test.statistic), float(test.df), float(test.pvalue)
-    return Difference(difference, float(high - low) / 2, n, error * math.sqrt(n), t, df, p, difference / spread)
+    # Not `ttest_ind`, which warns of samples that are nearly constant.
+    numbers = (number for m in means for number in (m.mean, m.sd, m.n))
+    test = stats.ttest_ind_from_stats(*numbers, equal_var=False)
+    parts = [m.sd**2 / m.n for m in means]
+    df = error**4 / sum(part**2 / (m.n - 1) for part, m in zip(parts, means, strict=True))
+    half = float(stats.t.ppf(0.5 + LEVEL / 2, df)) * error
+    t, p = float(test.statistic), float(test.pvalue)
+    return Difference(difference, half, n, error * math.sqrt(n), t, df, p, difference / spread)
 
 
 def equivalence(difference: Difference, margin: float) -> Equivalence:
