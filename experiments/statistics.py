@@ -115,20 +115,16 @@ def unpaired(first: Mapping[int, float], second: Mapping[int, float]) -> Differe
     The effect is Cohen's d = difference / sqrt((SD_1^2 + SD_2^2) / 2); `sd` is the standard error times sqrt(n), with n
     of the smaller sample.
     """
-    own, other = list(first.values()), list(second.values())
-    means, n = (interval(own), interval(other)), min(len(own), len(other))
-    difference = means[0].mean - means[1].mean
-    spread, error = (
-        math.hypot(*(m.sd for m in means)) / math.sqrt(2),
-        math.hypot(*(m.sd / math.sqrt(m.n) for m in means)),
-    )
+    own, other = interval([*first.values()]), interval([*second.values()])
+    difference, n = own.mean - other.mean, min(own.n, other.n)
+    spread = math.hypot(own.sd, other.sd) / math.sqrt(2)
     if not spread > 0.0:
         return Difference(difference, math.nan, n)
     # Not `ttest_ind`, which warns of samples that are nearly constant.
-    numbers = (number for m in means for number in (m.mean, m.sd, m.n))
-    test = stats.ttest_ind_from_stats(*numbers, equal_var=False)
-    parts = [m.sd**2 / m.n for m in means]
-    df = error**4 / sum(part**2 / (m.n - 1) for part, m in zip(parts, means, strict=True))
+    test = stats.ttest_ind_from_stats(own.mean, own.sd, own.n, other.mean, other.sd, other.n, equal_var=False)
+    first_part, second_part = own.sd**2 / own.n, other.sd**2 / other.n
+    error = math.sqrt(first_part + second_part)
+    df = error**4 / (first_part**2 / (own.n - 1) + second_part**2 / (other.n - 1))
     half = float(stats.t.ppf(0.5 + LEVEL / 2, df)) * error
     t, p = float(test.statistic), float(test.pvalue)
     return Difference(difference, half, n, error * math.sqrt(n), t, df, p, difference / spread)

@@ -130,15 +130,22 @@ def main(
             _tell(run, continuity_table(found), "continuity.json", found.as_json(), config)
             return found
         models = wanted.models(run)  # before any is evaluated, so that an impossible one costs nothing
-
-        def keep(found: Sequence[Reading]) -> None:
-            _write(run, "depth.json", {"readings": [asdict(r) for r in found]}, config)
-
-        readings = read_all(run, models, _evaluator(run, config), progress, keep)
+        readings = read_all(
+            run,
+            models,
+            _evaluator(run, config),
+            progress,
+            keep=lambda found: _write(run, "depth.json", _sweep(found), config),
+        )
         if _other_text(keys) is None:
             warn_of_lost(run, {f"{r.solver} with {r.steps} steps": r.loss for r in readings})
-    _tell(run, table(readings), "depth.json", {"readings": [asdict(r) for r in readings]}, config, readings)
+    _tell(run, table(readings), "depth.json", _sweep(readings), config, readings)
     return readings
+
+
+def _sweep(readings: Sequence[Reading]) -> dict[str, Any]:
+    """Readings at several depths, for `depth.json`."""
+    return {"readings": [asdict(r) for r in readings]}
 
 
 def _depth(model: NeuralOdeLMHeadModel) -> dict[str, Any]:

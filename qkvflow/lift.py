@@ -38,7 +38,7 @@ from qkvflow.runs.made import new_run, refuse_target
 from qkvflow.weights import BasisConfig, Fit, PerLayer, WeightsConfig, read_error
 
 _ROUNDING = 1e-5  # a relative error that fp32 does not explain
-_SHORT_ROUNDING = 0.02  # ... and bf16 does not, where weights of ordinary layers differ by about 0.002
+_SHORT_ROUNDING = 0.02  # ... and that rounding to bf16 does not explain: of ordinary layers it is about 0.002
 
 
 @dataclass
@@ -93,7 +93,8 @@ def main(config: LiftConfig) -> Path | Place:
             flow, found = lift(ordered, weights)
         report = _report(model, ordered, found, run.step, config)
         computed = _computed(flow, ordered, run.config.trainer.mp)
-        report["error"] |= {} if computed is None else {"computed": computed}
+        if computed is not None:
+            report["error"]["computed"] = computed
         if evaluator is not None:
             report["loss"] = _losses(model, ordered, weights, evaluator, config, progress)
         with progress.phase(f"Writing {target}"), new_run(target, _run_config(run, flow), flow) as fresh:

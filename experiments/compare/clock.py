@@ -35,26 +35,22 @@ def at_time(record: Comparison) -> dict[str, AtTime]:
     (no step's time stands for all of theirs), and those whose first evaluation comes later."""
     row, name = record.row("iso_step"), record.protocol.reference
     steady = {system: own for system, own in row.items() if not record.cost(own[0]).grows}
-    times = {system: found for system, trained in steady.items() if (found := record.seconds(trained))}
+    times = {system: own for system, trained in steady.items() if (own := record.seconds(trained))}
     if name not in times:
         return {}
-    last = {r.seed: r.select_loss for r in steady[name]}
+    whole, last = steady[name][0].steps, {r.seed: r.select_loss for r in steady[name]}
     found = {}
     for system, seconds in times.items():
         own = steady[system]
-
-        def made(ratio: float, own: Sequence[Trained] = own) -> float:
-            return min(float(own[0].steps), steady[name][0].steps * ratio)
-
-        steps = made(min(times[name]) / min(seconds))
+        steps = min(float(own[0].steps), whole * (min(times[name]) / min(seconds)))
         if steps < max(r.curve[0][0] for r in own):  # it is not evaluated so early
             continue
         losses, against, rounds = _losses(own, steps), None, None
         if system != name and losses.keys() & last.keys():
             against = _difference(losses, last)
             if record.clock is not None:
-                each = [made(a / b) for a, b in zip(times[name], seconds, strict=True)]
-                means = [_difference(_losses(own, at), last).mean for at in each]
+                by_round = [whole * (a / b) for a, b in zip(times[name], seconds, strict=True)]
+                means = [_difference(_losses(own, at), last).mean for at in by_round]
                 rounds = (min(means), max(means))
         loss = interval(list(losses.values()))
         found[system] = AtTime(min(seconds), steps, steps / own[0].steps, loss, against, rounds)
@@ -62,27 +58,22 @@ def at_time(record: Comparison) -> dict[str, AtTime]:
 
 
 def _losses(own: Sequence[Trained], steps: float) -> dict[int, float]:
-    """seed -> loss after so many steps, on a line between two evaluations."""
+    """seed -> loss after so many steps, on a line between two evaluations; the last one after the end."""
     return {r.seed: float(np.interp(steps, *zip(*r.curve, strict=True))) for r in own}
 
 
 def _difference(losses: Mapping[int, float], last: Mapping[int, float]) -> Interval:
+    """Paired by seed."""
     return interval([losses[seed] - last[seed] for seed in sorted(losses.keys() & last.keys())])
 
 
 def table(record: Comparison) -> Table | None:
     """None if it is not asked for, or the reference is not there yet."""
     found = at_time(record) if TIME in record.protocol.rows else {}
-    rows = [
-        [name, t.loss.n, 1000 * t.seconds, t.share, t.loss, t.difference or "", *_by_round(record, t)]
-        for name, t in found.items()
-    ]
     head = ["model", "n", "ms per step", "of its training", "loss on `select`", f"minus {record.protocol.reference}"]
-    head += [] if record.clock is None else ["by single rounds"]
+    rows = [[name, t.loss.n, 1000 * t.seconds, t.share, t.loss, t.difference or ""] for name, t in found.items()]
+    if record.clock is not None:
+        head.append("by single rounds")
+        for row, t in zip(rows, found.values(), strict=True):
+            row.append("" if t.rounds is None else "{:.3f} to {:.3f}".format(*t.rounds))
     return Table(head, rows, formats={"ms per step": ".0f", "of its training": ".0%"}) if rows else None
-
-
-def _by_round(record: Comparison, at: AtTime) -> list[str]:
-    if record.clock is None:
-        return []
-    return [""] if at.rounds is None else ["{:.3f} to {:.3f}".format(*at.rounds)]

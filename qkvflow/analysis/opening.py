@@ -1,8 +1,7 @@
 """Shared by the analysis programs: opening a run, encoding user texts, writing to its `analysis/` folder."""
 
 import contextlib
-import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +20,7 @@ from qkvflow.files import is_unicode, local_path
 from qkvflow.generation.vocabulary import Vocabulary
 from qkvflow.progress import Progress
 from qkvflow.runs import load_run
+from qkvflow.runs.disk import write_a_trial
 from qkvflow.runs.evaluate import RunEvaluator
 from qkvflow.runs.load import Run
 
@@ -106,17 +106,24 @@ def output_folder(run: Run, out: str | None) -> Path:
     folder = own if out is None else local_path(out)
     with writing(f"the folder {folder}"):
         folder.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()  # before any work, since results are written after it
+        write_a_trial(folder)  # before any work, since results are written after it
     return folder
 
 
 @contextlib.contextmanager
 def writing(what: str) -> Iterator[None]:
-    """Raises: UserError: it cannot be written."""
+    """Tells errors of the file system.
+
+    Args:
+        what: is written, such as `report.html`.
+
+    Raises:
+        UserError: it cannot be written.
+    """
     try:
         yield
     except OSError as error:
-        raise UserError(f"cannot write {what}: {error.strerror}. Choose another place with --out") from None
+        raise UserError(f"cannot write {what}: {error.strerror or error}. Choose another place with --out") from None
 
 
 def output_file(run: Run, out: str | None, name: str) -> Path:
@@ -137,13 +144,13 @@ def write(folder: Path, name: str, arrays: Mapping[str, np.ndarray], drawn: Mapp
             figures.save(figure, folder / f"{name}-{title}")
 
 
-def labels(tokenizer: MarinTokenizer, ids: Iterable[int]) -> tuple[str, ...]:
-    """What each token adds to the text; bytes that are not text on their own as \\xE2."""
-    vocabulary, first, *others = Vocabulary(tokenizer), *map(int, ids)
-    start = label(vocabulary, first)
-    if start == vocabulary.text(first):
-        start = vocabulary.decode([first])  # some tokenizers write it differently at the start of a text
-    return (start, *(label(vocabulary, token) for token in others))
+def labels(tokenizer: MarinTokenizer, ids: Sequence[int] | np.ndarray) -> tuple[str, ...]:
+    """What each token of a text adds to it; bytes that are not text on their own as \\xE2."""
+    vocabulary, tokens = Vocabulary(tokenizer), [int(token) for token in ids]
+    found = [label(vocabulary, token) for token in tokens]
+    if found[0] == vocabulary.text(tokens[0]):  # text, which some tokenizers write differently at the start
+        found[0] = vocabulary.decode(tokens[:1])
+    return tuple(found)
 
 
 def label(vocabulary: Vocabulary, token: int) -> str:

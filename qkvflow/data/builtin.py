@@ -82,11 +82,11 @@ def validation_names(text: str) -> frozenset[str]:
 def related_groups(by_name: Mapping[str, str]) -> list[set[str]]:
     """Groups of documents; documents from different groups share almost no sequences of eight words."""
     shingles = {name: _shingles(text) for name, text in by_name.items()}
-    first: dict[tuple[str, ...], str] = {}
+    first_with: dict[tuple[str, ...], str] = {}
     names_with: dict[tuple[str, ...], list[str]] = {}  # of those in several documents
     for name, own in shingles.items():
         for shingle in own:
-            other = first.setdefault(shingle, name)
+            other = first_with.setdefault(shingle, name)
             if other is not name:
                 names_with.setdefault(shingle, [other]).append(name)
     shared = Counter(pair for names in names_with.values() for pair in itertools.combinations(names, 2))

@@ -108,7 +108,7 @@ def read(model: NeuralOdeLMHeadModel, evaluator: RunEvaluator, example: LmExampl
     """
     depth, (x0, solution) = model.config.depth, _solved(model, example)
     arrived = solution.statistics is None or bool(solution.statistics.successful)
-    loss = evaluator.loss(model) if arrived else float("nan")
+    loss = evaluator.loss(model) if arrived else math.nan  # NaN, too, if another part of the text does not arrive
     if depth.is_adaptive and not math.isfinite(loss):
         raise UserError(
             f"{depth.solver} did not reach t = 1 within depth.max_steps, or the states are not finite: raise"

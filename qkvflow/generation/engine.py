@@ -115,7 +115,7 @@ class Engine:
         self._model, self._sharding = _placed(arrays)
         self._state = jax.device_put(jax.tree.leaves(empty(self.rows)), self._sharding)
         self._wants_logprobs: set[int] = set()
-        self._running: set[int] = set()  # slots whose texts have been continued, or come from outside, and go on
+        self._running: set[int] = set()  # slots of texts that are read and not complete
 
     @property
     def compile_lengths(self) -> list[int]:
@@ -150,7 +150,7 @@ class Engine:
         self._state = compiled.admit(self._state, np.int32(row), content, kind=self._kind)
 
     def prefill_all(self, remaining: int) -> None:
-        """Reads all admitted prompts; the longest has `remaining` unread tokens."""
+        """Reads all admitted prompts that `admit` has not read; the longest has `remaining` unread tokens."""
         if remaining > 0 and not self._running:
             self._state = compiled.prefill_all(self._model, self._state, self._chunk(remaining), kinds=self._both)
 

@@ -53,7 +53,10 @@ def fit(layers: PerLayer, basis: FunctionBasis) -> Fit:
     check_enough_layers(basis, times)
     phi = basis.values(times)
     coefficients = map_named(lambda w: _solved(phi, w), layers.blocks.stacked)
-    wrong, size = _squares(phi, coefficients, layers.blocks.stacked)
+    as_read = [
+        np.tensordot(phi.astype(np.float32), np.asarray(c.array, np.float32), 1) for _, c in named_leaves(coefficients)
+    ]
+    wrong, size = _squares(as_read, layers.blocks.stacked)
 
     def unit(module, key) -> Galerkin:
         del key
@@ -69,12 +72,11 @@ def fit(layers: PerLayer, basis: FunctionBasis) -> Fit:
 
 def read_error(weights: eqx.Module, layers: PerLayer) -> float:
     """||W(t_l) - W_l|| / ||W_l|| over all arrays and layers, as `weights` are read in their own precision."""
-    read = at(weights, layers.times)
-    wrong = size = 0.0
-    for (_, own), (_, given) in zip(named_leaves(read), named_leaves(layers.blocks.stacked), strict=True):
-        one, other = (np.asarray(a.rearrange((LAYERS, ...)).array, np.float64) for a in (own, given))
-        wrong, size = wrong + float(np.sum((one - other) ** 2)), size + float(np.sum(other**2))
-    return _relative(wrong, size)
+    as_read = [
+        np.asarray(w.rearrange((LAYERS, ...)).array, np.float64) for _, w in named_leaves(at(weights, layers.times))
+    ]
+    wrong, size = _squares(as_read, layers.blocks.stacked)
+    return _relative(sum(wrong.values()), sum(size.values()))
 
 
 def check_enough_layers(basis: FunctionBasis, times: Sequence[float]) -> None:
@@ -104,13 +106,17 @@ def _solved(phi: np.ndarray, stacked: NamedArray) -> NamedArray:
     return hax.named(array, (Axis(BASIS, phi.shape[1]), *stacked.axes[1:]))
 
 
-def _squares(phi: np.ndarray, coefficients, stacked) -> tuple[dict[str, float], dict[str, float]]:
-    """By name of the array: ||W(t_l) - W_l||^2 and ||W_l||^2, summed over the layers."""
+def _squares(as_read: Sequence[np.ndarray], stacked) -> tuple[dict[str, float], dict[str, float]]:
+    """By name of the array: ||W(t_l) - W_l||^2 and ||W_l||^2, summed over the layers.
+
+    Args:
+        as_read: W(t_l) of each array [layers, ...].
+        stacked: the layers W_l.
+    """
     wrong, size = {}, {}
-    for (path, c), (_, w) in zip(named_leaves(coefficients), named_leaves(stacked), strict=True):
+    for read, (path, w) in zip(as_read, named_leaves(stacked), strict=True):
         name = ".".join(key.name for key in path)
         given = np.asarray(w.rearrange((LAYERS, ...)).array, np.float64)
-        read = np.tensordot(phi.astype(np.float32), np.asarray(c.array, np.float32), 1)
         wrong[name] = float(np.sum((read - given) ** 2))
         size[name] = float(np.sum(given**2))
     return wrong, size
