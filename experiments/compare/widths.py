@@ -1,7 +1,7 @@
 """Losses in several widths: a law in the logarithm of the width for each system, fitted for each seed."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -47,11 +47,18 @@ def law(found: ByWidth) -> Law | None:
     slopes, bends, (low, *inner, high) = {}, {}, widths
     for seed in seeds:
         own = {width: found[width][seed] for width in widths}
-        slopes[seed] = -float(np.polyfit(np.log2(widths), list(own.values()), 1)[0])
+        slopes[seed] = -_slope([math.log2(width) for width in widths], list(own.values()))
         if inner:
             across = (own[low] - own[high]) / math.log2(high / low)
             bends[seed] = float(np.mean([own[w] - own[low] + across * math.log2(w / low) for w in inner]))
     return Law(losses, slopes, bends)
+
+
+def _slope(x: Sequence[float], y: Sequence[float]) -> float:
+    """By least squares. Without BLAS: its last digits depend on the processor, and a page is the same on each."""
+    center = math.fsum(x) / len(x)
+    away = [value - center for value in x]
+    return math.fsum(a * b for a, b in zip(away, y, strict=True)) / math.fsum(a * a for a in away)
 
 
 def laws(record: Comparison) -> dict[str, Law]:

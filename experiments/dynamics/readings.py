@@ -9,6 +9,7 @@ times and states; `coupled`: log of the largest growth of a perturbation of the 
 coupled (`lyapunov.token_map` at t = 1). What they mark: Spearman's correlation with three properties, in each text.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -155,4 +156,4 @@ def _correlation(score: np.ndarray, known: np.ndarray) -> float:
 
 def _growth(values: Sequence[float]) -> float:
     half = len(values) // 2
-    return float(np.log2(np.mean(values[half:]) / np.mean(values[:half])))
+    return math.log2(np.mean(values[half:]) / np.mean(values[:half]))
