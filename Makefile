@@ -11,7 +11,8 @@ EXTRAS := $(subst $(comma), ,$(EXTRA))
 INSTALLED := $(VENV)/.installed-$(subst $(comma),-,$(EXTRA))
 # Compilers for TPUs and GPUs are installed outside the environment's packages: JAX would load them if it could import them.
 COMPILERS := $(VENV)/targets/.installed
-# So is torch: transformers would load it into every program, which takes 3 s each time.
+# So is torch: transformers would load it into every program, which takes 3 s each time. `make -j2 setup torch` fetches it
+# meanwhile.
 TORCH := $(VENV)/torch
 
 # Two workers: most of a test's time is compilation, which uses one core.
@@ -34,14 +35,16 @@ help:
 
 setup: $(INSTALLED) $(if $(filter targets,$(EXTRAS)),$(COMPILERS))
 
-# Only constraints.txt has exact versions.
-$(INSTALLED): pyproject.toml constraints.txt
+$(PY):
 	@python=""; for p in python3.12 python3.11 python3; do \
 	  if command -v $$p >/dev/null && $$p -c 'import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' 2>/dev/null; \
 	  then python=$$p; break; fi; done; \
 	if [ -z "$$python" ]; then echo "qkvflow needs Python 3.11 or 3.12 with the venv module: install one and run make again." >&2; exit 1; fi; \
-	echo "Setting up $(VENV) with $$($$python --version) (a few minutes, once)"; \
-	test -x $(PY) || $$python -m venv $(VENV)
+	$$python -m venv $(VENV)
+
+# Only constraints.txt has exact versions.
+$(INSTALLED): pyproject.toml constraints.txt | $(PY)
+	@echo "Setting up $(VENV) with $$($(PY) --version) (a few minutes, once)"
 	@$(PY) -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt -e ".$(addprefix [,$(addsuffix ],$(subst $() ,$(comma),$(strip $(filter-out targets,$(EXTRAS))))))"
 	@$(PY) -m compileall -qq -j 0 $(VENV)/lib || true  # on all cores; pip would use one. Some packages have files that are no Python
 	@touch $@ $(if $(filter dev,$(EXTRAS)),$(VENV)/.installed-dev)
@@ -52,10 +55,13 @@ $(COMPILERS): constraints.txt | $(INSTALLED)
 	  --target $(@D) libtpu jax-cuda12-plugin jax-cuda12-pjrt
 	@touch $@
 
-$(TORCH)/.installed: constraints.txt | $(INSTALLED)
+$(TORCH)/.fetched: constraints.txt | $(PY)
 	@echo "Setting up torch in $(@D) (PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu chooses the small build for CPUs)"
 	@$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --upgrade -c constraints.txt \
 	  --target $(@D) torch mpmath networkx sympy
+	@touch $@
+
+$(TORCH)/.installed: $(TORCH)/.fetched | $(INSTALLED)
 	@PYTHONPATH=$(@D) $(PY) -c "import torch"
 	@touch $@
 

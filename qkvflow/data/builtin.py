@@ -3,6 +3,7 @@
 import functools
 import hashlib
 import itertools
+import os
 import sysconfig
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -32,16 +33,20 @@ def standard_library() -> dict[str, str]:
     Raises:
         UserError: this Python installation has no sources.
     """
-    folder, found = Path(sysconfig.get_path("stdlib")), {}
-    for path in sorted(folder.rglob("*.py")):
-        names = path.relative_to(folder).with_suffix("").parts
-        # Folders such as site-packages and config-3.11-x86_64-linux-gnu are not valid module names.
-        if all(map(str.isidentifier, names)) and not _NOT_LIBRARY & {*names} and "_sysconfigdata" not in names[-1]:
-            found["/".join(names)] = path.read_text(encoding="utf-8")
+    root = Path(sysconfig.get_path("stdlib"))
+    paths: list[Path] = []
+    for folder, folders, files in os.walk(root):
+        # Not every name is a module's: site-packages, which may be large, or config-3.11-x86_64-linux-gnu.
+        folders[:] = [name for name in folders if name.isidentifier() and name not in _NOT_LIBRARY]
+        paths += [Path(folder, name) for name in files if name.endswith(".py") and name[:-3].isidentifier()]
+    found = {
+        "/".join(path.relative_to(root).with_suffix("").parts): path.read_text(encoding="utf-8")
+        for path in sorted(paths)
+        if path.stem not in _NOT_LIBRARY and "_sysconfigdata" not in path.stem
+    }
     if len(found) < 100:
         raise UserError(
-            f"this Python has no source of its standard library in {folder}: give other text, such as --data.train"
-            " my.txt"
+            f"this Python has no source of its standard library in {root}: give other text, such as --data.train my.txt"
         )
     return found
 
