@@ -21,6 +21,7 @@ from qkvflow.errors import UserError
 from qkvflow.files import local_path, write_text
 from qkvflow.hub.card import Card
 from qkvflow.hub.custom import check_block
+from qkvflow.hub.families import model_config
 from qkvflow.hub.folder import CONFIG, HubFolder, read_json
 from qkvflow.hub.tokenizer import OLD_FILES
 from qkvflow.hub.write import write_folder
@@ -93,12 +94,21 @@ def _in(config: ConvertConfig, source: str, progress: Progress) -> Path | Place:
         raise UserError(f"{source} is not a folder with a {CONFIG}, so it has no model in Hugging Face format")
     if not is_path:
         with progress.phase(f"Fetching {source}"):
-            path = download(source, _FILES, HubFolder.is_whole, "model", "Give a local folder.")
+            path = _fetch(source)
     data = dataclasses.replace(config.data, tokenizer=str(path.resolve()) if is_path else source)
     with progress.phase(f"Reading {source}"):
         import_run(HubFolder(path), target, data)
     print(f"The run is in {target}; use it in any program with --run {target}", flush=True)
     return target
+
+
+def _fetch(source: str) -> Path:
+    instead = "Give a local folder."
+    about = download(source, (CONFIG,), HubFolder.is_one, "model", instead)
+    if not HubFolder.is_one(about):
+        raise UserError(f"the Hugging Face repository {source} has no {CONFIG}, so it has no model. {instead}")
+    model_config(HubFolder(about).settings, source)  # an unsupported one is not fetched
+    return download(source, _FILES, HubFolder.is_whole, "model", instead)
 
 
 def _out(config: ConvertConfig, progress: Progress) -> Path:

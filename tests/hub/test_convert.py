@@ -408,8 +408,29 @@ def test_a_download_that_was_interrupted_is_continued(folder, tmp_path, monkeypa
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
     run = run_convert("--from_hf", "someone/gpt2", "--run", tmp_path / "run")
-    assert asked == [True, False]
+    assert asked == [True, True, False], "config.json is there, the arrays are not"
     assert_same_arrays(*(enter(load_run(place).model) for place in (folder, run)))
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("mamba", r"someone/model contains a model of type 'mamba', which is not supported"),
+        ("qkvflow", "use that run instead"),
+        (None, r"someone/model has no config\.json"),
+    ],
+)
+def test_what_is_not_supported_is_not_fetched(tmp_path, monkeypatch, kind, message):
+    if kind is not None:
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+
+    def snapshot_download(name, allow_patterns, **options):
+        assert allow_patterns == ["config.json"]
+        return str(tmp_path)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    with pytest.raises(UserError, match=message):
+        run_convert("--from_hf", "someone/model", "--run", tmp_path / "run")
 
 
 def test_the_card_counts_all_layers_and_names_the_run(tmp_path, monkeypatch):
