@@ -24,7 +24,7 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "train": Command("qkvflow.train_lm", "train a model; without a configuration, the quickstart"),
-    "finetune": Command("qkvflow.finetune_lm", "fine-tune a run, optionally at a different depth: flow, full or LoRA"),
+    "finetune": Command("qkvflow.finetune_lm", "fine-tune a run, also at a different depth: flow, full, stack or LoRA"),
     "eval": Command("qkvflow.eval_lm", "loss and benchmark tasks of a run, at any depth and with any solver"),
     "sample": Command("qkvflow.sample_lm", "continue a prompt"),
     "serve": Command("qkvflow.serve_lm", "serve a run over HTTP to clients of the OpenAI API"),

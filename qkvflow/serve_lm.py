@@ -54,7 +54,8 @@ class ServeConfig:
         max_waiting: number of texts that may wait; others get status 503.
         max_connections: maximum number of open connections.
         max_length: maximum tokens of a text, including the prompt; by default the trained context, but at most 1024 for
-            a model without a cache. It determines the memory, which is never less than for 1024 tokens.
+            a model without a cache. It determines the memory, which is never less than for 1024 tokens, or for the
+            trained context if that is shorter.
         max_body_bytes: maximum size of a request body.
         header_timeout: seconds to receive the headers of a request.
         stall_timeout: seconds that a response waits for its client to read it.

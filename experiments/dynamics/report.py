@@ -59,7 +59,7 @@ def page(record: Dynamics) -> Mapping[str, object]:
     return {
         "systems": "; ".join(f"{name}: {words}, {p.parameters[name]:,} parameters" for name, words in SYSTEMS.items()),
         "losses": _losses(record),
-        "growth": _spectral(record, lambda s: s.growth, "growth of mean |lambda| (octaves)"),
+        "growth": _spectral(record, lambda s: s.growth, "growth of the mean modulus (octaves)"),
         "positive": _spectral(record, lambda s: s.late_positive, "share with Re > 0, later half of t"),
         "official": _official(record),
         "properties": "; ".join(f"{name}: {words}" for name, words in PROPERTIES.items()),

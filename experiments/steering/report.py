@@ -9,7 +9,7 @@ from experiments.counts import Counts, about
 from experiments.records import Record, Training, by_seed
 from experiments.statistics import Contrast, Interval, contrasts, interval
 from experiments.steering.plan import Named, SteeringConfig
-from experiments.tables import Table, bullets, count, difference_cells
+from experiments.tables import Table, bullets, code, count, difference_cells
 
 AGAINST_TOKEN = "steered minus token"
 
@@ -144,7 +144,7 @@ def page(record: Steering) -> Mapping[str, object]:
         "judged": Table(["model", "judged as the requested text", "minus chance", "p (Holm)"], judged),
         "ways": Table(["model", *asked.values()], shares),
         "losses": Table(["model", "control", "loss", "minus right control", "p (Holm)"], kinds),
-        "examples": bullets(f"{words}: {text!r}" for u, words in asked.items() for text in first.examples[u]),
+        "examples": bullets(f"{words}: {code(repr(text))}" for u, words in asked.items() for text in first.examples[u]),
     }
 
 

@@ -193,10 +193,12 @@ def open_source(source: LmDatasetSourceConfigBase, split: str) -> ShardedDataSou
         raise
     except (OSError, ValueError, RuntimeError) as error:
         name = getattr(source, "id", None) or type(source).__name__
-        reason = first_line(error)
+        reason, advice = first_line(error), "Check its name and the network"
+        if "Dataset scripts" in reason:
+            advice = "Add `revision: refs/convert/parquet` to its source, where the hub keeps a copy without a script"
         raise UserError(
-            f"the {split} data of {name!r} cannot be opened: {reason}. Check its name and the network, or "
-            "give local files with `data.train` and `data.validation`."
+            f"the {split} data of {name!r} cannot be opened: {reason}. {advice}, or give local files with `data.train`"
+            " and `data.validation`."
         ) from error
 
 

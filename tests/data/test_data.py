@@ -14,6 +14,7 @@ from levanter.data.text import (
     ChatLmDatasetFormat,
     ConcatDatasetComponent,
     DatasetComponent,
+    HfDatasetSourceConfig,
     LmDataConfig,
     SupervisedLmDatasetFormat,
     TextLmDatasetFormat,
@@ -464,3 +465,19 @@ def test_token_counts_and_byte_lengths():
     lengths = token_byte_lengths(data.the_tokenizer)
     assert lengths.tolist() == [1] * 256 + [0]
     assert counts @ lengths == len("aab é\n".encode())
+
+
+@pytest.mark.parametrize(
+    ("reason", "advice"),
+    [
+        ("Dataset scripts are no longer supported, but found web.py", "revision: refs/convert/parquet"),
+        ("no such thing", "Check its name and the network"),
+    ],
+)
+def test_a_data_set_that_is_a_script(monkeypatch, reason, advice):
+    def fail(*_):
+        raise RuntimeError(reason)
+
+    monkeypatch.setattr(HfDatasetSourceConfig, "get_shard_source", fail)
+    with pytest.raises(UserError, match=f"'someone/web' cannot be opened: {reason}.*{advice}"):
+        cache_module.open_source(HfDatasetSourceConfig(id="someone/web"), "train")

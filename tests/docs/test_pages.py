@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import itertools
 import re
 import runpy
 import shlex
@@ -50,6 +51,31 @@ def test_relative_links_lead_somewhere(path):
         if not found.exists() or (anchor and anchor not in anchors(found.read_text())):
             dead.append(target)
     assert not dead
+
+
+WRITTEN = [*PAGES, *sorted((ROOT / "experiments").rglob("*.md"))]
+
+
+@pytest.mark.parametrize("path", WRITTEN, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_markdown_reads_as_it_is_meant(path):
+    """No wrapped line begins like an item of a list ("= 64 /\\n256. The"), and rows have the cells of their head."""
+    lines = re.sub(r"^```.*?^```$", "", path.read_text(), flags=re.DOTALL | re.MULTILINE).split("\n")
+    number, wrong = 0, []  # of the last item of a numbered list
+    for i, (before, line) in enumerate(itertools.pairwise(["", *lines])):
+        if item := re.match(r" *(\d+)[.)] ", line):
+            if before.strip() and (number == 0 or int(item[1]) != number + 1):
+                wrong.append(line)
+            number = int(item[1])
+        elif not line.strip():
+            number = 0
+        if re.fullmatch(r"[ |:-]+\|[ |:-]*", line) and "-" in line:
+            rows = itertools.takewhile(lambda row: row.lstrip().startswith("|"), [before, *lines[i:]])
+            wrong += [row for row in rows if len(cells(row)) != len(cells(line))]
+    assert not wrong
+
+
+def cells(row: str) -> list[str]:
+    return re.split(r"(?<!\\)\|", row)
 
 
 def test_the_readme_is_short_and_links_all_guides():
