@@ -31,6 +31,7 @@ from qkvflow.runs.base import fingerprint
 from qkvflow.runs.checkpoints import checkpoint_steps
 from qkvflow.runs.config import FinetuneConfig, TrainConfig
 from qkvflow.runs.evaluate import RunEvaluator
+from qkvflow.runs.load import RunBase
 from qkvflow.tracking import read_metrics
 from qkvflow.train_lm import main as train
 from qkvflow.training.finetune import settle
@@ -201,6 +202,18 @@ def test_merged_is_unmerged_and_stands_alone(base, tuned, tmp_path):
         main(decode(FinetuneConfig, {"run": str(merged), "merge": True}))
 
 
+def test_an_unfinished_run_without_metrics_is_merged_to_a_base(base, tuned, tmp_path):
+    part = shutil.copytree(tuned("lora"), tmp_path / "part")
+    (part / "metrics.jsonl").unlink()
+    raw = yaml.safe_load((part / "config.yaml").read_text())
+    raw["trainer"]["num_train_steps"] = 1_000
+    (part / "config.yaml").write_text(yaml.safe_dump(raw))
+    with pytest.raises(UserError, match="is unfinished"):
+        RunBase.open(part, None)
+    merged = main(decode(FinetuneConfig, {"run": str(part), "merge": True, "run_dir": str(tmp_path)}))
+    assert RunBase.open(merged, None).step == load_run(tuned("lora")).step
+
+
 def test_another_configuration_is_not_merged_as_this_one(base, tuned):
     tuned("lora")
     with pytest.raises(UserError, match=r"another configuration:\n.*mode\.r: 2 before, 4 now"):
@@ -233,7 +246,12 @@ def test_a_lora_run_knows_its_base(base, tuned, tmp_path):
     gone = {**record, "path": str(tmp_path / "nowhere")}
     (moved / "tuned-lora" / "base.json").write_text(json.dumps(gone))
     assert fingerprint(load_run(moved / "tuned-lora").model) == fingerprint(load_run(tuned("lora")).model)
-    shutil.rmtree(moved / "flow")
+    (tmp_path / "nowhere").mkdir()  # something else has the old name
+    assert fingerprint(load_run(moved / "tuned-lora").model) == fingerprint(load_run(tuned("lora")).model)
+    shutil.move(moved / "flow", moved / "renamed")
+    with pytest.raises(UserError, match=r"nowhere is not a run"):
+        load_run(moved / "tuned-lora")
+    (tmp_path / "nowhere").rmdir()
     with pytest.raises(UserError, match=r"its base is missing.*nowhere"):
         load_run(moved / "tuned-lora")
     forged = {**record, "sha256": "0" * 64}

@@ -35,8 +35,9 @@ def parse(config_class: type[T], argv: Sequence[str]) -> tuple[T, dict[str, Any]
         values = [value for name, value in overrides if name == key]
         if several and values:
             raw[key] = values
-    for key, value in overrides:
+    for index, (key, value) in enumerate(overrides):
         if not texts.get(key):
+            _refuse_to_discard(key, [earlier for earlier, _ in overrides[:index]])
             _set(raw, key, value)
     if path is not None and any(field.name == "config_path" for field in dataclasses.fields(config_class)):  # pyright: ignore
         raw["config_path"] = full_name(path)
@@ -80,6 +81,15 @@ def _split(
         else:
             overrides.append((key, value if key in texts else Typed(value, f"--{shortened(key)}")))
     return path, overrides
+
+
+def _refuse_to_discard(section: str, given: Sequence[str]) -> None:
+    lost = next((key for key in given if key.startswith(f"{section}.")), None)
+    if lost is not None:
+        raise UserError(
+            f"--{section} replaces the whole section, and with it --{lost}, which stands before it: give --{section}"
+            " first"
+        )
 
 
 def _set(raw: dict[str, Any], dotted: str, value: str | Typed) -> None:

@@ -240,9 +240,10 @@ def _unfit(batch: list[dict], processor: BatchProcessor[dict, dict], done: int, 
 
 def _is_finished(cache: Path) -> bool:
     try:
-        return bool(json.loads((cache / soundness.LEDGER).read_text(encoding="utf-8")).get("is_finished"))
+        ledger = json.loads((cache / soundness.LEDGER).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return False
+    return isinstance(ledger, dict) and bool(ledger.get("is_finished"))
 
 
 def _is_shard(entry: Path) -> bool:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from levanter.data.text import ConcatDatasetComponent, DatasetComponent, LmDataConfig
 from levanter.store.cache import TreeCache
 
-from qkvflow.data.packing import is_stream, tell_what_is_cut
+from qkvflow.data.packing import check_prebuilt, is_stream, tell_what_is_cut
 from qkvflow.errors import UserError
 
 
@@ -31,7 +31,8 @@ def check_enough_tokens(data: LmDataConfig, seq_len: int, is_training: bool = Tr
             `num_validation_sequences` leaves nothing for training; the message gives the numbers. Or
             `max_train_batches` names no component.
     """
-    train = _counts(data, data.build_caches("train"), seq_len, "training", is_training)
+    caches = data.build_caches("train")
+    train = _counts(data, caches, seq_len, "training", is_training)
     # Components in `num_validation_sequences` are evaluated on part of their training sequences instead.
     held_out_caches = {
         name: cache
@@ -53,7 +54,11 @@ def check_enough_tokens(data: LmDataConfig, seq_len: int, is_training: bool = Tr
             f" {', '.join(data.components)}."
         )
     for name, held_out in (data.num_validation_sequences or {}).items():
-        available = sum(train.get(part, 0) for part in _caches_of(data, name)) // seq_len
+        parts = [part for part in _caches_of(data, name) if part in train]
+        # Of packed documents there are at most as many sequences as documents.
+        available = sum(
+            train[part] // seq_len if is_stream(component_of(data, part)) else len(caches[part]) for part in parts
+        )
         if not 0 < held_out < available:
             raise UserError(
                 f"num_validation_sequences takes {held_out} sequences of component {name!r}, which has "
@@ -80,6 +85,7 @@ def _counts(
         needed = seq_len if is_stream(component) else 1  # elsewhere each document may be one padded sequence
         if tokens < needed:
             raise UserError(_too_short(name, purpose, tokens, needed, is_training))
+        check_prebuilt(name, component, cache, seq_len)
         tell_what_is_cut(component, cache, seq_len, f"the {purpose} text of component {name!r}")
         counts[name] = tokens
     return counts

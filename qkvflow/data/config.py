@@ -71,6 +71,8 @@ class DataConfig(LmDataConfig):
             raise UserError(f"stop_strategy: {self.stop_strategy!r} is not known. Choices: {choices}.")
         if self.validation is not None and self.train is None:
             raise UserError("`validation` is given without `train`: also give `train`.")
+        if self.vocab_size is not None:
+            raise UserError("`data.vocab_size` has no effect: give `vocab_size`, a key of the whole configuration")
 
     def control_field(self, dim: int | None) -> ControlField | None:
         """Where records hold the control, for a model with `dim` control components; None without `control_key`.
@@ -94,13 +96,17 @@ class DataConfig(LmDataConfig):
                 source.check()
 
     def evaluating(self, validation: str | list[str]) -> "DataConfig":
-        """The same data, with other files for evaluation and none for training."""
+        """The same data, with other files for evaluation and none for training. They are packed if all texts are."""
         source = FilesSource(validation=_as_list(validation), text_key=self.text_key)
+        packs = [] if self.train else list(_packs(self.components))
+        same = packs[0] if len(set(map(repr, packs))) == 1 else None  # true is not 1
         return dataclasses.replace(
             self,
             train=None,
             validation=None,
-            components={"text": DatasetComponent(source=source)},
+            text_key="text",
+            validation_fraction=DataConfig.validation_fraction,
+            components={"text": DatasetComponent(source=source, pack=same)},
             train_weights={"text": 0.0},
             max_train_batches=None,
             num_validation_sequences=None,
@@ -154,12 +160,13 @@ class DataConfig(LmDataConfig):
     def _with_shortcuts(self) -> LmDataConfig:
         """`train` and `validation`, or the built-in text, as components."""
         if self.train is None:
+            self._check_shortcuts()
             if self.components:
                 return dataclasses.replace(
                     self, components=_without_holdout(self.components, self.num_validation_sequences)
                 )
             return dataclasses.replace(self, components={"builtin": DatasetComponent(source=BuiltinSource())})
-        validation, sequences = _as_list(self.validation), _only_text(self.num_validation_sequences)
+        validation, sequences = _as_list(self.validation), self._only_text("num_validation_sequences")
         source = FilesSource(
             train=_as_list(self.train),
             validation=validation,
@@ -171,9 +178,31 @@ class DataConfig(LmDataConfig):
             self,
             components=_without_holdout({"text": DatasetComponent(source=source)}, sequences),
             train_weights=None,
-            max_train_batches=_only_text(self.max_train_batches),
+            max_train_batches=self._only_text("max_train_batches"),
             num_validation_sequences=sequences,
         )
+
+    def _check_shortcuts(self) -> None:
+        """Raises:
+        UserError: a key that says how `train` is read, without `train`.
+        """
+        for key in ("text_key", "validation_fraction"):
+            if getattr(self, key) != getattr(DataConfig, key):
+                what = (
+                    f"`components.NAME.source.{key}`" if self.components else "another text: the built-in one is fixed"
+                )
+                raise UserError(f"`data.{key}` belongs to `data.train`, which is not given: give `train`, or {what}")
+
+    def _only_text(self, key: str) -> dict[str, int] | None:
+        """What `max_train_batches` or `num_validation_sequences` says of the text of `train`, which replaces all
+        components."""
+        given = getattr(self, key) or {}
+        unknown = sorted(set(given) - {"text", *self.components})
+        if unknown:
+            raise UserError(
+                f"`data.{key}` has {', '.join(unknown)}, which no component is called: `data.train` is `text`"
+            )
+        return {name: value for name, value in given.items() if name == "text"} or None
 
 
 def _without_holdout(
@@ -286,9 +315,14 @@ def _sources(components: Mapping[str, DatasetComponentBase]) -> Iterator[tuple[s
             yield name, component.source
 
 
+def _packs(components: Mapping[str, DatasetComponentBase]) -> Iterator[Any]:
+    """`pack` of all components; None for those of another format than text."""
+    for component in components.values():
+        if isinstance(component, ConcatDatasetComponent):
+            yield from _packs(component.children)
+        elif isinstance(component, DatasetComponent):
+            yield component.pack if isinstance(component.format, TextLmDatasetFormat) else None
+
+
 def _as_list(paths: str | list[str] | None) -> list[str]:
     return [] if paths is None else [paths] if isinstance(paths, str) else list(paths)
-
-
-def _only_text(by_component: dict[str, int] | None) -> dict[str, int] | None:
-    return {name: value for name, value in (by_component or {}).items() if name == "text"} or None

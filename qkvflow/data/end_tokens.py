@@ -1,4 +1,4 @@
-"""The tokens at which generation ends: chat models have several."""
+"""The tokens that begin and end texts, from all files that may name them: chat models have several ends."""
 
 import json
 from pathlib import Path
@@ -40,17 +40,42 @@ def record_end_tokens(source: Path, made: Path) -> None:
             fresh.write_text(json.dumps({**before, "eos_token_id": ends}) + "\n", encoding="utf-8")
 
 
-def end_named_elsewhere(folder: Path) -> object | None:
-    """The end token of another file, where `tokenizer_config.json` names none: of the tokenizer, or the model's first.
+def special_token(folder: Path, kind: str) -> str | None:
+    """The text of the token `bos` or `eos` in `special_tokens_map.json`; None if that names none.
+
+    Raises:
+        UserError: the file cannot be read.
+    """
+    file = folder / "special_tokens_map.json"
+    return _text(_read(file).get(f"{kind}_token")) if file.is_file() else None
+
+
+def named_elsewhere(folder: Path) -> dict[str, object]:
+    """`begin` and `end`: the tokens that another file than `tokenizer_config.json` names, where it names none that the
+    tokenizer has.
 
     Raises:
         UserError: a file cannot be read.
     """
-    config, special = folder / "tokenizer_config.json", folder / "special_tokens_map.json"
-    if config.is_file() and _read(config).get("eos_token") is not None:
-        return None
-    own = _read(special).get("eos_token") if special.is_file() else None
-    return next(iter(_named(folder)), None) if own is None else own
+    file, found = folder / "tokenizer_config.json", {}
+    config = _read(file) if file.is_file() else {}
+    for name, kind in (("begin", "bos"), ("end", "eos")):
+        own = _text(config.get(f"{kind}_token"))
+        if own is None or not _may_have(folder / "tokenizer.json", own):
+            models = _named(folder) if kind == "eos" else []
+            found[name] = special_token(folder, kind) or next(iter(models), None)
+    return {name: token for name, token in found.items() if token is not None}
+
+
+def _may_have(file: Path, token: str) -> bool:
+    content = file.read_text(encoding="utf-8") if file.is_file() else ""
+    return any(json.dumps(token, ensure_ascii=ascii) in content for ascii in (True, False))
+
+
+def _text(token: object) -> str | None:
+    """A token in a file is its text, or an object that has it."""
+    token = token.get("content") if isinstance(token, dict) else token
+    return token if isinstance(token, str) else None
 
 
 def _named(folder: Path) -> list[object]:

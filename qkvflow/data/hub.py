@@ -1,9 +1,11 @@
 """The Hugging Face hub: tokenizers and models, and an immediate clear error if it cannot be reached."""
 
+import contextlib
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from qkvflow.errors import UserError, first_line
+from qkvflow.errors import Notice, UserError, first_line
 
 _CONNECT_SECONDS = 5.0
 
@@ -34,7 +36,14 @@ def check_dataset_reachable(name: str) -> None:
         ) from error
 
 
-def download(name: str, files: Sequence[str], is_complete: Callable[[Path], bool], what: str, instead: str) -> Path:
+def download(
+    name: str,
+    files: Sequence[str],
+    is_complete: Callable[[Path], bool],
+    what: str,
+    instead: str,
+    is_enough: Callable[[Path], bool] | None = None,
+) -> Path:
     """The local folder with files of the repository `name`, from the hub or its local cache.
 
     Differs from Levanter, which retries its mirrors and the hub (46 s) before it gives up.
@@ -43,6 +52,7 @@ def download(name: str, files: Sequence[str], is_complete: Callable[[Path], bool
         files: names or patterns; those that exist are fetched.
         is_complete: whether a folder of the local cache has what is needed. An interrupted download leaves one, too.
         what, instead: what is requested, and the alternative for the user, for messages.
+        is_enough: whether a folder of the local cache that is not complete is taken if the hub cannot be reached.
 
     Raises:
         UserError: it cannot be fetched.
@@ -50,16 +60,23 @@ def download(name: str, files: Sequence[str], is_complete: Callable[[Path], bool
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
+    found: Path | None = None
     wanted = {"allow_patterns": list(files), "etag_timeout": _CONNECT_SECONDS}
     try:
-        try:
+        with contextlib.suppress(LocalEntryNotFoundError):
             found = Path(snapshot_download(name, local_files_only=True, **wanted))
-        except LocalEntryNotFoundError:
-            found = None
         if found is None or not is_complete(found):
             found = Path(snapshot_download(name, **wanted))
     except (OSError, ValueError) as error:
         reason = first_line(error)
+        if found is not None and is_enough is not None and is_enough(found):
+            warnings.warn(
+                f"the {what} {name!r} is that of the local cache, which may lack files: the Hugging Face hub could not"
+                f" be asked for the others ({reason})",
+                Notice,
+                stacklevel=2,
+            )
+            return found
         raise UserError(
             f"the {what} {name!r} is not a local folder (current folder: {Path.cwd()}) and could not be fetched from"
             f" the Hugging Face hub ({reason}). {instead}"
@@ -78,7 +95,11 @@ def download_tokenizer(name: str, files: Sequence[str]) -> Path:
     def is_complete(folder: Path) -> bool:
         return (folder / "tokenizer.json").is_file()
 
-    found = download(name, files, is_complete, "tokenizer", instead)
+    def is_whole(folder: Path) -> bool:
+        """An interrupted download, or a program that needs no more, leaves the first file alone."""
+        return is_complete(folder) and (folder / "tokenizer_config.json").is_file()
+
+    found = download(name, files, is_whole, "tokenizer", instead, is_enough=is_complete)
     if not is_complete(found):
         raise UserError(
             f"the Hugging Face repository {name!r} has no tokenizer.json. Convert its tokenizer with "

@@ -9,6 +9,7 @@ import numpy as np
 from levanter.data.text import (
     ChatLmDatasetFormat,
     DatasetComponent,
+    PrebuiltLmDatasetFormat,
     SupervisedLmDatasetFormat,
     TextLmDatasetFormat,
 )
@@ -28,6 +29,8 @@ def check_pack(name: str, component: DatasetComponent) -> None:
         UserError: Levanter does not have this kind of packing, or not for this format.
     """
     pack, least, more = component.pack, 0, "; false is one stream of tokens without padding."
+    if pack and isinstance(component.format, PrebuiltLmDatasetFormat):
+        raise UserError(f"component {name!r}: records of `format: prebuilt` are whole sequences. Leave `pack` out")
     if isinstance(component.format, ChatLmDatasetFormat):
         least, more = 1, "."
         if pack is None:
@@ -44,6 +47,28 @@ def is_stream(component: DatasetComponent) -> bool:
     return isinstance(component.format, _Stream) and not component.pack
 
 
+def check_prebuilt(name: str, component: DatasetComponent, cache: TreeCache[dict], seq_len: int) -> None:
+    """
+    Raises:
+        UserError: a record of `format: prebuilt` is not a sequence.
+    """
+    if not isinstance(component.format, PrebuiltLmDatasetFormat):
+        return
+    lengths = _lengths(cache, component.format.token_data_key)
+    wrong = np.flatnonzero(lengths != seq_len)
+    if wrong.size:
+        raise UserError(
+            f"component {name!r}: record {wrong[0] + 1} of `format: prebuilt` has {lengths[wrong[0]]} tokens, but each"
+            f" must be a whole sequence of {seq_len}"
+        )
+
+
+def _lengths(cache: TreeCache[dict], key: str) -> np.ndarray:
+    """Tokens of each record."""
+    offsets = cache.jagged_array_tree()[key].offsets
+    return np.diff(np.asarray(offsets[1 : len(cache) + 1].read().result()), prepend=0)
+
+
 def tell_what_is_cut(component: DatasetComponent, cache: TreeCache[dict], seq_len: int, what: str) -> None:
     """A notice where packed documents are longer than a sequence: Levanter cuts them.
 
@@ -53,8 +78,7 @@ def tell_what_is_cut(component: DatasetComponent, cache: TreeCache[dict], seq_le
     is_packed = isinstance(component.format, _Stream | ChatLmDatasetFormat) and not is_stream(component)
     if not is_packed or not len(cache):
         return
-    offsets = cache.jagged_array_tree()[component.format.token_data_key].offsets
-    lengths = np.diff(np.asarray(offsets[1 : len(cache) + 1].read().result()), prepend=0)
+    lengths = _lengths(cache, component.format.token_data_key)
     lost = int(np.maximum(lengths - seq_len, 0).sum())
     if lost:
         instead = ", or read all of them with `pack: false`" if isinstance(component.format, _Stream) else ""

@@ -121,7 +121,7 @@ def _records(path: Path, text_key: str | None, control: ControlField | None) -> 
     elif name.endswith(".json") and _first_character(path) == "[":
         content = path.read_bytes()
         try:
-            records = json.loads(content)
+            records = json.loads(content.decode("utf-8-sig"))
         except UnicodeDecodeError as error:
             raise _not_utf8(path, error.start, "") from error
         except (ValueError, RecursionError) as error:
@@ -139,7 +139,7 @@ def _json_lines(path: Path) -> Iterator[tuple[str, Any]]:
                 if not line.strip():
                     continue
                 try:
-                    yield f"{path}:{number}", json.loads(line.removeprefix(codecs.BOM_UTF8))
+                    yield f"{path}:{number}", json.loads(line.removeprefix(codecs.BOM_UTF8).decode("utf-8"))
                 except UnicodeDecodeError as error:
                     raise _not_utf8(path, error.start, f" of line {number}") from error
                 except (ValueError, RecursionError) as error:
@@ -211,7 +211,7 @@ def _parquet_records(path: Path, text_key: str | None, control: ControlField | N
             for record in batch.to_pylist():
                 number += 1
                 yield f"{path}, record {number}", record
-    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+    except (pa.ArrowException, OSError, UnicodeDecodeError, OverflowError) as error:
         raise UserError(f"{path} is not a readable parquet file: {error}") from error
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from haliax import Axis
 from jaxtyping import PRNGKeyArray
-from levanter.data import AsyncDataset
+from levanter.data import AsyncDataset, MixtureDataset
 from levanter.data.text import ConcatDatasetComponent, DatasetComponent, LmDataConfig, NamedLmDataset
 from levanter.models.lm_model import LmExample
 from levanter.schedule import BatchSchedule
@@ -45,6 +45,14 @@ class ResolvedDataConfig(LmDataConfig):
     def train_set(self, Pos: Axis, batch_schedule: BatchSchedule, *, key: PRNGKeyArray) -> AsyncDataset[LmExample]:
         named = super().train_set(Pos, batch_schedule, key=key)
         assert isinstance(named, NamedLmDataset)
+        assert isinstance(named.dataset, MixtureDataset)
+        for name, sequences in named.dataset.datasets.items():
+            if sequences.is_finite() and not len(sequences.as_sync_dataset()):
+                raise UserError(
+                    f"component {name!r} has no sequence of {Pos.size} tokens left for training, after what"
+                    " `num_validation_sequences` and `max_train_batches` take, or a budget. Give more text, or let them"
+                    " take less"
+                )
         return self._examples(named, Pos)
 
     def validation_sets(self, Pos: Axis) -> Mapping[str, AsyncDataset[LmExample]]:

@@ -12,11 +12,11 @@ from levanter.tokenizers import load_tokenizer as load_levanter_tokenizer
 from tokenizers import Tokenizer
 
 from qkvflow.data.byte_level import END_OF_TEXT, byte_tokenizer
-from qkvflow.data.end_tokens import GENERATION, end_named_elsewhere, end_tokens, record_end_tokens
+from qkvflow.data.end_tokens import GENERATION, end_tokens, named_elsewhere, record_end_tokens, special_token
 from qkvflow.data.hub import download_tokenizer
 from qkvflow.errors import UserError
 from qkvflow.files import local_path, replacing
-from qkvflow.inside.levanter import with_default_template, with_end_token
+from qkvflow.inside.levanter import with_default_template, with_special_token
 
 # The files of a tokenizer in Hugging Face's layout; the first is required.
 TOKENIZER_FILES = (
@@ -107,8 +107,8 @@ def same_tokenizer(one: Path, other: Path) -> bool:
 def load_tokenizer(folder: Path) -> MarinTokenizer:
     """Levanter's tokenizer from a local folder; never uses the network.
 
-    A tokenizer that names no end-of-text token has the first one that `generation_config.json` or else `config.json`
-    names.
+    Tokens for begin and end of text that `tokenizer_config.json` does not name are those of `special_tokens_map.json`;
+    without an end there, that is the first one that `generation_config.json` or else `config.json` names.
 
     Raises:
         UserError: `folder` has no `tokenizer.json`, or it cannot be read.
@@ -119,21 +119,25 @@ def load_tokenizer(folder: Path) -> MarinTokenizer:
     except Exception as error:  # `tokenizers` raises plain Exception for a broken file
         raise UserError(f"the tokenizer in {folder} cannot be read: {error}") from error
     tokenizer = with_default_template(tokenizer)
-    ends = end_tokens(Path(folder), tokenizer) if tokenizer.eos_token_id is None else ()
-    return with_end_token(tokenizer, ends[0]) if ends else tokenizer
+    begin, end = (tokenizer.get_vocab().get(special_token(Path(folder), kind) or "") for kind in ("bos", "eos"))
+    if tokenizer.bos_token_id is None and begin is not None:
+        tokenizer = with_special_token(tokenizer, "bos", begin)
+    if tokenizer.eos_token_id is None:
+        ends = end_tokens(Path(folder), tokenizer) if end is None else (end,)
+        tokenizer = with_special_token(tokenizer, "eos", ends[0]) if ends else tokenizer
+    return tokenizer
 
 
 def tokenizer_fingerprint(folder: Path) -> str:
-    """sha256 (hex) over the content of `tokenizer.json` and `tokenizer_config.json`, and over an end-of-text token that
-    only another file names."""
+    """sha256 (hex) over the content of `tokenizer.json` and `tokenizer_config.json`, and over tokens for begin and end
+    of text that only another file names."""
     digest = hashlib.sha256()
     for name in TOKENIZER_FILES[:2]:
         file = Path(folder) / name
         content = file.read_bytes() if file.is_file() else b""
         digest.update(f"{name} {len(content)}\n".encode() + content)
-    end = end_named_elsewhere(Path(folder))
-    if end is not None:
-        digest.update(f"end {end}\n".encode())
+    for name, token in named_elsewhere(Path(folder)).items():
+        digest.update(f"{name} {token}\n".encode())
     return digest.hexdigest()
 
 
@@ -238,8 +242,8 @@ def _refuse_other_origin(spec: str, folder: Path) -> None:
             f"{origin}, which records the source of this tokenizer, cannot be read: {error}. Remove the folder"
             f" {folder}: it will be recreated from `data.tokenizer`"
         ) from None
-    source = local_path(spec)
-    if (source / "tokenizer.json").is_file():
+    source, is_made = local_path(spec), spec == "byte" or spec.startswith("tiktoken:")
+    if (source / "tokenizer.json").is_file() and not is_made:
         same = source.resolve() == folder.resolve() or tokenizer_fingerprint(source) == tokenizer_fingerprint(folder)
     else:  # older runs do not record a folder, which may be gone
         same = found == spec or (found is None and source.is_absolute())

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import levanter.checkpoint
@@ -32,7 +32,7 @@ __all__ = [
     "set_manager",
     "settle_devices",
     "with_default_template",
-    "with_end_token",
+    "with_special_token",
 ]
 
 
@@ -85,15 +85,15 @@ def checkpoint_of(specs: Sequence[Mapping[str, Any]]) -> str:
     return base["path"] if scheme is None else f"{scheme}://{base['bucket']}/{base['path']}"
 
 
-def with_end_token(tokenizer: MarinTokenizer, end: int) -> MarinTokenizer:
-    """The tokenizer with another end-of-text token.
+def with_special_token(tokenizer: MarinTokenizer, kind: Literal["bos", "eos"], token: int) -> MarinTokenizer:
+    """The tokenizer with another begin-of-text or end-of-text token.
 
-    Reason: Levanter reads it from `tokenizer_config.json` only; for GPT-2, whose file names none, transformers knows it
-    by the class, and models by `generation_config.json` and `config.json`.
+    Reason: Levanter reads them from `tokenizer_config.json` only, transformers from `special_tokens_map.json` too; for
+    GPT-2, whose file names none, transformers knows them by the class, and models the latter by
+    `generation_config.json` and `config.json`.
     """
-    special = sorted({*tokenizer.all_special_ids, end})
-    changes = {"_eos_id": end, "_eos_token": tokenizer.convert_ids_to_tokens(end), "_all_special_ids": special}
-    return dataclasses.replace(tokenizer, **changes)
+    special, text = sorted({*tokenizer.all_special_ids, token}), tokenizer.convert_ids_to_tokens(token)
+    return dataclasses.replace(tokenizer, **{f"_{kind}_id": token, f"_{kind}_token": text, "_all_special_ids": special})
 
 
 def with_default_template(tokenizer: MarinTokenizer) -> MarinTokenizer:

@@ -95,15 +95,15 @@ class BaseRecord:
         except (ValueError, TypeError) as error:
             raise UserError(f"{directory.base} cannot be read: {error}") from None
 
-    def find(self, directory: RunDirectory) -> Path | Place:
-        """Where the base lies now: at the recorded place, or moved together with the run.
+    def places(self, directory: RunDirectory) -> list[Path | Place]:
+        """Where the base may lie now: at the recorded place, or moved together with the run. Something else may, too.
 
         Raises:
-            UserError: it is at neither.
+            UserError: there is nothing at either.
         """
         places = [_at(self.path), _at(self.relative, directory.location)]
-        found = next((place for place in places if place.exists()), None)
-        if found is None:
+        found = [place for place in places if place.exists()]
+        if not found:
             raise UserError(
                 f"the run {directory} contains only LoRA's parameters, and its base is missing: there is no"
                 f" {places[0]}. Restore the base, there or at {places[1]}"

@@ -51,6 +51,8 @@ def on_other_text(run: Run, keys: Mapping[str, Any]) -> Run:
 def _with_components(stored: DataConfig, keys: Mapping[str, Any]) -> DataConfig:
     """What a run says of its own components, such as their weights, does not hold for others."""
     own, encoded = ("train_weights", "max_train_batches", "num_validation_sequences"), encode(stored)
+    if keys.get("train", stored.train) is None:  # how that is read says nothing of components
+        encoded |= {"text_key": DataConfig.text_key, "validation_fraction": DataConfig.validation_fraction}
     data = decode(type(stored), encoded | dict.fromkeys(own) | dict(keys), "data")
     if set(data.components) == set(stored.components):
         return decode(type(stored), encoded | dict(keys), "data")

@@ -181,7 +181,17 @@ def load_base(directory: RunDirectory) -> LmHeadModel:
     """
     record = BaseRecord.read(directory)
     assert record is not None
-    path = record.find(directory)
+    first: UserError | None = None
+    for path in record.places(directory):
+        try:
+            return _read_base(directory, record, path)
+        except UserError as error:  # something else may have taken its place, since it was moved with the run
+            first = first or error
+    assert first is not None
+    raise first
+
+
+def _read_base(directory: RunDirectory, record: BaseRecord, path: Path | Place) -> LmHeadModel:
     if record.checkpoint_step is None:
         source = read_config(directory.config, FinetuneConfig).official
         assert source is not None

@@ -1,5 +1,6 @@
 """Merges LoRA into the weights: turns a run with only LoRA's parameters into an ordinary run without a base."""
 
+import dataclasses
 import json
 import os
 import shutil
@@ -34,9 +35,12 @@ def merge_run(path: str | os.PathLike, target: Path | Place, checkpoint_step: in
     refuse_existing(target, "--trainer.id NAME")
     run = load_run(source.location, checkpoint_step)
     config = read_config(source.config, TrainConfig)
+    # The merged run does not go on: it is finished, also if the other one is not.
+    config = dataclasses.replace(config, trainer=dataclasses.replace(config.trainer, num_train_steps=run.step + 1))
     origin = {"run": str(source.place.resolved()), "checkpoint_step": run.step}
     with new_run(target, config, run.model, run.step) as fresh:
         copy_tokenizer(source.tokenizer, fresh.tokenizer, config.data.tokenizer)
-        shutil.copyfile(source.metrics, fresh.metrics)
+        if source.metrics.is_file():
+            shutil.copyfile(source.metrics, fresh.metrics)
         write_text(fresh.path / "merged_from.json", json.dumps(origin, indent=2) + "\n")
     return target

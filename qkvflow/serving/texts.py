@@ -174,7 +174,7 @@ class Texts:
 
     def _sent(self, body: dict[str, Any]) -> str:
         kind = f"{self._head['object']}{'.chunk' if 'chat' in self._head['object'] else ''}"
-        return f"data: {json.dumps({**self._head, 'object': kind, **body}, ensure_ascii=False)}\n\n"
+        return f"data: {json.dumps({**self._head, 'object': kind, **body})}\n\n"
 
 
 class _Made:

@@ -426,3 +426,14 @@ def test_text_is_taken_as_it_stands():
     assert parse(Spoken, [])[0] == Spoken()
     with pytest.raises(UserError, match="unexpected word `b`"):
         parse(Spoken, ["--text", "a", "b"])
+
+
+def test_a_section_does_not_discard_what_stands_before_it():
+    """Only that which stands before it: the other order keeps both."""
+    before, section = ["--model.depth.steps", "8"], ["--model.depth", "{solver: heun}"]
+    with pytest.raises(
+        UserError, match=r"--model\.depth replaces .* --model\.depth\.steps, .* give --model\.depth first"
+    ):
+        parse(TrainConfig, [*before, *section])
+    depth = parse(TrainConfig, ["--model.type", "neuralode", *section, *before])[0].model.depth
+    assert (depth.steps, depth.solver) == (8, "heun")

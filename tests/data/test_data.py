@@ -1,5 +1,6 @@
 """Data: sources, splits, token caches, checks and the unigram baseline."""
 
+import dataclasses
 import gzip
 import json
 import os
@@ -16,6 +17,7 @@ from levanter.data.text import (
     DatasetComponent,
     HfDatasetSourceConfig,
     LmDataConfig,
+    PrebuiltLmDatasetFormat,
     SupervisedLmDatasetFormat,
     TextLmDatasetFormat,
     UrlDatasetSourceConfig,
@@ -481,3 +483,70 @@ def test_a_data_set_that_is_a_script(monkeypatch, reason, advice):
     monkeypatch.setattr(HfDatasetSourceConfig, "get_shard_source", fail)
     with pytest.raises(UserError, match=f"'someone/web' cannot be opened: {reason}.*{advice}"):
         cache_module.open_source(HfDatasetSourceConfig(id="someone/web"), "train")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"text_key": "body", "components": True},
+            r"`data\.text_key` belongs to `data\.train`.*components\.NAME\.source\.text_key",
+        ),
+        ({"validation_fraction": 0.5, "components": True}, r"`data\.validation_fraction` belongs to `data\.train`"),
+        ({"validation_fraction": 0.5}, r"belongs to `data\.train`, .* the built-in one is fixed"),
+        ({"vocab_size": 512}, r"`data\.vocab_size` has no effect"),
+        ({"train": "a.jsonl", "max_train_batches": {"txt": 1}}, r"`data\.max_train_batches` has txt, .* is `text`"),
+        ({"train": "a.jsonl", "num_validation_sequences": {"txt": 1}}, r"`data\.num_validation_sequences` has txt"),
+    ],
+)
+def test_keys_that_nothing_would_read_are_refused(settings, message):
+    write_jsonl("a.jsonl", ["some text"] * 100)
+    if settings.get("components"):
+        settings = settings | {"components": {"a": DatasetComponent(source=FilesSource(train=["a.jsonl"]))}}
+    with pytest.raises(UserError, match=message):
+        resolve(**settings)
+
+
+def test_a_component_without_a_sequence_left_is_named():
+    write_jsonl("a.jsonl", ["x" * 47])
+    write_jsonl("b.jsonl", ["y" * 47])
+    parts = {
+        name: DatasetComponent(source=FilesSource(train=[f"{name}.jsonl"], validation_fraction=0.0)) for name in "ab"
+    }
+    joined = resolve(components={"j": ConcatDatasetComponent(children=parts)}, num_validation_sequences={"j": 2})
+    with pytest.raises(UserError, match=r"takes 2 sequences of component 'j', which has 2 of 32 tokens"):
+        check_enough_tokens(joined, 32)  # 96 tokens, but no sequence has those of two files
+    write_jsonl("c.jsonl", ["x" * 7, "y" * 7, "z" * 7])  # one sequence
+    packed = DatasetComponent(source=FilesSource(train=["c.jsonl"], validation_fraction=0.0), pack=True)
+    with pytest.raises(UserError, match=r"takes 3 sequences of component 'p', which has 3 of 32 tokens"):
+        check_enough_tokens(resolve(components={"p": packed}, num_validation_sequences={"p": 3}), 32)
+    Pos, key = hax.Axis("position", 32), jax.random.PRNGKey(0)
+    for data in (
+        resolve(components={"p": packed}, num_validation_sequences={"p": 1}),
+        resolve(components=parts, max_train_batches={"a": 0}),
+    ):
+        check_enough_tokens(data, 32)
+        with pytest.raises(UserError, match=r"component '[ap]' has no sequence of 32 tokens left for training"):
+            data.train_set(Pos, BatchSchedule(2), key=key)
+
+
+def test_records_of_sequences_are_whole_sequences():
+    Path("a.jsonl").write_text("".join(json.dumps({"input_ids": [1] * size}) + "\n" for size in (32, 20)))
+    source = FilesSource(train=["a.jsonl"], validation_fraction=0.0, text_key=None)
+    part = DatasetComponent(source=source, format=PrebuiltLmDatasetFormat())
+    with pytest.raises(UserError, match=r"record 2 of `format: prebuilt` has 20 tokens, but .* 32"):
+        check_enough_tokens(resolve(components={"a": part}), 32)
+    with pytest.raises(UserError, match=r"whole sequences\. Leave `pack` out"):
+        resolve(components={"a": dataclasses.replace(part, pack=True)})
+
+
+def test_a_ledger_of_another_kind_is_no_finished_cache(tmp_path):
+    for content in ("[]", "null", "5", "{"):
+        (tmp_path / "shard_ledger.json").write_text(content)
+        assert not cache_module._is_finished(tmp_path)
+
+
+def test_json_in_another_encoding_is_named():
+    Path("a.json").write_bytes(json.dumps([{"text": "a"}]).encode("utf-16"))
+    with pytest.raises(UserError, match=r"a\.json .*UTF-8"):
+        list(read_records(Path("a.json"), "text"))

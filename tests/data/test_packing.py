@@ -146,3 +146,11 @@ def test_packings_that_levanter_does_not_have_are_refused_before_any_work(kind, 
     else:
         resolved = data.resolve(Path("tokenizer"))
         assert resolved.train_set(Pos, BatchSchedule(4), key=jax.random.PRNGKey(0)).as_sync_dataset()[0] is not None
+
+
+@pytest.mark.parametrize(("packs", "expected"), [([True], True), ([1, 1], 1), ([1, True], None), ([None, True], None)])
+def test_another_text_is_packed_if_all_texts_are(packs, expected):
+    parts = {f"c{i}": component("text", pack=pack) for i, pack in enumerate(packs)}
+    other = DataConfig(components=parts).evaluating("a.jsonl").components["text"]
+    assert isinstance(other, DatasetComponent)
+    assert other.pack is expected

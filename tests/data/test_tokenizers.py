@@ -1,5 +1,6 @@
 """Tokenizers: every spec gives a local folder with the right ids, and every mistake a clear message."""
 
+import contextlib
 import json
 import shutil
 
@@ -12,7 +13,7 @@ from qkvflow.data.byte_level import byte_alphabet
 from qkvflow.data.end_tokens import end_tokens
 from qkvflow.data.statistics import token_byte_lengths
 from qkvflow.data.tiktoken_conversion import convert
-from qkvflow.errors import UserError
+from qkvflow.errors import Notice, UserError
 from qkvflow.generation.vocabulary import Vocabulary
 
 TEXTS = [
@@ -192,3 +193,51 @@ def test_ids_with_gaps_all_have_a_place(tmp_path):
     assert number_of_ids(tokenizer) == len(Vocabulary(tokenizer)) == 8 > max(tokenizer.encode("é bc"))
     assert token_byte_lengths(tokenizer).tolist() == [1, 2, 0, 0, 0, 0, 0, 2]
     assert end_tokens(tmp_path, tokenizer) == (5,)
+
+
+def test_special_tokens_of_another_file(tmp_path):
+    """As transformers reads them; the fingerprint, and so the token caches, depend on what is read."""
+    folder, names = resolve_tokenizer("byte", tmp_path / "a"), ("tokenizer_config.json", "special_tokens_map.json")
+    prints = {tokenizer_fingerprint(folder)}
+    config, special = (folder / name for name in names)
+    config.write_text("{}")
+    special.write_text(json.dumps({"eos_token": {"content": "<|endoftext|>"}, "bos_token": "A"}))
+    tokenizer = load_tokenizer(folder)
+    assert (tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.bos_token) == (256, 65, "A")
+    prints.add(tokenizer_fingerprint(folder))
+    config.write_text(json.dumps({"eos_token": "nothing that it has"}))
+    for special_tokens, model, end in [({}, 66, 66), ({}, 67, 67), ({"eos_token": "<|endoftext|>"}, 67, 256)]:
+        special.write_text(json.dumps(special_tokens))
+        (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": model}))
+        assert load_tokenizer(folder).eos_token_id == end
+        prints.add(tokenizer_fingerprint(folder))
+    assert len(prints) == 5
+
+
+def test_a_folder_that_is_called_byte(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    other = with_gaps(tmp_path)
+    assert other
+    shutil.copytree(tmp_path, tmp_path / "byte", ignore=lambda *_: {"byte", "run"})
+    made = resolve_tokenizer("byte", tmp_path / "run")
+    assert resolve_tokenizer("byte", made) == made
+
+
+@pytest.mark.parametrize("reaches", [True, False])
+def test_a_cache_of_the_hub_with_the_first_file_alone(tmp_path, monkeypatch, reaches):
+    whole, part = resolve_tokenizer("byte", tmp_path / "whole"), tmp_path / "part"
+    part.mkdir()
+    shutil.copyfile(whole / "tokenizer.json", part / "tokenizer.json")
+
+    def snapshot_download(name, local_files_only=False, **options):
+        if local_files_only:
+            return str(part)
+        if not reaches:
+            raise OSError("no network")
+        return str(whole)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    told = contextlib.nullcontext() if reaches else pytest.warns(Notice, match="may lack files: .*no network")
+    with told:
+        made = resolve_tokenizer("someone/byte", tmp_path / "made")
+    assert (load_tokenizer(made).eos_token_id == 256) is reaches

@@ -227,7 +227,7 @@ def test_the_loss_is_that_of_xla_on_a_gpu(monkeypatch):
 
 def test_a_tokenizer_gets_an_end_token(tmp_path):
     tokenizer = byte_level(tmp_path)
-    changed = inside.with_end_token(tokenizer, 65)
+    changed = inside.with_special_token(tokenizer, "eos", 65)
     assert (changed.eos_token_id, changed.eos_token) == (65, "A"), f"Levanter's tokenizer differs: {HERE}/levanter.py"
     assert changed.all_special_ids == sorted({*tokenizer.all_special_ids, 65})
     assert changed.encode("ab") == tokenizer.encode("ab")

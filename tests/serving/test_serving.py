@@ -296,3 +296,12 @@ def test_500_requests_leak_nothing(server, client):
 def resident_bytes():
     with open(f"/proc/{os.getpid()}/statm") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_an_event_is_one_line_whatever_the_text(server):
+    """U+2028 ends a line for Python's `splitlines`, on which clients rely."""
+    body = {"prompt": "a\u2028b\x85c", "echo": True, "max_tokens": 1, "stream": True}
+    with httpx.stream("POST", server[0] + "/v1/completions", json=body, timeout=60) as response:
+        lines = [line for line in response.iter_lines() if line]
+    assert all(line.startswith("data: ") for line in lines)
+    assert "".join(json.loads(line[6:])["choices"][0]["text"] for line in lines[:-1]).startswith("a\u2028b\x85c")
