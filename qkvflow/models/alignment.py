@@ -7,7 +7,8 @@ Minimised over all of these orders P_l is
     sum_l || P_l W_l - P_{l-1} W_{l-1} ||^2
 
 Each term depends on P_{l-1}^-1 P_l alone, so linear assignment for each pair of neighbours finds the least sum there
-is; for queries that share keys, a local search finds a small one. Sources: Ainsworth et al., Git Re-Basin (2022), which aligns two models; Singh & Jaggi, Model Fusion (2020).
+is; for queries that share keys, a local search finds a small one.
+Sources: Ainsworth et al., Git Re-Basin (2022), which aligns two models; Singh & Jaggi, Model Fusion (2020).
 """
 
 import dataclasses
