@@ -22,7 +22,8 @@ _HEAD = """# The code
 
 The equation is the architecture: `weights` say what W(t) is, `blocks` what B is, `depth` how to travel from t = 0
 to t = 1. These three packages never import each other; they meet in `models`. Levels, each importing only from earlier
-ones: `axes`, `time` < `weights`, `blocks`, `depth` < `models` < `runs` < programs < `experiments` (tests/test_floors.py).
+ones: `axes`, `time` < `weights`, `blocks`, `depth` < `models` < `runs` < programs < `experiments`
+(tests/test_floors.py).
 
 | to add | look at |
 |---|---|
