@@ -370,6 +370,7 @@ def test_generation_ends_at_any_end_token(folder, own, tmp_path, places):
 def test_an_end_token_that_only_the_model_names(own, tmp_path, place):
     """As in the folder of GPT-2 itself: transformers knows the token by the class of its tokenizer."""
     (own / "generation_config.json").unlink()
+    (own / "special_tokens_map.json").unlink(missing_ok=True)
     settings = {name: json.loads((own / name).read_text()) for name in ("tokenizer_config.json", "config.json")}
     (own / "tokenizer_config.json").write_text(json.dumps({**settings["tokenizer_config.json"], "eos_token": None}))
     (own / "config.json").write_text(json.dumps({**settings["config.json"], "eos_token_id": None}))
