@@ -43,11 +43,9 @@ class SearchConfig(RatesConfig):
     def about_search(self) -> str:
         """How the rates were found, in words."""
         rates, seeds = ", ".join(f"{r:g}" for r in self.learning_rates), ", ".join(map(str, self.selection_seeds))
-        factor = (
-            f"{self.search_width} / width"
-            if self.transfer == 1
-            else f"({self.search_width} / width) ** {self.transfer:g}"
-        )
+        factor = f"{self.search_width} / width"
+        if self.transfer != 1:
+            factor = f"({factor}) ** {self.transfer:g}"
         growing = f" that grows by up to {self.beyond_grid} rates while the best is at its edge"
         return (
             f"chosen for each arm by the mean final loss on `select` of runs with width {self.search_width} and seeds"

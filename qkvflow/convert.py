@@ -103,11 +103,12 @@ def _in(config: ConvertConfig, source: str, progress: Progress) -> Path | Place:
 
 
 def _fetch(source: str) -> Path:
+    """The files of a model of the hub; of one that is not supported, `config.json` alone is fetched."""
     instead = "Give a local folder."
     about = download(source, (CONFIG,), HubFolder.is_one, "model", instead)
     if not HubFolder.is_one(about):
         raise UserError(f"the Hugging Face repository {source} has no {CONFIG}, so it has no model. {instead}")
-    model_config(HubFolder(about).settings, source)  # an unsupported one is not fetched
+    model_config(HubFolder(about).settings, source)  # a UserError if it is not supported
     return download(source, _FILES, HubFolder.is_whole, "model", instead)
 
 

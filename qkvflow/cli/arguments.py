@@ -84,6 +84,9 @@ def _split(
 
 
 def _refuse_to_discard(section: str, given: Sequence[str]) -> None:
+    """Raises:
+    UserError: a flag for `section` would undo one of the `given` ones, for a key within it.
+    """
     lost = next((key for key in given if key.startswith(f"{section}.")), None)
     if lost is not None:
         raise UserError(

@@ -12,8 +12,8 @@ from levanter.tokenizers import load_tokenizer as load_levanter_tokenizer
 from tokenizers import Tokenizer
 
 from qkvflow.data.byte_level import END_OF_TEXT, byte_tokenizer
-from qkvflow.data.end_tokens import GENERATION, end_tokens, named_elsewhere, record_end_tokens, special_token
 from qkvflow.data.hub import download_tokenizer
+from qkvflow.data.special_tokens import GENERATION, end_tokens, named_elsewhere, record_end_tokens, special_token_id
 from qkvflow.errors import UserError
 from qkvflow.files import local_path, replacing
 from qkvflow.inside.levanter import with_default_template, with_special_token
@@ -119,10 +119,11 @@ def load_tokenizer(folder: Path) -> MarinTokenizer:
     except Exception as error:  # `tokenizers` raises plain Exception for a broken file
         raise UserError(f"the tokenizer in {folder} cannot be read: {error}") from error
     tokenizer = with_default_template(tokenizer)
-    begin, end = (tokenizer.get_vocab().get(special_token(Path(folder), kind) or "") for kind in ("bos", "eos"))
-    if tokenizer.bos_token_id is None and begin is not None:
-        tokenizer = with_special_token(tokenizer, "bos", begin)
+    if tokenizer.bos_token_id is None:
+        begin = special_token_id(Path(folder), tokenizer, "bos")
+        tokenizer = tokenizer if begin is None else with_special_token(tokenizer, "bos", begin)
     if tokenizer.eos_token_id is None:
+        end = special_token_id(Path(folder), tokenizer, "eos")
         ends = end_tokens(Path(folder), tokenizer) if end is None else (end,)
         tokenizer = with_special_token(tokenizer, "eos", ends[0]) if ends else tokenizer
     return tokenizer
@@ -242,7 +243,7 @@ def _refuse_other_origin(spec: str, folder: Path) -> None:
             f"{origin}, which records the source of this tokenizer, cannot be read: {error}. Remove the folder"
             f" {folder}: it will be recreated from `data.tokenizer`"
         ) from None
-    source, is_made = local_path(spec), spec == "byte" or spec.startswith("tiktoken:")
+    source, is_made = local_path(spec), spec == "byte" or spec.startswith("tiktoken:")  # whatever the folder has
     if (source / "tokenizer.json").is_file() and not is_made:
         same = source.resolve() == folder.resolve() or tokenizer_fingerprint(source) == tokenizer_fingerprint(folder)
     else:  # older runs do not record a folder, which may be gone

@@ -7,7 +7,7 @@ from functools import cached_property
 from levanter.models.lm_model import LmHeadModel
 from levanter.tokenizers import MarinTokenizer
 
-from qkvflow.data.end_tokens import end_tokens
+from qkvflow.data.special_tokens import end_tokens
 from qkvflow.depth import solver_by_name
 from qkvflow.errors import UserError
 from qkvflow.generation.drafting import Drafting

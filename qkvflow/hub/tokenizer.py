@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from qkvflow.data import load_tokenizer
-from qkvflow.data.end_tokens import record_end_tokens
+from qkvflow.data.special_tokens import record_end_tokens
 from qkvflow.data.tokenizers import ORIGIN_FILE, TOKENIZER_FILES, copy_tokenizer
 from qkvflow.errors import UserError, first_line
 

@@ -14,7 +14,7 @@ from levanter.utils.tree_utils import inference_mode
 from safetensors.numpy import save_file
 
 from qkvflow.data import load_tokenizer
-from qkvflow.data.end_tokens import GENERATION, end_tokens
+from qkvflow.data.special_tokens import GENERATION, end_tokens
 from qkvflow.data.tokenizers import TOKENIZER_FILES
 from qkvflow.hub.custom import MODELING, custom
 from qkvflow.hub.folder import CONFIG, INDEX, WEIGHTS, read_json

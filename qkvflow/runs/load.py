@@ -185,13 +185,14 @@ def load_base(directory: RunDirectory) -> LmHeadModel:
     for path in record.places(directory):
         try:
             return _read_base(directory, record, path)
-        except UserError as error:  # something else may have taken its place, since it was moved with the run
+        except UserError as error:  # something else may stand at the recorded place
             first = first or error
     assert first is not None
     raise first
 
 
 def _read_base(directory: RunDirectory, record: BaseRecord, path: Path | Place) -> LmHeadModel:
+    """The base at `path`, or a `UserError` if it is not the one recorded."""
     if record.checkpoint_step is None:
         source = read_config(directory.config, FinetuneConfig).official
         assert source is not None

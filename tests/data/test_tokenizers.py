@@ -10,7 +10,7 @@ from support.tokenizers import with_gaps
 
 from qkvflow.data import copy_tokenizer, load_tokenizer, number_of_ids, resolve_tokenizer, tokenizer_fingerprint
 from qkvflow.data.byte_level import byte_alphabet
-from qkvflow.data.end_tokens import end_tokens
+from qkvflow.data.special_tokens import end_tokens
 from qkvflow.data.statistics import token_byte_lengths
 from qkvflow.data.tiktoken_conversion import convert
 from qkvflow.errors import Notice, UserError

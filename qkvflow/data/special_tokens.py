@@ -40,14 +40,14 @@ def record_end_tokens(source: Path, made: Path) -> None:
             fresh.write_text(json.dumps({**before, "eos_token_id": ends}) + "\n", encoding="utf-8")
 
 
-def special_token(folder: Path, kind: str) -> str | None:
-    """The text of the token `bos` or `eos` in `special_tokens_map.json`; None if that names none.
+def special_token_id(folder: Path, tokenizer: MarinTokenizer, kind: str) -> int | None:
+    """The token `bos` or `eos` of `special_tokens_map.json`; None if that names none that the tokenizer has.
 
     Raises:
         UserError: the file cannot be read.
     """
-    file = folder / "special_tokens_map.json"
-    return _text(_read(file).get(f"{kind}_token")) if file.is_file() else None
+    named = _in_map(folder, kind)
+    return None if named is None else tokenizer.get_vocab().get(named)
 
 
 def named_elsewhere(folder: Path) -> dict[str, object]:
@@ -57,19 +57,25 @@ def named_elsewhere(folder: Path) -> dict[str, object]:
     Raises:
         UserError: a file cannot be read.
     """
-    file, found = folder / "tokenizer_config.json", {}
+    file, vocabulary, found = folder / "tokenizer_config.json", folder / "tokenizer.json", {}
     config = _read(file) if file.is_file() else {}
+    content = vocabulary.read_text(encoding="utf-8") if vocabulary.is_file() else ""
     for name, kind in (("begin", "bos"), ("end", "eos")):
         own = _text(config.get(f"{kind}_token"))
-        if own is None or not _may_have(folder / "tokenizer.json", own):
+        if own is None or not _stands_in(content, own):
             models = _named(folder) if kind == "eos" else []
-            found[name] = special_token(folder, kind) or next(iter(models), None)
+            found[name] = _in_map(folder, kind) or next(iter(models), None)
     return {name: token for name, token in found.items() if token is not None}
 
 
-def _may_have(file: Path, token: str) -> bool:
-    content = file.read_text(encoding="utf-8") if file.is_file() else ""
-    return any(json.dumps(token, ensure_ascii=ascii) in content for ascii in (True, False))
+def _in_map(folder: Path, kind: str) -> str | None:
+    file = folder / "special_tokens_map.json"
+    return _text(_read(file).get(f"{kind}_token")) if file.is_file() else None
+
+
+def _stands_in(content: str, token: str) -> bool:
+    """Whether the text of a `tokenizer.json` has a token, which may have escapes. Parsing it would take longer."""
+    return any(json.dumps(token, ensure_ascii=escaped) in content for escaped in (True, False))
 
 
 def _text(token: object) -> str | None:
