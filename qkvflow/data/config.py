@@ -45,6 +45,8 @@ class DataConfig(LmDataConfig):
         mixture_block_size: sequences in which the weights of a mixture hold.
         max_train_batches: maximum number of batches of each component, by name; all by default.
         validation_fraction: fraction of `train` to hold out if there is no `validation`.
+        chat_template: Jinja template for components whose `format: {type: chat}` names none; by default the
+            tokenizer's. The run's tokenizer gets it, so that `serve` and `convert --to_hf` have it too.
     """
 
     tokenizer: str = "byte"
@@ -139,7 +141,7 @@ class DataConfig(LmDataConfig):
             "enforce_eos": self.enforce_eos,
             "chat_template": self.chat_template,
         }
-        own_template = template_fingerprint(Path(tokenizer))
+        own_template = template_fingerprint(Path(tokenizer)) if self.chat_template is None else None
         components = {
             name: _resolve_component(name, component, self.cache_dir, settings, control, own_template)
             for name, component in plain.components.items()
@@ -273,7 +275,7 @@ def _resolve_component(
         component = dataclasses.replace(
             component, format=dataclasses.replace(format, chat_template=settings["chat_template"])
         )
-        settings = settings if own_template is None else settings | {"own_template": own_template}
+        settings = settings if own_template is None else settings | {"template_file": own_template}
     if isinstance(component.source, FilesSource):
         component.source.check()
         if component.pack:

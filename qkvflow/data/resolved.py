@@ -9,7 +9,15 @@ from pathlib import Path
 from haliax import Axis
 from jaxtyping import PRNGKeyArray
 from levanter.data import AsyncDataset, MixtureDataset
-from levanter.data.text import ConcatDatasetComponent, DatasetComponent, LmDataConfig, NamedLmDataset
+from levanter.data.text import (
+    ChatLmDatasetFormat,
+    ConcatDatasetComponent,
+    DatasetComponent,
+    DatasetComponentBase,
+    LmDataConfig,
+    LmDatasetFormatBase,
+    NamedLmDataset,
+)
 from levanter.models.lm_model import LmExample
 from levanter.schedule import BatchSchedule
 from levanter.store.cache import TreeCache
@@ -41,6 +49,16 @@ class ResolvedDataConfig(LmDataConfig):
     @cached_property
     def the_tokenizer(self) -> MarinTokenizer:
         return load_tokenizer(Path(self.tokenizer))
+
+    @property
+    def template(self) -> str | None:
+        """How chats are formatted: `chat_template`, or else what all components with chats name; None for the
+        tokenizer's own."""
+        if self.chat_template is not None:
+            return self.chat_template
+        chats = (format for format in _formats(self.components) if isinstance(format, ChatLmDatasetFormat))
+        named = {format.chat_template for format in chats}
+        return named.pop() if len(named) == 1 else None
 
     def train_set(self, Pos: Axis, batch_schedule: BatchSchedule, *, key: PRNGKeyArray) -> AsyncDataset[LmExample]:
         named = super().train_set(Pos, batch_schedule, key=key)
@@ -131,3 +149,11 @@ def _parts(name: str, component: object) -> Iterator[tuple[str, DatasetComponent
         for _, part in parts
     ):
         yield from parts
+
+
+def _formats(components: Mapping[str, DatasetComponentBase]) -> Iterator[LmDatasetFormatBase]:
+    for component in components.values():
+        if isinstance(component, DatasetComponent):
+            yield component.format
+        elif isinstance(component, ConcatDatasetComponent):
+            yield from _formats(component.children)

@@ -16,7 +16,7 @@ from qkvflow.data.hub import download_tokenizer
 from qkvflow.data.special_tokens import GENERATION, end_tokens, named_elsewhere, record_end_tokens, special_token_id
 from qkvflow.errors import UserError
 from qkvflow.files import local_path, replacing
-from qkvflow.inside.levanter import with_default_template, with_special_token
+from qkvflow.inside.levanter import with_special_token, with_template
 
 # The files of a tokenizer in Hugging Face's layout; the first is required.
 TOKENIZER_FILES = (
@@ -27,6 +27,7 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
     GENERATION,
 )
+_TEMPLATE = TOKENIZER_FILES[4]
 # Records the spec from which a folder was made, so that a run can resume without its source.
 ORIGIN_FILE = "origin.json"
 # Texts on which tokenizers with the same vocabulary but different rules differ.
@@ -108,7 +109,8 @@ def load_tokenizer(folder: Path) -> MarinTokenizer:
     """Levanter's tokenizer from a local folder; never uses the network.
 
     Tokens for begin and end of text that `tokenizer_config.json` does not name are those of `special_tokens_map.json`;
-    without an end there, that is the first one that `generation_config.json` or else `config.json` names.
+    without an end there, that is the first one that `generation_config.json` or else `config.json` names. A chat
+    template in `chat_template.jinja` comes before the one in `tokenizer_config.json`.
 
     Raises:
         UserError: `folder` has no `tokenizer.json`, or it cannot be read.
@@ -116,9 +118,10 @@ def load_tokenizer(folder: Path) -> MarinTokenizer:
     check_folder(Path(folder))
     try:
         tokenizer = load_levanter_tokenizer(str(folder))
+        file = Path(folder) / _TEMPLATE
+        tokenizer = with_template(tokenizer, file.read_bytes().decode() if file.is_file() else None)
     except Exception as error:  # `tokenizers` raises plain Exception for a broken file
         raise UserError(f"the tokenizer in {folder} cannot be read: {error}") from error
-    tokenizer = with_default_template(tokenizer)
     if tokenizer.bos_token_id is None:
         begin = special_token_id(Path(folder), tokenizer, "bos")
         tokenizer = tokenizer if begin is None else with_special_token(tokenizer, "bos", begin)
@@ -144,8 +147,15 @@ def tokenizer_fingerprint(folder: Path) -> str:
 
 def template_fingerprint(folder: Path) -> str | None:
     """sha256 (hex) of the chat template in a file of its own; None without one."""
-    file = Path(folder) / "chat_template.jinja"
+    file = Path(folder) / _TEMPLATE
     return hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else None
+
+
+def keep_template(template: str, folder: Path) -> None:
+    """Makes `template` the chat template of the tokenizer in `folder`."""
+    if load_tokenizer(folder).chat_template != template:
+        with replacing(folder / _TEMPLATE) as file:
+            file.write_text(template, encoding="utf-8")
 
 
 def check_folder(folder: Path) -> None:

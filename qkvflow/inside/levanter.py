@@ -31,8 +31,8 @@ __all__ = [
     "save_checkpoint",
     "set_manager",
     "settle_devices",
-    "with_default_template",
     "with_special_token",
+    "with_template",
 ]
 
 
@@ -96,12 +96,17 @@ def with_special_token(tokenizer: MarinTokenizer, kind: Literal["bos", "eos"], t
     return dataclasses.replace(tokenizer, **{f"_{kind}_id": token, f"_{kind}_token": text, "_all_special_ids": special})
 
 
-def with_default_template(tokenizer: MarinTokenizer) -> MarinTokenizer:
-    """The tokenizer with the default one of several named chat templates, or with none if none is the default.
+def with_template(tokenizer: MarinTokenizer, template: str | None) -> MarinTokenizer:
+    """The tokenizer with this chat template; for None its own: the default one of several named ones, or none if none
+    is the default.
 
-    Reason: Levanter takes the whole list in `tokenizer_config.json` for one template.
+    Reason: Levanter takes the whole list in `tokenizer_config.json` for one template, and prefers what stands there to
+    a file of its own, which transformers reads.
     """
     templates = tokenizer.chat_template
+    if template is not None:
+        changes = {"_chat_template": template}
+        return dataclasses.replace(tokenizer, **changes)
     if not isinstance(templates, list):
         return tokenizer
     named = {one.get("name"): one.get("template") for one in templates if isinstance(one, dict)}

@@ -16,7 +16,7 @@ from qkvflow.data.checks import component_of
 from qkvflow.data.control.records import check_some_control
 from qkvflow.data.packing import is_stream
 from qkvflow.data.statistics import token_counts, unigram_entropy
-from qkvflow.data.tokenizers import number_of_ids
+from qkvflow.data.tokenizers import keep_template, number_of_ids
 from qkvflow.errors import UserError
 from qkvflow.runs.config import TrainConfig
 from qkvflow.runs.prepare import PreparedRun
@@ -60,6 +60,8 @@ def open_corpus(run: PreparedRun[TrainConfig], trainer: TrainerConfig, Pos: Axis
     counts = check_enough_tokens(data, Pos.size)
     if data.control is not None:
         check_some_control(data.build_caches("train").values(), data.control)
+    if data.template is not None:
+        keep_template(data.template, run.directory.tokenizer)
     tokenizer = data.the_tokenizer
     with trainer.use_device_mesh():
         try:
