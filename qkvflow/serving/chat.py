@@ -147,6 +147,8 @@ def _written(messages: list[dict[str, str]], writer: Writer) -> str:
             " /v1/completions, or put a `chat_template.jinja` into the run's folder `tokenizer`.",
             code="no_chat_template",
         )
+    if "developer" not in template:  # OpenAI's name for the system; templates that do not know it may drop the message
+        messages = [m | {"role": "system"} if m["role"] == "developer" else m for m in messages]
     try:
         special = {name: token for name, token in writer.vocabulary.special.items() if token is not None}
         (text,), _ = render_jinja_template([messages], chat_template=template, add_generation_prompt=True, **special)

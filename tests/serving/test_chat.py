@@ -2,7 +2,7 @@
 
 import openai
 import pytest
-from support.serving import complete, tiny_writer
+from support.serving import TEMPLATE, complete, tiny_writer
 from transformers import AutoTokenizer
 
 from qkvflow.serving.chat import read
@@ -56,6 +56,13 @@ def test_contents_in_parts_and_other_roles(client):
     assert chat(client, [parts]).choices[0].message == chat(client).choices[0].message
     messages = [{"role": "system", "content": "Be."}, USER, {"role": "assistant", "content": "Ho"}, USER]
     assert chat(client, messages).usage.prompt_tokens == len("<system>Be.\n<user>Hi\n<assistant>Ho\n" + WRITTEN)
+
+
+def test_a_developer_is_the_system_for_templates_that_do_not_know_it(model, tmp_path):
+    said, known = {"role": "developer", "content": "Be."}, QWEN + "{# developer #}{{ messages[0].role }}"
+    for name, template, text in (("a", TEMPLATE, "<system>Be.\n" + WRITTEN), ("b", known, "Be.\nHi\ndeveloper")):
+        writer = tiny_writer(model, tmp_path / name, template=template)
+        assert read({"messages": [said, USER]}, writer, 512).prompts[0].text == text
 
 
 def test_limits(client):
