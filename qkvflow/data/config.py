@@ -22,7 +22,7 @@ from qkvflow.data.control.records import with_control
 from qkvflow.data.fingerprint import cache_fingerprint, source_record
 from qkvflow.data.formats import DocumentFormat
 from qkvflow.data.packing import check_pack
-from qkvflow.data.resolved import ResolvedDataConfig
+from qkvflow.data.resolved import ResolvedDataConfig, datasets
 from qkvflow.data.sources import BuiltinSource, FilesSource
 from qkvflow.data.tokenizers import resolve_tokenizer, template_fingerprint, tokenizer_fingerprint
 from qkvflow.errors import UserError
@@ -141,9 +141,9 @@ class DataConfig(LmDataConfig):
             "enforce_eos": self.enforce_eos,
             "chat_template": self.chat_template,
         }
-        own_template = template_fingerprint(Path(tokenizer)) if self.chat_template is None else None
+        template_file = template_fingerprint(Path(tokenizer)) if self.chat_template is None else None
         components = {
-            name: _resolve_component(name, component, self.cache_dir, settings, control, own_template)
+            name: _resolve_component(name, component, self.cache_dir, settings, control, template_file)
             for name, component in plain.components.items()
         }
         values = {field.name: getattr(plain, field.name) for field in dataclasses.fields(LmDataConfig)}
@@ -242,11 +242,11 @@ def _resolve_component(
     cache_dir: str | None,
     settings: dict[str, Any],
     control: ControlField | None,
-    own_template: str | None,
+    template_file: str | None,
 ) -> DatasetComponentBase:
     if isinstance(component, ConcatDatasetComponent):
         children = {
-            child_name: _resolve_component(f"{name}/{child_name}", child, cache_dir, settings, control, own_template)
+            child_name: _resolve_component(f"{name}/{child_name}", child, cache_dir, settings, control, template_file)
             for child_name, child in component.children.items()
         }
         return dataclasses.replace(component, children=children)
@@ -275,7 +275,7 @@ def _resolve_component(
         component = dataclasses.replace(
             component, format=dataclasses.replace(format, chat_template=settings["chat_template"])
         )
-        settings = settings if own_template is None else settings | {"template_file": own_template}
+        settings = settings if template_file is None else settings | {"template_file": template_file}
     if isinstance(component.source, FilesSource):
         component.source.check()
         if component.pack:
@@ -310,20 +310,15 @@ def _with_text_format(name: str, component: DatasetComponent) -> DatasetComponen
 
 def _sources(components: Mapping[str, DatasetComponentBase]) -> Iterator[tuple[str, LmDatasetSourceConfigBase]]:
     """The sources of all components, with the components' names."""
-    for name, component in components.items():
-        if isinstance(component, ConcatDatasetComponent):
-            yield from _sources({f"{name}/{child}": part for child, part in component.children.items()})
-        elif isinstance(component, DatasetComponent) and component.source is not None:
+    for name, component in datasets(components):
+        if component.source is not None:
             yield name, component.source
 
 
 def _packs(components: Mapping[str, DatasetComponentBase]) -> Iterator[Any]:
     """`pack` of all components; None for those of another format than text."""
-    for component in components.values():
-        if isinstance(component, ConcatDatasetComponent):
-            yield from _packs(component.children)
-        elif isinstance(component, DatasetComponent):
-            yield component.pack if isinstance(component.format, TextLmDatasetFormat) else None
+    for _, component in datasets(components):
+        yield component.pack if isinstance(component.format, TextLmDatasetFormat) else None
 
 
 def _as_list(paths: str | list[str] | None) -> list[str]:

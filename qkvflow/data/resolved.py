@@ -15,7 +15,6 @@ from levanter.data.text import (
     DatasetComponent,
     DatasetComponentBase,
     LmDataConfig,
-    LmDatasetFormatBase,
     NamedLmDataset,
 )
 from levanter.models.lm_model import LmExample
@@ -52,12 +51,12 @@ class ResolvedDataConfig(LmDataConfig):
 
     @property
     def template(self) -> str | None:
-        """How chats are formatted: `chat_template`, or else what all components with chats name; None for the
-        tokenizer's own."""
+        """The chat template that a run keeps: `chat_template`, or else the one that all components with chats name.
+        None: the tokenizer keeps its own."""
         if self.chat_template is not None:
             return self.chat_template
-        chats = (format for format in _formats(self.components) if isinstance(format, ChatLmDatasetFormat))
-        named = {format.chat_template for format in chats}
+        formats = (component.format for _, component in datasets(self.components))
+        named = {format.chat_template for format in formats if isinstance(format, ChatLmDatasetFormat)}
         return named.pop() if len(named) == 1 else None
 
     def train_set(self, Pos: Axis, batch_schedule: BatchSchedule, *, key: PRNGKeyArray) -> AsyncDataset[LmExample]:
@@ -151,9 +150,10 @@ def _parts(name: str, component: object) -> Iterator[tuple[str, DatasetComponent
         yield from parts
 
 
-def _formats(components: Mapping[str, DatasetComponentBase]) -> Iterator[LmDatasetFormatBase]:
-    for component in components.values():
-        if isinstance(component, DatasetComponent):
-            yield component.format
-        elif isinstance(component, ConcatDatasetComponent):
-            yield from _formats(component.children)
+def datasets(components: Mapping[str, DatasetComponentBase]) -> Iterator[tuple[str, DatasetComponent]]:
+    """The components with data of their own, by name; `parent/child` for the parts of joined ones."""
+    for name, component in components.items():
+        if isinstance(component, ConcatDatasetComponent):
+            yield from datasets({f"{name}/{child}": part for child, part in component.children.items()})
+        elif isinstance(component, DatasetComponent):
+            yield name, component

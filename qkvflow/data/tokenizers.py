@@ -18,16 +18,16 @@ from qkvflow.errors import UserError
 from qkvflow.files import local_path, replacing
 from qkvflow.inside.levanter import with_special_token, with_template
 
+_TEMPLATE = "chat_template.jinja"
 # The files of a tokenizer in Hugging Face's layout; the first is required.
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
     "added_tokens.json",
-    "chat_template.jinja",
+    _TEMPLATE,
     GENERATION,
 )
-_TEMPLATE = TOKENIZER_FILES[4]
 # Records the spec from which a folder was made, so that a run can resume without its source.
 ORIGIN_FILE = "origin.json"
 # Texts on which tokenizers with the same vocabulary but different rules differ.
@@ -153,9 +153,8 @@ def template_fingerprint(folder: Path) -> str | None:
 
 def keep_template(template: str, folder: Path) -> None:
     """Makes `template` the chat template of the tokenizer in `folder`."""
-    if load_tokenizer(folder).chat_template != template:
-        with replacing(folder / _TEMPLATE) as file:
-            file.write_text(template, encoding="utf-8")
+    with replacing(folder / _TEMPLATE) as file:
+        file.write_text(template, encoding="utf-8")
 
 
 def check_folder(folder: Path) -> None:

@@ -97,20 +97,18 @@ def with_special_token(tokenizer: MarinTokenizer, kind: Literal["bos", "eos"], t
 
 
 def with_template(tokenizer: MarinTokenizer, template: str | None) -> MarinTokenizer:
-    """The tokenizer with this chat template; for None its own: the default one of several named ones, or none if none
-    is the default.
+    """The tokenizer with this chat template. For None it keeps its own; of several named ones the default, or none if
+    there is no default.
 
-    Reason: Levanter takes the whole list in `tokenizer_config.json` for one template, and prefers what stands there to
-    a file of its own, which transformers reads.
+    Reason: Levanter takes a list of named templates in `tokenizer_config.json` for one template, and prefers that file
+    to `chat_template.jinja`, which transformers prefers.
     """
-    templates = tokenizer.chat_template
-    if template is not None:
-        changes = {"_chat_template": template}
-        return dataclasses.replace(tokenizer, **changes)
-    if not isinstance(templates, list):
-        return tokenizer
-    named = {one.get("name"): one.get("template") for one in templates if isinstance(one, dict)}
-    changes = {"_chat_template": named.get("default")}
+    if template is None:
+        given = tokenizer.chat_template
+        if not isinstance(given, list):
+            return tokenizer
+        template = {one.get("name"): one.get("template") for one in given if isinstance(one, dict)}.get("default")
+    changes = {"_chat_template": template}
     return dataclasses.replace(tokenizer, **changes)
 
 

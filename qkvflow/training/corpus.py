@@ -60,9 +60,9 @@ def open_corpus(run: PreparedRun[TrainConfig], trainer: TrainerConfig, Pos: Axis
     counts = check_enough_tokens(data, Pos.size)
     if data.control is not None:
         check_some_control(data.build_caches("train").values(), data.control)
-    if data.template is not None:
-        keep_template(data.template, run.directory.tokenizer)
-    tokenizer = data.the_tokenizer
+    tokenizer, template = data.the_tokenizer, data.template
+    if template is not None and template != tokenizer.chat_template:
+        keep_template(template, run.directory.tokenizer)
     with trainer.use_device_mesh():
         try:
             train = data.train_set(Pos, trainer.batch_schedule, key=key)

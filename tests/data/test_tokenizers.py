@@ -7,6 +7,7 @@ import shutil
 import pytest
 import tiktoken
 from support.tokenizers import with_gaps
+from transformers import AutoTokenizer
 
 from qkvflow.data import copy_tokenizer, load_tokenizer, number_of_ids, resolve_tokenizer, tokenizer_fingerprint
 from qkvflow.data.byte_level import byte_alphabet
@@ -67,8 +68,6 @@ def test_byte_ids_are_the_bytes(tmp_path):
 
 
 def test_transformers_reads_the_folder(tmp_path):
-    from transformers import AutoTokenizer
-
     tokenizer = AutoTokenizer.from_pretrained(resolve_tokenizer("byte", tmp_path))
     text = "Héllo  , wörld .\n"
     assert tokenizer(text)["input_ids"] == list(text.encode())
@@ -212,6 +211,18 @@ def test_special_tokens_of_another_file(tmp_path):
         assert load_tokenizer(folder).eos_token_id == end
         prints.add(tokenizer_fingerprint(folder))
     assert len(prints) == 5
+
+
+def test_a_template_in_a_file_comes_first(tmp_path):
+    """As in transformers."""
+    folder, inline, own = resolve_tokenizer("byte", tmp_path / "tokenizer"), "{{ 'inline' }}", "{{ 'own' }}"
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    for given in (inline, [{"name": "default", "template": inline}]):
+        (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": given}))
+        assert load_tokenizer(folder).chat_template == inline
+    (folder / "chat_template.jinja").write_text(own)
+    assert load_tokenizer(folder).chat_template == own
+    assert AutoTokenizer.from_pretrained(str(folder)).chat_template == own
 
 
 def test_a_folder_that_is_called_byte(tmp_path, monkeypatch):

@@ -6,7 +6,6 @@ import pytest
 from support.training import Training
 from transformers import AutoTokenizer
 
-from qkvflow.data import load_tokenizer, resolve_tokenizer
 from qkvflow.eval_lm import EvalConfig
 from qkvflow.eval_lm import main as evaluate
 from qkvflow.runs import load_run
@@ -41,15 +40,3 @@ def test_the_template_is_the_runs(tmp_path, capsys, format, rest, kept):
     assert AutoTokenizer.from_pretrained(str(run / "tokenizer")).chat_template == kept
     assert evaluate(EvalConfig(run=str(run)))[0].loss > 0
     assert sorted((tmp_path / "cache").iterdir()) == caches
-
-
-def test_a_template_in_a_file_comes_first(tmp_path):
-    """As in transformers."""
-    folder = resolve_tokenizer("byte", tmp_path / "tokenizer")
-    settings = json.loads((folder / "tokenizer_config.json").read_text())
-    for inline in (OTHER, [{"name": "default", "template": OTHER}]):
-        (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": inline}))
-        assert load_tokenizer(folder).chat_template == OTHER
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
-    assert load_tokenizer(folder).chat_template == TEMPLATE
-    assert AutoTokenizer.from_pretrained(str(folder)).chat_template == TEMPLATE
