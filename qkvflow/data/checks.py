@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from levanter.data.text import ConcatDatasetComponent, DatasetComponent, LmDataConfig
 from levanter.store.cache import TreeCache
 
-from qkvflow.data.packing import check_prebuilt, is_stream, tell_what_is_cut
+from qkvflow.data.packing import check_prebuilt, check_something_counts, is_stream, tell_what_is_cut
 from qkvflow.errors import UserError
 
 
@@ -86,7 +86,9 @@ def _counts(
         if tokens < needed:
             raise UserError(_too_short(name, purpose, tokens, needed, is_training))
         check_prebuilt(name, component, cache, seq_len)
-        tell_what_is_cut(component, cache, seq_len, f"the {purpose} text of component {name!r}")
+        what = f"the {purpose} text of component {name!r}"
+        check_something_counts(component, cache, seq_len, what)
+        tell_what_is_cut(component, cache, seq_len, what)
         counts[name] = tokens
     return counts
 

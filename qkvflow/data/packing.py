@@ -15,6 +15,7 @@ from levanter.data.text import (
 )
 from levanter.data.text.datasets import ChatDataset, PackedTokenDataset
 from levanter.data.text.examples import GrugLmExample
+from levanter.data.text.formats import SupervisedTextProcessor
 from levanter.store.cache import TreeCache
 
 from qkvflow.data.at_once import AtOnce
@@ -88,6 +89,32 @@ def tell_what_is_cut(component: DatasetComponent, cache: TreeCache[dict], seq_le
             f" Raise train_seq_len{instead}."
         )
         warnings.warn(Notice(text), stacklevel=2)
+
+
+def check_something_counts(component: DatasetComponent, cache: TreeCache[dict], seq_len: int, what: str) -> None:
+    """
+    Args:
+        what: the text, for the error.
+
+    Raises:
+        UserError: only answers count, and no document has a token of one where it is read: the loss would be 0.
+    """
+    form, first = component.format, 0
+    if isinstance(form, ChatLmDatasetFormat) and form.mask_user_turns:
+        key, first, instead = "assistant_masks", 1, ", or set mask_user_turns: false in its `format`"  # marks targets
+    elif isinstance(form, SupervisedLmDatasetFormat) and not is_stream(component):
+        key, instead = SupervisedTextProcessor.loss_weights_key, ", or read all of them with `pack: false`"
+    else:
+        return
+    masks = cache.jagged_array_tree()[key]
+    for begin in range(0, len(cache), 1024):  # in most texts, the first document has an answer
+        some = masks.get_batch_sync(range(begin, min(begin + 1024, len(cache))))
+        if any(mask[first : first + seq_len - 1].any() for mask in some):
+            return
+    raise UserError(
+        f"{what}: only answers count, and none of its {len(cache):,} documents has one within the {seq_len} tokens that"
+        f" `pack` reads of each. Raise train_seq_len{instead}."
+    )
 
 
 class Packed(AtOnce[GrugLmExample]):

@@ -1,5 +1,6 @@
 """Packed documents: which tokens count, what is cut, and what is refused."""
 
+import dataclasses
 import json
 import re
 import warnings
@@ -121,6 +122,33 @@ def test_a_notice_says_how_much_of_the_text_is_cut(pack):
         warnings.simplefilter("error")
         stream = DataConfig(components={"c": component("text")}).resolve(Path("tokenizer"))
         check_enough_tokens(stream, Pos.size)
+
+
+@pytest.mark.parametrize("kind", ["chat", "prompts"])
+def test_answers_of_which_none_is_read_are_refused(kind):
+    part = component(kind, pack=True)
+    longest = max(Path("a.jsonl").read_text().splitlines(), key=len)  # a prompt of 50 letters, then the answer
+    Path("a.jsonl").write_text(f"{longest}\n" * 3)
+    if kind == "chat":
+        part = dataclasses.replace(part, format=ChatLmDatasetFormat(chat_template=TEMPLATE))
+    data = DataConfig(components={"c": part}).resolve(Path("tokenizer"))
+
+    def is_refused(seq_len):
+        try:
+            check_enough_tokens(data, seq_len)
+        except UserError as error:
+            return "only answers count, and none of its 3 documents has one within" in str(error)
+        return False
+
+    def counts(seq_len):
+        sets = data.build_token_datasets(data.build_caches("train"), hax.Axis("position", seq_len), split="train")
+        return sets["c"].as_sync_dataset()[0].loss_weight.sum() > 0
+
+    with warnings.catch_warnings(action="ignore"):
+        found = [is_refused(seq_len) for seq_len in range(48, 54)]
+        assert found == [not counts(seq_len) for seq_len in range(48, 54)]
+    assert True in found
+    assert False in found
 
 
 @pytest.mark.parametrize(
