@@ -1,7 +1,8 @@
 """Levanter's data configuration after resolving: the same, but its token caches are built safely and carry control."""
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -28,7 +29,7 @@ from qkvflow.data.control.field import ControlField
 from qkvflow.data.control.sequences import ControlledDataset, with_sequence_controls
 from qkvflow.data.sequences import Sequences, without_examples
 from qkvflow.data.tokenizers import load_tokenizer
-from qkvflow.errors import UserError, first_line
+from qkvflow.errors import Notice, UserError, first_line
 
 
 @dataclass(frozen=True)
@@ -123,6 +124,7 @@ class ResolvedDataConfig(LmDataConfig):
                 if cache is not None:
                     caches[part_name] = cache
         if left_to_levanter:
+            self._tell_what_is_not_compared(left_to_levanter)
             rest = dataclasses.replace(self, components=left_to_levanter, train_weights=None)
             try:
                 caches |= LmDataConfig.build_caches(rest, split)
@@ -132,6 +134,15 @@ class ResolvedDataConfig(LmDataConfig):
                 names = ", ".join(left_to_levanter)
                 raise UserError(f"the tokens of component {names} cannot be read: {first_line(error)}") from error
         return caches
+
+    def _tell_what_is_not_compared(self, names: Iterable[str]) -> None:
+        asked = [f"data.{name}" for name in ("rebuild_caches", "verify_caches") if getattr(self, name)]
+        if asked:
+            text = (
+                f"{', '.join(asked)}: no effect for component {', '.join(names)}. Caches in a bucket, and those of"
+                " components without a source, are not compared with checksums."
+            )
+            warnings.warn(Notice(text), stacklevel=2)
 
 
 def _parts(name: str, component: object) -> Iterator[tuple[str, DatasetComponent]]:

@@ -4,6 +4,7 @@ import dataclasses
 import gzip
 import json
 import os
+import warnings
 from itertools import pairwise
 from pathlib import Path
 
@@ -30,7 +31,7 @@ from qkvflow.data.holdout import text_boundary
 from qkvflow.data.pieces import pieces
 from qkvflow.data.readers import read_records, read_text
 from qkvflow.data.statistics import token_byte_lengths, token_counts, unigram_entropy
-from qkvflow.errors import UserError
+from qkvflow.errors import Notice, UserError
 from qkvflow.training.corpus import _unigram
 
 EOS = 256
@@ -321,6 +322,21 @@ def test_a_number_that_python_does_not_read_is_told_with_its_line():
     for path, line in (("a.jsonl", 2), ("a.json", 3)):
         with pytest.raises(UserError, match=rf"{path}:{line}: a whole number has more than 4,300 digits. Shorten it"):
             list(read_records(Path(path), "text"))
+
+
+@pytest.mark.parametrize("keys", [["rebuild_caches"], ["verify_caches"], ["rebuild_caches", "verify_caches"]])
+def test_a_check_that_does_not_reach_a_cache_is_told(keys):
+    Path("a.txt").write_text("some text\n" * 50)
+    own = resolve(train="a.txt")
+    expected, source = tokens(own, "train"), own.components["text"].source
+    there = DatasetComponent(source=None, cache_dir=own.components["text"].cache_dir)
+    parts = {"there": there, "own": DatasetComponent(source=source)}
+    asked = resolve(components=parts, **dict.fromkeys(keys, True))
+    with pytest.warns(Notice, match=f"^{', '.join(f'data.{key}' for key in keys)}: no effect for component there[.] "):
+        assert tokens(asked, "train", "there") == expected
+    with warnings.catch_warnings(action="error", category=Notice):
+        resolve(components=parts).build_caches("train")
+        resolve(train="a.txt", **dict.fromkeys(keys, True)).build_caches("train")
 
 
 def test_cache_that_cannot_be_written():
