@@ -83,14 +83,16 @@ def token_byte_lengths(tokenizer: MarinTokenizer) -> np.ndarray:
     """int64 [vocab]: the number of UTF-8 bytes of each token; 0 for special tokens.
 
     Differs from Levanter's `eval/bpb`, which decodes each token separately and therefore counts three bytes for a
-    token that is part of a character. The tokens of a byte-level vocabulary have one letter per byte.
+    token that is part of a character. The tokens of a byte-level vocabulary have one letter per byte; what was added to
+    it, such as runs of spaces, is plain text.
     """
     special = set(tokenizer.all_special_ids)
     names = {i: token for token, i in tokenizer.get_vocab().items()}
     tokens = [names.get(i, "") for i in range(number_of_ids(tokenizer))]
     alphabet = set(byte_alphabet())
     if alphabet <= set(tokens):
-        lengths = [0 if i in special or not alphabet.issuperset(t) else len(t) for i, t in enumerate(tokens)]
+        sizes = (len(token) if alphabet.issuperset(token) else len(token.encode()) for token in tokens)
+        lengths = [0 if i in special else size for i, size in enumerate(sizes)]
     else:
         lengths = [byte_length_of_token(tokenizer, i) if token else 0 for i, token in enumerate(tokens)]
     return np.asarray(lengths, dtype=np.int64)

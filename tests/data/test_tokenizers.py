@@ -10,7 +10,7 @@ from support.tokenizers import with_gaps
 from transformers import AutoTokenizer
 
 from qkvflow.data import copy_tokenizer, load_tokenizer, number_of_ids, resolve_tokenizer, tokenizer_fingerprint
-from qkvflow.data.byte_level import byte_alphabet
+from qkvflow.data.byte_level import byte_alphabet, byte_tokenizer
 from qkvflow.data.special_tokens import end_tokens
 from qkvflow.data.statistics import token_byte_lengths
 from qkvflow.data.tiktoken_conversion import convert
@@ -192,6 +192,20 @@ def test_ids_with_gaps_all_have_a_place(tmp_path):
     assert number_of_ids(tokenizer) == len(Vocabulary(tokenizer)) == 8 > max(tokenizer.encode("é bc"))
     assert token_byte_lengths(tokenizer).tolist() == [1, 2, 0, 0, 0, 0, 0, 2]
     assert end_tokens(tmp_path, tokenizer) == (5,)
+
+
+def test_bytes_of_tokens_that_were_added(tmp_path):
+    """As Pythia's runs of spaces, which its vocabulary holds as they are, not in the alphabet of bytes."""
+    own = byte_tokenizer()
+    own.add_tokens(["  ", "<tool>", "\n\n", "世界"])
+    (tmp_path / "a").mkdir()
+    own.save(str(tmp_path / "a" / "tokenizer.json"))
+    (tmp_path / "a" / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    tokenizer = load_tokenizer(tmp_path / "a")
+    text = "é  b<tool>\n\nc世界"
+    ids = tokenizer.encode(text)
+    assert sorted(i for i in ids if i > 256) == [257, 258, 259, 260]
+    assert token_byte_lengths(tokenizer)[ids].sum() == len(text.encode())
 
 
 def test_special_tokens_of_another_file(tmp_path):
