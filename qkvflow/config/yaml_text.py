@@ -123,6 +123,10 @@ class _Loader(yaml.SafeLoader):
 class _Dumper(yaml.SafeDumper):
     """PyYAML's, which also quotes text that only YAML 1.2 would read as a number, such as `1e3`."""
 
+    def represent_str(self, data: str) -> yaml.ScalarNode:
+        """Differs from PyYAML, which writes U+0085 as it is, and reads it as the end of a line."""
+        return self.represent_scalar(f"{_PREFIX}str", data, style='"' if "\x85" in data else None)
+
 
 def _number(kind: type, made: type, loader: _Loader, node: yaml.ScalarNode) -> Any:
     text = loader.construct_scalar(node)
@@ -179,3 +183,4 @@ _Loader.add_constructor(f"{_PREFIX}str", yaml.SafeLoader.construct_yaml_str)
 _Loader.add_constructor(f"{_PREFIX}seq", yaml.SafeLoader.construct_yaml_seq)
 _Loader.add_constructor(f"{_PREFIX}map", yaml.SafeLoader.construct_yaml_map)
 _Loader.add_constructor(None, _Loader.refuse_tag)
+_Dumper.add_representer(str, _Dumper.represent_str)

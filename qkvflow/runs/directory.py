@@ -185,5 +185,5 @@ def check_name(name: str, what: str) -> None:
     if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,200}", name):
         raise UserError(
             f"{what} is {shortened(name)!r}, but must be one folder name of letters, digits, `.`, `_` and `-`"
-            " that starts with a letter or a digit"
+            " that starts with a letter, a digit or `_`"
         )

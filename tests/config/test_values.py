@@ -1,14 +1,17 @@
 """Values of command lines and files: text stays as typed, numbers are decimal, strange ones are told, not traced."""
 
+import itertools
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import yaml
 from support.configs import TINY
 
 from qkvflow.cli import parse
 from qkvflow.config import decode, read_yaml
+from qkvflow.config.yaml_text import dump, load
 from qkvflow.errors import UserError
 from qkvflow.runs import TrainConfig
 from qkvflow.runs.config import FinetuneConfig
@@ -154,3 +157,11 @@ def test_a_file_with_a_control_character_is_refused_with_its_place(byte, told, t
 def test_a_number_in_quotes_is_a_number_where_one_may_stand():
     assert decode(Names, {"either": "7"}).either == 7
     assert decode(Names, {"either": "7x"}).either == "7x"
+
+
+def test_text_is_read_as_it_was_written():
+    """Also by PyYAML: characters that end lines, that begin other values, and others, each in three places."""
+    ends = ["\n", "\r", "\x85", "\u2028", "\u2029", "\ufeff", "\t", " ", "\x07", "\x7f", "\xa0"]
+    for text in map("".join, itertools.product([*ends, *"a1:#-'\"\\", "é", "世", "😀"], repeat=3)):
+        written = dump({"key": text, text: [text]})
+        assert load(written, "it") == yaml.safe_load(written) == {"key": text, text: [text]}
