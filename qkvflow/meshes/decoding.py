@@ -43,7 +43,7 @@ def compile_decoding(config: TrainConfig, tokens: int, slots: int, dtype: str | 
     Vocab, length = Axis("vocab", config.vocab_size or tokens), config.model.max_seq_len
 
     def make(key) -> CachedModel:
-        model = enter(inference_mode(config.model.build(Vocab, key=key), True))
+        model = inference_mode(enter(config.model.build(Vocab, key=key)), True)
         if not isinstance(model, NeuralOdeLMHeadModel):
             raise UserError(f"--serve: a decoding step of {type(model).__name__} cannot be compiled")
         return cast(CachedModel.of(model), dtype)

@@ -15,6 +15,7 @@ from levanter.data import DataLoader
 from levanter.eval import TaggedEvaluator
 from levanter.models.lm_model import LmExample, LmHeadModel
 from levanter.trainer import TrainerConfig
+from levanter.utils.tree_utils import inference_mode
 
 from qkvflow.axes import BATCH
 from qkvflow.config import decode, encode
@@ -94,7 +95,7 @@ class RunEvaluator:
         self._mp = config.trainer.mp
 
     def loss(self, model: LmHeadModel) -> float:
-        """Mean over all tokens of all validation sets, nats per token; in the precision of the run."""
+        """Mean over all tokens of all validation sets, nats per token; in the precision of the run, without dropout."""
         mapping = self._trainer.compute_axis_mapping
 
         def per_token(model, batch):
@@ -112,7 +113,7 @@ class RunEvaluator:
             max_examples_per_dataset=self._limit,
         )
         with set_mesh(self._trainer.device_mesh), hax.axis_mapping(mapping):
-            return float(evaluator.evaluate(model).micro_avg_loss)
+            return float(evaluator.evaluate(inference_mode(model, True)).micro_avg_loss)
 
     def example(self) -> LmExample:
         """The first batch of the first validation set, without what the batch is filled up with."""
