@@ -99,9 +99,10 @@ def check_something_counts(component: DatasetComponent, cache: TreeCache[dict], 
     Raises:
         UserError: only answers count, and no document has a token of one where it is read: the loss would be 0.
     """
+    # Weights of prompts stand where a token is predicted from; masks of chats, where it is: one place later.
     form, first = component.format, 0
     if isinstance(form, ChatLmDatasetFormat) and form.mask_user_turns:
-        key, first, instead = "assistant_masks", 1, ", or set mask_user_turns: false in its `format`"  # marks targets
+        key, first, instead = "assistant_masks", 1, ", or set mask_user_turns: false in its `format`"
     elif isinstance(form, SupervisedLmDatasetFormat) and not is_stream(component):
         key, instead = SupervisedTextProcessor.loss_weights_key, ", or read all of them with `pack: false`"
     else:

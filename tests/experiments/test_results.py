@@ -169,7 +169,7 @@ def test_committed_pages_and_tables_come_from_their_json(folder):
 
 
 def _printed(*words: str) -> str:
-    """By a program of its own: `experiments` chooses instructions for NumPy before it is imported, as it is here."""
+    """What a new process prints: `experiments` chooses NumPy's instructions before NumPy is imported; here it is."""
     return subprocess.run([sys.executable, *words], capture_output=True, text=True, check=True).stdout
 
 
