@@ -65,11 +65,12 @@ def resident_bytes():
 
 
 def left(scheduler):
-    """What there is when nobody asks for anything."""
+    """What there is when nobody asks for anything; threads without the event loop's pool, which grows up to a limit."""
     wait_for(lambda: idle(scheduler))
     scheduler._engine.wait()
     gc.collect()
-    return resident_bytes(), len(jax.live_arrays()), threading.active_count()
+    threads = sorted(thread.name for thread in threading.enumerate() if not thread.name.startswith("asyncio_"))
+    return resident_bytes(), len(jax.live_arrays()), threads
 
 
 def test_500_requests_of_which_some_leave(loaded):
@@ -90,11 +91,9 @@ def test_500_requests_of_which_some_leave(loaded):
     assert run() == alone
     after = left(scheduler)
     grown = (after[0] - before[0]) / 2**20
-    print(
-        f"\n{REQUESTS} requests: {grown:+.1f} MiB, arrays {before[1]} -> {after[1]}, threads {before[2]} -> {after[2]}"
-    )
+    print(f"\n{REQUESTS} requests: {grown:+.1f} MiB, arrays {before[1]} -> {after[1]}, threads {len(after[2])}")
     assert after[1] == before[1]
-    assert after[2] <= before[2] + 1  # event loops start threads as they need them, up to a number
+    assert after[2] == before[2]
     assert grown < 16
     assert scheduler.load() == {"slots": 8, "running": 0, "waiting": 0}
 
