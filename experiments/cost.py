@@ -24,7 +24,7 @@ from qkvflow.training.checks import model_shape
 from qkvflow.training.description import vocabulary_size
 from qkvflow.training.levanter_config import jax_configured
 
-_NEAR, _UNITS = 0.05, 2**14
+NEAR, _UNITS = 0.05, 2**14
 # Keys that do not change the memory of a training step, with one value for all recipes.
 _NOT_OF_MEMORY = {
     "trainer": {"id": "", "seed": 0, "num_train_steps": 1, "steps_per_eval": 1, "max_eval_batches": None},
@@ -109,7 +109,7 @@ def width_with(recipe: Recipe, parameters: int) -> int:
     model = recipe.raw["model"]
     heads = model.get("block", model).get("num_heads", 1)
     width, found = _nearest(recipe, parameters, 2 * heads)
-    if abs(found / parameters - 1) > _NEAR:
+    if abs(found / parameters - 1) > NEAR:
         with contextlib.suppress(UserError):  # rotary positions need even head sizes
             width, _ = _nearest(recipe, parameters, heads)
     return width

@@ -266,10 +266,16 @@ def heat(
     panel.imshow(means, cmap="cividis_r", aspect="auto", vmin=low, vmax=high)
     dark = (low + high) / 2
     for (i, j), mean in np.ndenumerate(means):
-        words = f"{round(mean, 2) + 0.0:{sign}.2f}" + (f"\n±{cells[i][j].half:.2f}" if cells[i][j].n > 1 else "")
+        half = f"\n±{_two_decimals(cells[i][j].half)}" if cells[i][j].n > 1 else ""
+        words = f"{round(mean, 2) + 0.0:{sign}.2f}{half}"
         panel.text(j, i, words, ha="center", va="center", fontsize=7, color="white" if mean > dark else "black")
     panel.set_xticks(range(len(columns)), columns, rotation=30, ha="right", fontsize=8)
     panel.set_yticks(range(len(rows)), rows, fontsize=8)
+
+
+def _two_decimals(half: float) -> str:
+    """Or more, until a digit is not 0: no interval looks as if it had no width."""
+    return f"{half:.1g}" if 0.0 < half < 0.005 else f"{half:.2f}"
 
 
 def arms(panel: Axes, names: Sequence[str], rotation: float = 20) -> None:

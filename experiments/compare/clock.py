@@ -76,4 +76,4 @@ def table(record: Comparison) -> Table | None:
         head.append("by single rounds")
         for row, t in zip(rows, found.values(), strict=True):
             row.append("" if t.rounds is None else "{:.3f} to {:.3f}".format(*t.rounds))
-    return Table(head, rows, formats={"ms per step": ".0f", "of its training": ".0%"}) if rows else None
+    return Table(head, rows, formats={"ms per step": ".0f", "of its training": ".1%"}) if rows else None

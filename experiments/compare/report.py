@@ -9,6 +9,7 @@ from experiments import tables
 from experiments.compare import clock, contrasts, rates, widths
 from experiments.compare.plan import ROWS, SAME_FLOPS
 from experiments.compare.record import Comparison, by_row, each, machines, missing, seeds_of
+from experiments.cost import NEAR
 from experiments.lines import Line, against, known, table
 from experiments.statistics import ALPHA, interval
 from experiments.tables import Cell, Table
@@ -65,6 +66,7 @@ def page(record: Comparison) -> Mapping[str, object]:
         "rates": p.about_search + corrects if p.search_width else p.about_rates("each model in each size"),
         "tests": "the only tests are those of the contrasts" if p.contrasts else tests,
         "same": SAME_FLOPS,
+        "near": NEAR,
         "alpha": ALPHA,
         "contrasts": contrasts.table(record),
         "family": len(p.contrasts),
@@ -75,6 +77,8 @@ def page(record: Comparison) -> Mapping[str, object]:
         "losses": "\n\n".join(titled) or "None yet.",
         "distances": " or ".join(map(str, sorted({r.curve[0][0] for r in record.results}))),
         "costs": table("model", costs, known("width", "steps"), times, known("peak MiB"), ways) if costs else None,
+        "targets": p.targets or None,
+        "without_targets": None if p.targets else (),
         "time": clock.table(record),
         "widths": widths.table(record),
         "n_widths": len(p.widths),

@@ -145,3 +145,8 @@ def test_many_panels_stand_in_rows(n, rows):
     assert len(panels) == len(figure.axes) == n
     assert figure.get_size_inches()[1] == rows
     assert all(panel.xaxis.get_tick_params()["labelbottom"] for panel in panels)
+
+
+def test_a_narrow_interval_has_a_width_in_a_map(panel):
+    style.heat(panel, ["a"], ["x", "y"], [[Interval(0.2, 0.0046, 5), Interval(0.2, 0.0054, 5)]])
+    assert [text.get_text() for text in panel.texts] == ["0.20\n±0.005", "0.20\n±0.01"]
