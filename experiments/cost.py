@@ -24,7 +24,9 @@ from qkvflow.training.checks import model_shape
 from qkvflow.training.description import vocabulary_size
 from qkvflow.training.levanter_config import jax_configured
 
-NEAR, _UNITS = 0.05, 2**14
+# A width with an even head size is taken if it misses the number of parameters by no larger fraction.
+SAME_PARAMETERS = 0.05
+_UNITS = 2**14
 # Keys that do not change the memory of a training step, with one value for all recipes.
 _NOT_OF_MEMORY = {
     "trainer": {"id": "", "seed": 0, "num_train_steps": 1, "steps_per_eval": 1, "max_eval_batches": None},
@@ -104,12 +106,13 @@ def _step(
 def width_with(recipe: Recipe, parameters: int) -> int:
     """The `hidden_dim` at which the number of parameters is closest to `parameters`.
 
-    It is a multiple of twice the heads; or of the heads, where the former misses by more than 5 % (odd head sizes).
+    It is a multiple of twice the heads; or of the heads (odd head sizes), where the former misses by more than
+    `SAME_PARAMETERS`.
     """
     model = recipe.raw["model"]
     heads = model.get("block", model).get("num_heads", 1)
     width, found = _nearest(recipe, parameters, 2 * heads)
-    if abs(found / parameters - 1) > NEAR:
+    if abs(found / parameters - 1) > SAME_PARAMETERS:
         with contextlib.suppress(UserError):  # rotary positions need even head sizes
             width, _ = _nearest(recipe, parameters, heads)
     return width

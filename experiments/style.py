@@ -266,15 +266,15 @@ def heat(
     panel.imshow(means, cmap="cividis_r", aspect="auto", vmin=low, vmax=high)
     dark = (low + high) / 2
     for (i, j), mean in np.ndenumerate(means):
-        half = f"\n±{_two_decimals(cells[i][j].half)}" if cells[i][j].n > 1 else ""
+        half = f"\n±{_shown(cells[i][j].half)}" if cells[i][j].n > 1 else ""
         words = f"{round(mean, 2) + 0.0:{sign}.2f}{half}"
         panel.text(j, i, words, ha="center", va="center", fontsize=7, color="white" if mean > dark else "black")
     panel.set_xticks(range(len(columns)), columns, rotation=30, ha="right", fontsize=8)
     panel.set_yticks(range(len(rows)), rows, fontsize=8)
 
 
-def _two_decimals(half: float) -> str:
-    """Or more, until a digit is not 0: no interval looks as if it had no width."""
+def _shown(half: float) -> str:
+    """With two decimals, or up to the first that is not 0: `0.00` would look like an interval without width."""
     return f"{half:.1g}" if 0.0 < half < 0.005 else f"{half:.2f}"
 
 

@@ -9,7 +9,7 @@ from experiments import tables
 from experiments.compare import clock, contrasts, rates, widths
 from experiments.compare.plan import ROWS, SAME_FLOPS
 from experiments.compare.record import Comparison, by_row, each, machines, missing, seeds_of
-from experiments.cost import NEAR
+from experiments.cost import SAME_PARAMETERS
 from experiments.lines import Line, against, known, table
 from experiments.statistics import ALPHA, interval
 from experiments.tables import Cell, Table
@@ -57,6 +57,7 @@ def page(record: Comparison) -> Mapping[str, object]:
     titled = [f"## {title} (n = {seeds_of({row: rows[row]})})\n\n{own}" for row, title, own in losses(record)]
     tests = "p is Holm-corrected over the models of a row"
     corrects = ", and corrected where the check below fails" if p.corrects else ""
+    distances = " or ".join(map(str, sorted({r.curve[0][0] for r in record.results})))
     repeats = p.tokens_per_step / p.text_tokens if p.ngrams else None
     return {
         "missing": missing(record.progress) or None,
@@ -65,8 +66,8 @@ def page(record: Comparison) -> Mapping[str, object]:
         "longest": max((r.steps for r in record.results), default=p.steps) * (repeats or 0),
         "rates": p.about_search + corrects if p.search_width else p.about_rates("each model in each size"),
         "tests": "the only tests are those of the contrasts" if p.contrasts else tests,
-        "same": SAME_FLOPS,
-        "near": NEAR,
+        "same_flops": SAME_FLOPS,
+        "same_parameters": SAME_PARAMETERS,
         "alpha": ALPHA,
         "contrasts": contrasts.table(record),
         "family": len(p.contrasts),
@@ -75,10 +76,9 @@ def page(record: Comparison) -> Mapping[str, object]:
         "counted": p.counts["report"].get(str(p.ngrams)),
         "beats": _against_counts(record),
         "losses": "\n\n".join(titled) or "None yet.",
-        "distances": " or ".join(map(str, sorted({r.curve[0][0] for r in record.results}))),
+        "about_costs": "Speed, memory, and cost to reach given losses" if p.targets else "Speed and memory",
+        "distances": distances if p.targets else None,
         "costs": table("model", costs, known("width", "steps"), times, known("peak MiB"), ways) if costs else None,
-        "targets": p.targets or None,
-        "without_targets": None if p.targets else (),
         "time": clock.table(record),
         "widths": widths.table(record),
         "n_widths": len(p.widths),

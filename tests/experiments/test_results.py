@@ -169,7 +169,7 @@ def test_committed_pages_and_tables_come_from_their_json(folder):
 
 
 def _printed(*words: str) -> str:
-    """What a new process prints: `experiments` chooses NumPy's instructions before NumPy is imported; here it is."""
+    """What a new process prints. `experiments` chooses NumPy's instructions before its import, too late in this one."""
     return subprocess.run([sys.executable, *words], capture_output=True, text=True, check=True).stdout
 
 
