@@ -17,6 +17,7 @@ from support.serving import client_of, complete, idle, serving, wait_for
 
 pytestmark = pytest.mark.slow
 REQUESTS, DISCONNECTS, AT_ONCE = 500, 0.1, 24
+POOLS = ("asyncio_", "uvloop_")  # how the threads are named in which an event loop, of either kind, runs blocking calls
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +70,7 @@ def left(scheduler):
     wait_for(lambda: idle(scheduler))
     scheduler._engine.wait()
     gc.collect()
-    threads = sorted(thread.name for thread in threading.enumerate() if not thread.name.startswith("asyncio_"))
+    threads = sorted(t.name for t in threading.enumerate() if not t.name.startswith(POOLS))
     return resident_bytes(), len(jax.live_arrays()), threads
 
 
