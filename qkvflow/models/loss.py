@@ -20,17 +20,33 @@ def next_token_loss(
 
     Differs from Levanter: devices that divide the heads of attention among them all hold all of x. There each would
     compute the whole head, a fifth of the work of a small model; here each takes a part of the positions. And the mean
-    of no token, where all have the weight 0, is 0 with a gradient of 0; there it is NaN.
+    is `weighted_mean`.
     """
-    weight = options.get("loss_weight")
     is_mean = options.get("reduction", hax.mean) is hax.mean and options.get("reduction_axis") is None
-    some = None
-    if weight is not None and is_mean and weight.resolve_axis(POSITION).size > 1:
-        options["loss_weight"], some = counted(weight)
+    if is_mean:
+        options |= {"reduction": None, "reduction_axis": ()}
     x = hax.auto_sharded(x)  # as in the layers: what follows must not change how those are divided
     with _positions_divided(x.resolve_axis(POSITION)):
         loss = maybe_fused_next_token_loss(Pos, Embed, Vocab, hax.auto_sharded(x), head, tokens, **options)
-    return loss if some is None else loss * some
+    return weighted_mean(loss, options.get("loss_weight")) if is_mean else loss
+
+
+def weighted_mean(losses: NamedArray, weights: NamedArray | None) -> NamedArray:
+    """sum(losses) / sum(weights) over the tokens that predict another one; without weights each has the weight 1.
+
+    Differs from Levanter: the mean of no token is 0 with a gradient of 0; there the gradient is NaN. And both sums are
+    one, so that the sum of the weights, too, waits for the losses. Several processes on CPUs run sums that do not
+    depend on the loop over depth in any order beside those in it, and two that choose differently wait for ever.
+
+    Args:
+        losses: times the weights, {batch, position}.
+        weights: {batch, position}; the last position predicts nothing.
+    """
+    weights = hax.ones_like(losses) if weights is None else weights
+    weights = weights * (hax.arange(losses.resolve_axis(POSITION)) < losses.axis_size(POSITION) - 1)
+    sums = hax.sum(hax.stack("sum", [losses, weights.broadcast_to(losses.axes)]), axis=losses.axes)
+    loss, count = sums.unbind("sum")
+    return loss / hax.where(count > 0, count, 1.0)
 
 
 def counted(weights: NamedArray) -> tuple[NamedArray, NamedArray]:

@@ -1,5 +1,6 @@
-"""Eight virtual devices: what each holds and makes of generated weights, read from the compiled training step; that
-this step is the one that training runs; and that every mesh of configs/mesh computes what one device computes."""
+"""Eight virtual devices: what each holds and makes of generated weights, and in what order they send, read from the
+compiled training step; that this step is the one that training runs; and that every mesh of configs/mesh computes what
+one device computes."""
 
 import os
 import subprocess
@@ -27,8 +28,13 @@ def config(block, weights="generated", mesh=None, width=128, **depth):
 """
 
 DIVIDED = """
-from qkvflow.meshes.ahead import compile_ahead
+from types import SimpleNamespace
+from support.races import races
+from qkvflow.meshes import ahead
 
+programs = []
+read = ahead.Program.read
+ahead.Program = SimpleNamespace(read=lambda text: programs.append(read(text)) or programs[-1])
 GPT2, SSM = ({"type": kind, "num_heads": 8} for kind in ("gpt2", "ssm"))
 for name, given in {
     "gpt2": config(GPT2),
@@ -41,7 +47,8 @@ for name, given in {
     "basis": config(GPT2, "basis"),
     "fsdp x tensor": config(LLAMA, mesh={"axes": {"data": 4, "model": 2}}),
 }.items():
-    report = compile_ahead(given, 256, large=8 << 10)
+    report = ahead.compile_ahead(given, 256, large=8 << 10)
+    assert not races(programs[-1]), (name, races(programs[-1]))
     share = (report.parameters + report.optimizer) / (report.all_parameters + report.all_optimizer)
     assert share <= 1.1 / 8, (name, share)
     # Time networks have a matrix {sinusoid or hidden, hidden} each, below 11 kB; all else is divided.
