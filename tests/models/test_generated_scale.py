@@ -1,6 +1,7 @@
 """Learning rates of generated weights: by how much a step of Adam moves W(t)."""
 
 import dataclasses
+import warnings
 
 import equinox as eqx
 import jax
@@ -11,11 +12,12 @@ import pytest
 from support.models import build, small_config
 
 from qkvflow.config import decode, encode
-from qkvflow.errors import UserError
+from qkvflow.errors import Notice, UserError
 from qkvflow.models.generated_scale import sum_of_features
 from qkvflow.runs.adam import ScaledAdamConfig
 from qkvflow.runs.config import FinetuneConfig, TrainConfig
 from qkvflow.time import grid
+from qkvflow.training.checks import check_config
 from qkvflow.weights import Generated, GeneratedConfig, at
 
 RATE = 1e-3
@@ -127,6 +129,17 @@ def test_the_default_follows_the_weights(weights, expected):
         assert decode(TrainConfig, raw).settled(given).optimizer.generated_scale == choice  # continued
     older = decode(TrainConfig, raw)  # stored before there was this key
     assert decode(TrainConfig, raw).settled(older).optimizer.generated_scale == "none"
+
+
+def test_a_scale_without_projections_is_no_silent_wish():
+    for model in ({"type": "gpt2"}, {"type": "neuralode", "weights": {"type": "constant"}}):
+        raw = {"model": model, "optimizer": {"generated_scale": "sum_e"}}
+        with pytest.warns(Notice, match="no effect"):
+            check_config(decode(TrainConfig, raw))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check_config(decode(TrainConfig, raw | {"model": {"type": "neuralode"}}))
+        check_config(decode(TrainConfig, raw | {"optimizer": {"generated_scale": "none"}}))
 
 
 def test_a_fine_tune_takes_the_default_of_its_base():
