@@ -3,9 +3,9 @@
 | `attn_backend` | is | requires |
 |---|---|---|
 | unset, or `default` | `splash` on TPUs, `nvte` on GPUs, `jax_flash` elsewhere | |
-| `splash` | JAX's Pallas kernel for TPUs | positions divisible by 128; no dropout of the weights |
+| `splash` | JAX's Pallas kernel for TPUs | positions and block size divisible by 128; no dropout of the weights |
 | `nvte` | NVIDIA's Transformer Engine (cuDNN) | that package; a 16-bit dtype; a head size divisible by 8 |
-| `jax_flash` | Levanter's blockwise flash attention in JAX | positions divisible by 1024; no dropout of the weights |
+| `jax_flash` | Levanter's blockwise flash attention | positions in blocks (1024); no dropout of the weights |
 | `vanilla` | computes all scores at once | nothing |
 
 If a kernel cannot handle the shapes, the next that can is used, with a notice: the platform's best, `jax_flash`,

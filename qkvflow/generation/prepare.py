@@ -31,7 +31,7 @@ class PreparedModel:
         draft_steps: of the drafting grid; 0 without drafting.
         draft_tokens: drafts per pass of the full grid; 0 without drafting.
         exits: the rule, and the limits of texts that have none of their own; None without exits.
-        steps: of the flow; 0 for a model that is none.
+        steps: of the flow, or the layers of an ordinary model with a cache; 0 for a model that is recomputed.
 
     use_cache: False recomputes the whole text for each token. Levanter models other than GPT-2 and Llama are always
         recomputed.

@@ -166,8 +166,8 @@ class FinetuneConfig(TrainConfig):
         checkpoint_step: N of its checkpoint step-N; defaults to the last step of a finished run.
         official: a checkpoint of the official implementation to start from instead.
         steps: M, the depth to fine-tune at; defaults to that of the base.
-        mode: `{type: flow}`, `{type: full}`, `{type: stack}` or `{type: lora, r, alpha, dropout, target_modules,
-            train_embeddings}`.
+        mode: `{type: flow, refine}`, `{type: full}`, `{type: stack, order}` or `{type: lora, r, alpha, dropout,
+            target_modules, train_embeddings, a_init}`.
         merge: for a LoRA run: when it finishes, write an ordinary run with LoRA merged into its weights,
             `<run>-merged`.
         model: do not set it: it follows from the base, `steps` and `mode`, and is recorded in the run's `config.yaml`.

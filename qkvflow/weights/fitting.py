@@ -82,7 +82,8 @@ def read_error(weights: eqx.Module, layers: PerLayer) -> float:
 def check_enough_layers(basis: FunctionBasis, times: Sequence[float]) -> None:
     """Raises:
     UserError: the fit to layers at these times is not unique: there are more functions than layers, or the times leave
-        some out (pieces, and times of unequal distance), or the condition exceeds fp64 (K = L = 48 of `chebyshev`).
+        some out (pieces, and times of unequal distance), or the condition exceeds fp64 (K = L = 48 of `chebyshev`
+        and `spline`).
     """
     dim, layers = basis.dim, len(times)
     if dim > layers:
