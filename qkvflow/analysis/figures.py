@@ -343,6 +343,8 @@ def _eigenvalue_legend(figure: Figure, heads: int, untrained: bool) -> None:
 
 
 def _quartiles(ax, t, values: np.ndarray, colour: str, label: str | None) -> None:
+    if len(values) == 0:  # a single step does not turn
+        return
     low, middle, high = np.nanpercentile(values, (25, 50, 75), axis=1)
     ax.fill_between(t, low, high, color=colour, alpha=0.2, lw=0)
     ax.plot(t, middle, color=colour, marker="o", ms=3, label=label)

@@ -19,16 +19,19 @@ def next_token_loss(
     """Levanter's loss, with its options, of what the head makes of x.
 
     Differs from Levanter: devices that divide the heads of attention among them all hold all of x. There each would
-    compute the whole head, a fifth of the work of a small model; here each takes a part of the positions. And the mean
-    is `weighted_mean`.
+    compute the whole head, a fifth of the work of a small model; here each takes a part of the positions. The mean is
+    `weighted_mean`. And `dtype` holds; there the dtype of the weights takes its place.
     """
+    weights, dtype = options.get("loss_weight"), options.get("dtype")
+    if weights is not None and dtype is not None:
+        options["loss_weight"] = weights.astype(dtype)
     is_mean = options.get("reduction", hax.mean) is hax.mean and options.get("reduction_axis") is None
     if is_mean:
         options |= {"reduction": None, "reduction_axis": ()}
     x = hax.auto_sharded(x)  # as in the layers: what follows must not change how those are divided
     with _positions_divided(x.resolve_axis(POSITION)):
         loss = maybe_fused_next_token_loss(Pos, Embed, Vocab, hax.auto_sharded(x), head, tokens, **options)
-    return weighted_mean(loss, options.get("loss_weight")) if is_mean else loss
+    return weighted_mean(loss, weights) if is_mean else loss
 
 
 def weighted_mean(losses: NamedArray, weights: NamedArray | None) -> NamedArray:
@@ -42,11 +45,11 @@ def weighted_mean(losses: NamedArray, weights: NamedArray | None) -> NamedArray:
         losses: times the weights, {batch, position}.
         weights: {batch, position}; the last position predicts nothing.
     """
-    weights = hax.ones_like(losses) if weights is None else weights
+    weights = hax.ones_like(losses, jnp.float32) if weights is None else weights
     weights = weights * (hax.arange(losses.resolve_axis(POSITION)) < losses.axis_size(POSITION) - 1)
     sums = hax.sum(hax.stack("sum", [losses, weights.broadcast_to(losses.axes)]), axis=losses.axes)
     loss, count = sums.unbind("sum")
-    return loss / hax.where(count > 0, count, 1.0)
+    return loss / hax.where(count > 0, count, hax.ones_like(count))
 
 
 def counted(weights: NamedArray) -> tuple[NamedArray, NamedArray]:
@@ -55,7 +58,7 @@ def counted(weights: NamedArray) -> tuple[NamedArray, NamedArray]:
     The weights are 1 where no token counts. There Levanter's mean is 0, but its gradient NaN.
     """
     some = hax.any(weights[POSITION, :-1] > 0)  # the last position predicts nothing
-    return hax.where(some, weights, 1.0), some
+    return hax.where(some, weights, hax.ones_like(weights)), some
 
 
 def mean_weight(weights: NamedArray) -> jax.Array:

@@ -116,7 +116,7 @@ def check_devices(trainer: TrainerConfig) -> None:
 
 
 def check_memory(trainer: TrainerConfig, model: LmConfig, Pos: Axis, state_bytes: int, copies: int = 1) -> None:
-    """Refuses what cannot fit whatever the compiler does: the training state, and one fp32 state x(t) per token.
+    """Refuses what cannot fit whatever the compiler does: the training state, and one state x(t) per token.
 
     A training step needs several times as much. `qkvflow.describe --mesh` compiles it and knows.
 
@@ -134,7 +134,7 @@ def check_memory(trainer: TrainerConfig, model: LmConfig, Pos: Axis, state_bytes
     at_once = trainer.per_device_parallelism * trainer.data_axis_size
     if at_once < 0:  # a batch that grows is not divided
         at_once = largest_batch(trainer)
-    states = at_once * Pos.size * model.Embed.size * 4
+    states = at_once * Pos.size * model.Embed.size * jnp.dtype(trainer.mp.compute_dtype).itemsize
     if copies * (state_bytes + states) > present:
         together, each, fewer = "", "", ""
         if copies > 1:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Generic
 
+import equinox as eqx
 import jax
 import levanter.tracker
 from haliax import Axis
@@ -198,7 +199,8 @@ def _opened(
         shape = start.shape(vocab)
         levanter_config = complete_mesh(levanter_config, shape)
         check_mesh(levanter_config, shape, config.Pos)
-        share = TrainedShare.of(shape, start.trainable(shape), optimizer)
+        stored = eqx.filter_eval_shape(levanter_config.mp.cast_to_param, shape)
+        share = TrainedShare.of(stored, start.trainable(stored), optimizer)
         averages = 0 if config.trainer.model_averaging is None else share.trained_bytes
         check_memory(levanter_config, config.model, config.Pos, share.checkpoint_bytes + averages, copies)
         run.require_space(copies * (share.checkpoint_bytes + averages))

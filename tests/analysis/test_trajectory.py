@@ -98,4 +98,7 @@ def test_motion_adds_up():
     assert (moved * np.linalg.norm(x[0], axis=-1) <= motion.speed.sum(0) / 3 + 1e-6).all()  # no path is shorter
     with pytest.raises(UserError, match=r"top must lie in 1\.\.64"):
         trajectory.logit_lens(model, tokens, top=65)
-    assert len(figures.motion(motion).get_axes()) == 3
+    one_step = trajectory.motion(build(small_config(depth=DepthConfig(steps=1))), tokens)
+    assert len(one_step.turning) == 0
+    for drawn in (motion, one_step):
+        assert len(figures.motion(drawn).get_axes()) == 3

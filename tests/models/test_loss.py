@@ -13,7 +13,7 @@ import pytest
 from haliax import Axis
 from levanter.models.loss import next_token_loss as plain_loss
 
-from qkvflow.models.loss import next_token_loss
+from qkvflow.models.loss import counted, next_token_loss
 
 Batch, Pos, Embed = Axis("batch", 2), Axis("position", 24), Axis("embed", 48)
 Vocab = Axis("vocab", 500)  # no multiple of a block
@@ -69,3 +69,23 @@ def test_no_token_has_no_loss_and_no_gradient():
     one = nothing.at[Pos, 3].set(1.0)
     expected = plain_loss(Pos, Vocab, hax.dot(x, head, axis=Embed), tokens, loss_weight=one).scalar()
     assert loss((x, head), one) == pytest.approx(float(expected), rel=1e-5)
+
+
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("dtype", [None, jnp.bfloat16, jnp.float16])
+def test_weights_of_every_precision(wide, dtype):
+    """None: without weights. With 64 bits, a number in Python is wider than the weights."""
+    with jax.enable_x64(wide):
+        keys = jax.random.split(jax.random.PRNGKey(0), 3)
+        x = hax.random.normal(keys[0], (Batch, Pos, Embed), jnp.float32)
+        head = hax.random.normal(keys[1], (Embed, Vocab), jnp.float32)
+        tokens = hax.random.randint(keys[2], (Batch, Pos), 0, Vocab.size)
+        weight = None if dtype is None else hax.ones((Batch, Pos), dtype)
+        expected = plain_loss(Pos, Vocab, hax.dot(x, head, axis=Embed), tokens).scalar()
+        for options, tolerance in (({}, 1e-5), ({"dtype": jnp.float32}, 1e-5), ({"dtype": jnp.bfloat16}, 0.01)):
+            if dtype is not None and not options:
+                continue  # then the weights say how precise it is
+            found = next_token_loss(Pos, Embed, Vocab, x, head, tokens, loss_weight=weight, **options).scalar()
+            assert float(found) == pytest.approx(float(expected), rel=tolerance)
+        if dtype is not None:
+            assert counted(weight)[0].dtype == dtype

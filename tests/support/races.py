@@ -26,6 +26,6 @@ def races(program: Program) -> list[tuple[str, str]]:
 
 def communicates(i: Instruction, program: Program) -> bool:
     """Whether it is a collective, or contains one."""
-    called = re.findall(r"=%?([\w.\-]+)", i.rest)
+    called = re.findall(r"%([\w.\-]+)", i.rest)
     inner = [j for name in called for j in program.computations.get(name, [])]
     return i.op in KINDS or any(communicates(j, program) for j in inner)
