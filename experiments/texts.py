@@ -37,7 +37,7 @@ class Text:
         return str((self.folder / f"{part}.txt").resolve())
 
     def read(self, part: str) -> str:
-        return Path(self.file(part)).read_text(encoding="utf-8")
+        return _kept(Path(self.file(part)))
 
     def sizes(self) -> dict[str, int]:
         """Bytes of each part."""
@@ -67,7 +67,8 @@ class TextConfig(draccus.ChoiceRegistry, abc.ABC):
         """The text in files below `folder`.
 
         Raises:
-            UserError: it does not exist, or two of its parts are the same.
+            UserError: it does not exist, two of its parts are the same, or another text of this title is there, which
+                trainings may be reading.
         """
         text, contents = Text(self.title, folder / self.title), self.contents()
         if len(set(contents)) < len(contents):
@@ -76,8 +77,16 @@ class TextConfig(draccus.ChoiceRegistry, abc.ABC):
                 f"the texts of {self.title!r} to train on, to select by and to report on must differ, but two of"
                 f" {origins} have the same content"
             )
-        for part, content in zip(PARTS, contents, strict=True):
-            write_new(Path(text.file(part)), content)
+        files = {Path(text.file(part)): content for part, content in zip(PARTS, contents, strict=True)}
+        text.folder.mkdir(parents=True, exist_ok=True)
+        with locked(text.folder / "text.lock", wait=True):
+            if any(path.is_file() and _kept(path) != content for path, content in files.items()):
+                raise UserError(
+                    f"{text.folder} holds another text of the name {self.title!r}, which trainings with this --run_dir"
+                    " have read. Nothing was changed. Give another --run_dir, or remove that folder if it is not needed"
+                )
+            for path, content in files.items():
+                write_new(path, content)
         return text
 
 
@@ -86,7 +95,7 @@ def write_new(path: Path, content: str) -> str:
     write once. Returns the path."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with locked(path.with_name(f"{path.name}.lock"), wait=True):
-        if not path.is_file() or path.read_text(encoding="utf-8") != content:
+        if not path.is_file() or _kept(path) != content:
             write_text(path, content)
     return str(path.resolve())
 
@@ -204,6 +213,11 @@ class Builtin(TextConfig):
         ends = list(itertools.accumulate(len(document) + 1 for document in validation))
         first = 1 + min(range(len(ends)), key=lambda k: abs(ends[k] - len(whole) // 2))
         return tuple("\n".join(part) for part in (train, validation[:first], validation[first:]))
+
+
+def _kept(path: Path) -> str:
+    """The content of a file, with its line ends as they are."""
+    return path.read_bytes().decode("utf-8")
 
 
 @functools.cache

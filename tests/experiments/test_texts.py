@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from experiments.texts import PARTS, Builtin, Files, HuggingFace, Shakespeare, WikiText2
+from experiments.texts import PARTS, Builtin, Files, HuggingFace, Shakespeare, WikiText2, write_new
 from qkvflow.data.builtin import documents_of
 from qkvflow.errors import UserError
 
@@ -42,6 +42,23 @@ def test_text_is_written_once(tmp_path):
     config.prepare(tmp_path / "texts")
     assert os.stat(text.file("train")).st_mtime_ns == before
     assert text.sizes() == {"train": 6, "select": 7, "report": 7}
+
+
+def test_another_text_does_not_take_the_place_of_one_that_trainings_read(tmp_path):
+    """Also with line ends of Windows, which are kept: all bytes count."""
+    for name in PARTS:
+        (tmp_path / name).write_text(f"{name}\n")
+    config = Files("mine", *(str(tmp_path / name) for name in PARTS))
+    text = config.prepare(tmp_path / "texts")
+    before = {part: text.read(part) for part in PARTS}
+    (tmp_path / "report").write_text("other\n")
+    with pytest.raises(UserError, match=r"another text of the name 'mine'.*Nothing was changed"):
+        config.prepare(tmp_path / "texts")
+    assert {part: text.read(part) for part in PARTS} == before
+    path = Path(write_new(tmp_path / "windows.txt", "a\r\nb"))
+    changed = os.stat(path).st_mtime_ns
+    assert write_new(path, "a\r\nb") == str(path)
+    assert os.stat(path).st_mtime_ns == changed
 
 
 def test_what_is_not_there_or_the_same_is_refused(tmp_path):
