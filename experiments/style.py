@@ -79,6 +79,8 @@ def half(own: Interval) -> float:
 
 def about_bars(n: int | str) -> str:
     """n, or `least to most`, and what bars and bands are, in words."""
+    if str(n) == "1":
+        return "n = 1 seed, without intervals"
     least = str(n).split(" to ")[0]
     two = "of two, both" if least == "2" else ""
     what = "bars and bands from one to the other" if str(n) == "2" else ", ".join(filter(None, ["95 % intervals", two]))

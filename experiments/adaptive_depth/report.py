@@ -79,10 +79,19 @@ def page(record: AdaptiveDepth) -> Mapping[str, object]:
     return {
         "s": s,
         "sizes": ", ".join(f"{NAMES[system]} {size}" for system, size in sizes.items()),
+        "most": _most({r.system: r.parameters for r in pretrained}),
         "in_all": s.pretrain + s.tune,
         "pretrained": Table(["text", "model", "loss", "minus GPT-2", "p (Holm)"], rows),
         "tuned": "\n\n".join(f"### {title}\n\n{table}" for title, table in tables(record).items()),
     }
+
+
+def _most(parameters: Mapping[str, int]) -> str:
+    """What there is to say about the flow's number of parameters, between two clauses."""
+    others = [n for system, n in parameters.items() if system != "flow"]
+    if others and parameters.get("flow", 0) > max(others):
+        return ", and no arm has as many as the flow"
+    return "; the flow has no more than the others"
 
 
 def differences(record: AdaptiveDepth, reference: str) -> dict[Key, Contrast]:

@@ -124,10 +124,13 @@ def seeds_of(rows: Rows) -> str:
     return extent(line.loss.mean.n for _, line in each(rows))
 
 
-def machines(results: Iterable[Trained]) -> str:
-    """The machines that the trainings were reported from, in words; empty if there is one, or they are unknown."""
-    own = sorted({r.machine for r in results if r.machine})
-    return "; ".join(own) if len(own) > 1 else ""
+def machines(record: Comparison) -> str:
+    """The machines that the trainings were reported from, in words; empty if it is the one of the record alone, or
+    they are unknown."""
+    own = sorted({r.machine for r in record.results if r.machine})
+    if len(own) == 1 and own[0] != str(record.machine):
+        return f"another machine ({own[0]})"
+    return f"more than one machine ({'; '.join(own)})" if len(own) > 1 else ""
 
 
 def missing(progress: Mapping[str, Mapping[str, tuple[int, int]]]) -> str:

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from experiments import tables
 from experiments.compare import clock, contrasts, rates, widths
 from experiments.compare.plan import ROWS, SAME_FLOPS
-from experiments.compare.record import Comparison, by_row, each, machines, missing, seeds_of
+from experiments.compare.record import CompareProtocol, Comparison, by_row, each, machines, missing, seeds_of
 from experiments.cost import SAME_PARAMETERS
 from experiments.lines import Line, against, known, table
 from experiments.statistics import ALPHA, interval
@@ -82,8 +82,9 @@ def page(record: Comparison) -> Mapping[str, object]:
         "time": clock.table(record),
         "widths": widths.table(record),
         "n_widths": len(p.widths),
+        "transfers": _transfers(p),
         "as_many_as_parameters": len(p.widths) == 3 or None,
-        "machines": machines(record.results) or None,
+        "machines": machines(record) or None,
         "by_trainings": record.clock is None or None,
         "clocked": record.clock and f"In each of {record.clock.rounds} rounds, every model makes {record.clock.steps}",
         "how_timed": _BY_TRAININGS if record.clock is None else _BY_CLOCK,
@@ -95,6 +96,14 @@ def page(record: Comparison) -> Mapping[str, object]:
         "replaced": rates.replaced_table(record),
         "factors": ", ".join(f"{factor:g}" for factor in p.check_rates.factors) if p.check_rates else None,
     }
+
+
+def _transfers(p: CompareProtocol) -> str:
+    """Where the learning rates of the widths come from, after a sentence."""
+    if p.search_width is None:
+        return ""
+    corrects = ", corrected where its check fails" if p.corrects else ""
+    return f" Rates outside the width of the search are those of the rule{corrects}."
 
 
 def losses(record: Comparison) -> list[tuple[str, str, Table]]:

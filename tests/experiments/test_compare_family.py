@@ -24,7 +24,7 @@ from experiments.compare.transfer import after_check, checks, corrected, transfe
 from experiments.config import OutputConfig
 from experiments.jobs import Arm
 from experiments.measure import Measure
-from experiments.records import Training, read
+from experiments.records import Machine, Training, read
 from experiments.statistics import equivalence, holm, paired
 from experiments.study import FOLDER
 from experiments.texts import WikiText2
@@ -333,7 +333,12 @@ def test_rows_with_different_numbers_of_seeds_have_the_same_columns():
 
 def test_machines_are_named_where_there_are_several():
     results = [training(name, seed) for seed in SEEDS for name in SHIFTS]
-    assert "more than one machine" not in STUDY.filled_page(record(results))
+    assert "from another machine (m)." in STUDY.filled_page(record(results))  # than the one that draws the page
+    drawn = record(results)
+    here = Machine("m", 1, "0.1")
+    for result in drawn.results:
+        object.__setattr__(result, "machine", str(here))
+    assert "The reported trainings are from" not in STUDY.filled_page(dataclasses.replace(drawn, machine=here))
     results[0]["machine"] = "another"
     assert "from more than one machine (another; m)" in STUDY.filled_page(record(results))
 
@@ -443,6 +448,13 @@ def test_trainings_are_in_an_order_in_which_the_page_grows(tmp_path):
     words = list(plan.estimate())
     assert words[0].startswith("search of rates: 4 trainings")
     assert words[-1].startswith("all: ")
+
+
+def test_the_page_says_where_the_rates_of_the_widths_come_from():
+    rule = "Nothing is extrapolated. Rates outside the width of the search are those of the rule"
+    assert f"{rule}, corrected where its check fails.\n" in STUDY.filled_page(record())
+    assert f"{rule}.\n" in STUDY.filled_page(record(check_rates=CORRECTING | {"arms": ["a"], "corrects": False}))
+    assert "Nothing is extrapolated.\n" in STUDY.filled_page(record(search_width=None, check_rates=None))
 
 
 def test_rates_are_transferred_by_the_rule(tmp_path):

@@ -150,3 +150,8 @@ def test_many_panels_stand_in_rows(n, rows):
 def test_a_narrow_interval_has_a_width_in_a_map(panel):
     style.heat(panel, ["a"], ["x", "y"], [[Interval(0.2, 0.0046, 5), Interval(0.2, 0.0054, 5)]])
     assert [text.get_text() for text in panel.texts] == ["0.20\n±0.005", "0.20\n±0.01"]
+
+
+def test_a_single_seed_has_no_interval():
+    assert style.about_bars("1") == "n = 1 seed, without intervals"
+    assert style.about_bars("1 to 5") == "n = 1 to 5 seeds, 95 % intervals"
