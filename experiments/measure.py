@@ -117,10 +117,11 @@ class Measure(Generic[T]):
     def those(self, jobs: Sequence[Job], trains: Trains, why: str = "to report") -> list[tuple[Job, T]]:
         """The trainings that have records, each described as its arm is now; missing ones are made first, where
         `trains` says so."""
+        places = [self._checked_place(job) for job in jobs]
         own = [job for job in jobs if trains(job)]
         if own:
             self.all(own, why)
-        there = [(job, stored(*self._place(job))) for job in jobs]
+        there = [(job, stored(*place)) for job, place in zip(jobs, places, strict=True)]
         return [(job, dataclasses.replace(r, **vars(job.arm.what))) for job, r in there if r is not None]
 
     def all(self, jobs: Sequence[Job], why: str = "to report") -> list[T]:
@@ -130,13 +131,14 @@ class Measure(Generic[T]):
         `run_dir` share the trainings, and each returns when all are there, or all but those that are `left_out`.
 
         Raises:
-            UserError: a model sees the future, a reported training diverges, or an existing run or record is of other
-                settings.
+            UserError: a model sees the future, a reported training diverges (after all others), or an existing run or
+                record is of other settings.
         """
         for job in jobs:
             check_name(job.name, "the name of a training, which begins with that of its arm,")
-            self._check_is_same(job)
+            self._checked_place(job)
         found: dict[str, T] = {}
+        failed: dict[str, Diverged] = {}
         spent, worked = 0.0, 0.0
         left = {job.name: job.arm.flops for job in jobs if stored(*self._place(job)) is None}
         told = {job.name for job in jobs} - left.keys() if self.again else set()
@@ -162,7 +164,12 @@ class Measure(Generic[T]):
                     if stored(*self._place(job)) is not None:  # by another process, perhaps
                         left.pop(job.name, None)
                         group = []
-                    found[job.name] = kept(*self._place(job), functools.partial(self._read, job, group))
+                    try:
+                        found[job.name] = kept(*self._place(job), functools.partial(self._read, job, group))
+                    except Diverged as error:
+                        failed[job.name] = error
+                        print(f"{number}/{len(jobs)}  {job.name}  failed", file=terminal)
+                        continue
                     took = time.monotonic() - start
                     made = sum(left.pop(other.name, 0.0) for other in group)  # by the first of them
                     if made:  # known records would distort the estimate
@@ -173,6 +180,8 @@ class Measure(Generic[T]):
                     if job.name not in told:
                         print(f"{number}/{len(jobs)}  {job.name}  {result}  {took:.0f} s{rest}", file=terminal)
                     jax.clear_caches()
+        for name, error in failed.items():
+            raise Diverged(f"{name}: {error} {len(failed)} of the trainings to report failed; all others are made.")
         return [found[job.name] for job in jobs if job.name in found]
 
     def _place(self, job: Job) -> tuple[Path, type[T], dict[str, object]]:
@@ -185,9 +194,9 @@ class Measure(Generic[T]):
             asked |= {"batches": self.config.report_batches, **(vars(arm.flow) if arm.flow else {}), **arm.asks}
         return self.config.kept_in(self.run_dir) / f"{job.name}.json", self.kind, asked
 
-    def _check_is_same(self, job: Job) -> None:
-        """Other measurements of a training replace its record; another training does not."""
-        path, _, asked = self._place(job)
+    def _checked_place(self, job: Job) -> tuple[Path, type[T], dict[str, object]]:
+        """Its `_place`. Other measurements of a training that is here replace its record; another training does not."""
+        path, kind, asked = self._place(job)
         before, whole = asked_of(path), json.loads(json.dumps(asked))
         other = [words for key, words in _OF_TRAINING.items() if before and before.get(key) != whole.get(key)]
         if other:
@@ -195,15 +204,23 @@ class Measure(Generic[T]):
                 f"{path} is the record of a training with {' and '.join(other)}. Nothing was changed. Give another"
                 " --run_dir or --readings, or remove this file if it is not needed"
             )
+        if before and before != whole and not job.recipe.is_finished:
+            changed = ", ".join(sorted(key for key in {*before, *whole} if before.get(key) != whole.get(key)))
+            raise UserError(
+                f"{path} is the record of a training with other measurements ({changed}), whose run is not here: it"
+                " would be trained again. Nothing was changed. Measure as before, give another --readings, or remove"
+                " this file to train again"
+            )
+        return path, kind, asked
 
     def _read(self, job: Job, group: Sequence[Job]) -> T:
         try:
             _train([other for other in group if stored(*self._place(other)) is None], lanes=len(group))
         except Diverged:
-            if job.is_reported:
-                raise
             if len(group) > 1:  # one of them diverged: each is trained alone, when it is its turn
                 return self._read(job, [job])
+            if job.is_reported:
+                raise
             return self.kind(**vars(job.arm.what), seed=job.seed, learning_rate=job.rate)  # without a loss
         with jax_configured(job.recipe.config.trainer):
             return self._measured(job)

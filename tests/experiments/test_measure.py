@@ -82,7 +82,7 @@ def test_time_left_is_reckoned_from_what_was_trained_now(tmp_path, trained):
     ]
 
 
-def test_readings_alone_are_enough_and_only_for_what_they_are(tmp_path, trained):
+def test_readings_alone_are_enough_and_only_for_what_they_are(tmp_path, trained, monkeypatch):
     """On another machine, which has the files but not the runs."""
     names, _ = trained
     asked = [job("a", 1), job("b", 1, is_reported=False)]
@@ -93,6 +93,7 @@ def test_readings_alone_are_enough_and_only_for_what_they_are(tmp_path, trained)
     assert reader(tmp_path / "elsewhere", **elsewhere).all(asked) == first
     assert names == ["a", "b"]
     (tmp_path / "here" / "readings" / "a-lr0.1-seed3.json").write_text('{"asked": {"reci')  # killed while it wrote
+    monkeypatch.setattr(Recipe, "is_finished", property(lambda self: True))  # here, where the runs are
     for config, other in (
         ({}, job("a", 1)),
         ({}, job("a", 1, places=3)),
@@ -284,3 +285,35 @@ def test_a_model_that_sees_the_future_is_refused():
         check_causality(models[True], tokens, "leaky")
     with pytest.raises(UserError, match="does not hear its input"):
         check_causality(lambda tokens: hax.zeros((*tokens.axes, Vocab)), tokens, "deaf")
+
+
+def test_a_reported_training_that_diverges_stops_no_other(tmp_path, trained, monkeypatch):
+    def train(*recipes, lanes):
+        if recipes[0].raw["trainer"]["id"].startswith("a-"):
+            raise Diverged("the training loss is infinite.")
+
+    monkeypatch.setattr(measure, "train", train)
+    with pytest.raises(Diverged, match=r"a-lr0\.1-seed3: the training loss is infinite\. 1 of the trainings to report"):
+        reader(tmp_path).all([job("a", 1), job("b", 1)])
+    assert trained[0] == ["b"]
+    assert [path.name for path in (tmp_path / "readings").iterdir()] == ["b-lr0.1-seed3.json"]
+
+
+def test_other_measurements_need_the_run(tmp_path, trained, monkeypatch):
+    """Without it, its training would be made again, and its record replaced."""
+    reader(tmp_path).all([job("a", 1)])
+    monkeypatch.setattr(Recipe, "is_finished", property(lambda self: False))
+    for study in (reader(tmp_path, report_batches=8), reader(tmp_path)):
+        other = job("a", 1) if study.config.report_batches == 8 else job("a", 1, places=3)
+        with pytest.raises(UserError, match=r"a-lr0\.1-seed3\.json .* other measurements \((batches|places)\)"):
+            study.all([other])
+    assert trained[0] == ["a"]
+    monkeypatch.setattr(Recipe, "is_finished", property(lambda self: True))
+    reader(tmp_path).all([job("a", 1, places=3)])
+    assert trained[0] == ["a", "a"]  # measured again
+
+
+def test_a_page_in_part_refuses_the_records_of_another_training(tmp_path, trained):
+    reader(tmp_path).all([job("a", 1)])
+    with pytest.raises(UserError, match="a training with other settings"):
+        reader(tmp_path).those([job("a", 2)], trains=lambda job: False)
