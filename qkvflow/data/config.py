@@ -24,7 +24,7 @@ from qkvflow.data.formats import DocumentFormat
 from qkvflow.data.packing import check_pack
 from qkvflow.data.resolved import ResolvedDataConfig, datasets
 from qkvflow.data.sources import BuiltinSource, FilesSource
-from qkvflow.data.tokenizers import resolve_tokenizer, template_fingerprint, tokenizer_fingerprint
+from qkvflow.data.tokenizers import limits, resolve_tokenizer, template_fingerprint, tokenizer_fingerprint
 from qkvflow.errors import UserError
 from qkvflow.files import array_path
 from qkvflow.ranges import ProperShare, check_ranges
@@ -141,6 +141,8 @@ class DataConfig(LmDataConfig):
             "enforce_eos": self.enforce_eos,
             "chat_template": self.chat_template,
         }
+        if ignored := limits(Path(tokenizer)):  # others keep the names of their caches
+            settings["ignored"] = ignored
         template_file = template_fingerprint(Path(tokenizer)) if self.chat_template is None else None
         components = {
             name: _resolve_component(name, component, self.cache_dir, settings, control, template_file)

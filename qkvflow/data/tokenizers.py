@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import re
 import shutil
 import tempfile
 from pathlib import Path
@@ -16,7 +17,7 @@ from qkvflow.data.hub import download_tokenizer
 from qkvflow.data.special_tokens import GENERATION, end_tokens, named_elsewhere, record_end_tokens, special_token_id
 from qkvflow.errors import UserError
 from qkvflow.files import local_path, replacing
-from qkvflow.inside.levanter import with_special_token, with_template
+from qkvflow.inside.levanter import with_special_token, with_template, without_limits
 
 _TEMPLATE = "chat_template.jinja"
 # The files of a tokenizer in Hugging Face's layout; the first is required.
@@ -30,6 +31,8 @@ TOKENIZER_FILES = (
 )
 # Records the spec from which a folder was made, so that a run can resume without its source.
 ORIGIN_FILE = "origin.json"
+# Settings of `tokenizer.json` that would cut texts or fill them up.
+_LIMITS = ("truncation", "padding")
 # Texts on which tokenizers with the same vocabulary but different rules differ.
 _PROBES = ("Hello, world! It's 12345.67 of them.", "  two  spaces\n\n\tand a tab", "naïve Ünïcödé 漢字 🙂 ﬁ")
 
@@ -100,6 +103,9 @@ def same_tokenizer(one: Path, other: Path) -> bool:
     if tokenizer_fingerprint(one) == tokenizer_fingerprint(other):
         return True
     first, second = (Tokenizer.from_file(str(folder / "tokenizer.json")) for folder in (one, other))
+    for tokenizer in (first, second):
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
     if first.get_vocab() != second.get_vocab():
         return False
     return all(first.encode(text).ids == second.encode(text).ids for text in _PROBES)
@@ -107,6 +113,9 @@ def same_tokenizer(one: Path, other: Path) -> bool:
 
 def load_tokenizer(folder: Path) -> MarinTokenizer:
     """Levanter's tokenizer from a local folder; never uses the network.
+
+    Differs from Levanter: `truncation` and `padding` of `tokenizer.json` have no effect, because every text is read
+    whole and as it is.
 
     Tokens for begin and end of text that `tokenizer_config.json` does not name are those of `special_tokens_map.json`;
     without an end there, that is the first one that `generation_config.json` or else `config.json` names. A chat
@@ -117,7 +126,7 @@ def load_tokenizer(folder: Path) -> MarinTokenizer:
     """
     check_folder(Path(folder))
     try:
-        tokenizer = load_levanter_tokenizer(str(folder))
+        tokenizer = without_limits(load_levanter_tokenizer(str(folder)))
         file = Path(folder) / _TEMPLATE
         tokenizer = with_template(tokenizer, file.read_bytes().decode() if file.is_file() else None)
     except Exception as error:  # `tokenizers` raises plain Exception for a broken file
@@ -143,6 +152,21 @@ def tokenizer_fingerprint(folder: Path) -> str:
     for name, token in named_elsewhere(Path(folder)).items():
         digest.update(f"{name} {token}\n".encode())
     return digest.hexdigest()
+
+
+def limits(folder: Path) -> list[str]:
+    """Which of `truncation` and `padding` the `tokenizer.json` in a folder has, although they have no effect.
+
+    Tokens that were made when they had one must not be used again.
+    """
+    content = (Path(folder) / "tokenizer.json").read_text(encoding="utf-8")
+    if not re.search(rf'"({"|".join(_LIMITS)})"\s*:\s*\{{', content):  # parsing a large vocabulary takes longer
+        return []
+    try:
+        settings = json.loads(content)
+    except ValueError:  # `load_tokenizer` tells
+        return []
+    return [name for name in _LIMITS if settings.get(name) is not None]
 
 
 def template_fingerprint(folder: Path) -> str | None:

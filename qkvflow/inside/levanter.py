@@ -33,6 +33,7 @@ __all__ = [
     "settle_devices",
     "with_special_token",
     "with_template",
+    "without_limits",
 ]
 
 
@@ -110,6 +111,18 @@ def with_template(tokenizer: MarinTokenizer, template: str | None) -> MarinToken
         template = {one.get("name"): one.get("template") for one in given if isinstance(one, dict)}.get("default")
     changes = {"_chat_template": template}
     return dataclasses.replace(tokenizer, **changes)
+
+
+def without_limits(tokenizer: MarinTokenizer) -> MarinTokenizer:
+    """The tokenizer (changed in place), which now neither cuts texts nor fills them up.
+
+    Reason: Levanter keeps `truncation` and `padding` of `tokenizer.json` for every call, unlike transformers. They are
+    meant for batches of short texts, often of the model's last use; here they would cut texts and add tokens unseen.
+    """
+    inner = tokenizer._tokenizer  # pyright: ignore[reportAttributeAccessIssue]
+    inner.no_truncation()
+    inner.no_padding()
+    return tokenizer
 
 
 def settle_devices(trainer: TrainerConfig) -> None:

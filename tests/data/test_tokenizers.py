@@ -9,7 +9,15 @@ import tiktoken
 from support.tokenizers import with_gaps
 from transformers import AutoTokenizer
 
-from qkvflow.data import copy_tokenizer, load_tokenizer, number_of_ids, resolve_tokenizer, tokenizer_fingerprint
+from qkvflow.data import (
+    DataConfig,
+    copy_tokenizer,
+    load_tokenizer,
+    number_of_ids,
+    resolve_tokenizer,
+    same_tokenizer,
+    tokenizer_fingerprint,
+)
 from qkvflow.data.byte_level import byte_alphabet, byte_tokenizer
 from qkvflow.data.special_tokens import end_tokens
 from qkvflow.data.statistics import token_byte_lengths
@@ -266,3 +274,37 @@ def test_a_cache_of_the_hub_with_the_first_file_alone(tmp_path, monkeypatch, rea
     with told:
         made = resolve_tokenizer("someone/byte", tmp_path / "made")
     assert (load_tokenizer(made).eos_token_id == 256) is reaches
+
+
+@pytest.mark.parametrize(
+    ("limits", "names"),
+    [
+        ({"truncation": 4}, ["truncation"]),
+        ({"padding": 100}, ["padding"]),
+        ({"truncation": 4, "padding": 100}, ["truncation", "padding"]),
+    ],
+)
+def test_a_text_is_neither_cut_nor_filled_up(tmp_path, monkeypatch, limits, names):
+    """Whatever `tokenizer.json` says for batches of short texts. Tokens that were made with it are not used again."""
+    plain, own = resolve_tokenizer("byte", tmp_path / "plain"), byte_tokenizer()
+    limited = tmp_path / "limited"
+    shutil.copytree(plain, limited)
+    if "truncation" in limits:
+        own.enable_truncation(limits["truncation"])
+    if "padding" in limits:
+        own.enable_padding(length=limits["padding"], pad_id=0, pad_token="\x00")
+    own.save(str(limited / "tokenizer.json"))
+    text = "a longer text"
+    for _ in range(2):  # the second one is the first one, remembered
+        tokenizer = load_tokenizer(limited)
+        assert tokenizer.encode(text) == list(text.encode())
+        assert tokenizer.encode_batch([text, "b"]) == [list(text.encode()), [ord("b")]]
+    assert same_tokenizer(plain, limited)
+
+    seen = []
+    monkeypatch.setattr("qkvflow.data.config.cache_fingerprint", lambda source, settings: seen.append(settings) or "x")
+    for source in (plain, limited):
+        DataConfig(tokenizer=str(source), cache_dir=str(tmp_path)).resolve(tmp_path / f"{source.name}_run")
+    assert sorted(seen[0]) == ["chat_template", "enforce_eos", "format", "tokenizer"]
+    assert seen[1].pop("ignored") == names
+    assert seen[1].keys() == seen[0].keys()
