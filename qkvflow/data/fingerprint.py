@@ -14,6 +14,8 @@ from levanter.data.text import HfDatasetSourceConfig, LmDatasetSourceConfigBase,
 from levanter.utils.fsspec_utils import expand_glob
 
 from qkvflow.data.builtin import documents_of
+from qkvflow.data.holdout import is_short
+from qkvflow.data.readers import is_plain_text
 from qkvflow.data.sources import BuiltinSource, FilesSource
 from qkvflow.errors import UserError
 
@@ -42,7 +44,7 @@ def source_identity(source: LmDatasetSourceConfigBase) -> Any:
     """
     if isinstance(source, FilesSource):
         splits = [[file_identity(path) for path in source.files(split)] for split in ("train", "validation")]
-        return ["files", *splits, source.validation_fraction, source.text_key]
+        return ["files", *splits, source.validation_fraction, source.text_key, *_newer_split(source)]
     if isinstance(source, BuiltinSource):
         return ["builtin", _builtin_hash(source.text)]
     if isinstance(source, HfDatasetSourceConfig):
@@ -54,6 +56,13 @@ def source_identity(source: LmDatasetSourceConfigBase) -> Any:
             *[[_url_identity(url) for url in urls] for urls in (source.train_urls, source.validation_urls)],
         ]
     return [type(source).__name__, dataclasses.asdict(source)]
+
+
+def _newer_split(source: FilesSource) -> list[str]:
+    """What distinguishes the split of files from the one that older token caches with the same settings have."""
+    fraction = source.validation_fraction
+    texts = [path for path in source.files("train") if is_plain_text(path)] if fraction else []
+    return ["short texts"] if any(is_short(path.stat().st_size, fraction) for path in texts) else []
 
 
 class FileIdentity(NamedTuple):

@@ -3,6 +3,7 @@
 import functools
 import hashlib
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +20,16 @@ def text_boundary(path: Path, fraction: float) -> int:
 
     This is the first line end at or after `(1 - fraction) * size`; failing that, the last line end before it, then a
     space, then a position between two characters. Line ends and spaces count up to half of the last part (or 1,024
-    bytes) away. Neither part is empty if the text has at least two characters.
+    bytes) away, but before that place at most as far as makes the last part twice as long. Neither part is empty if the
+    text has at least two characters; of a single one, the last part is.
     """
     size = path.stat().st_size
     if size < 2:
         return size
     target = min(max(int(size * (1 - fraction)), 1), size - 1)
     reach = max(int(fraction * size / 2), _REACH_BYTES)
-    first, last = max(target - reach, 1), min(target + reach, size - 1)
+    back = min(reach, math.ceil(fraction * size)) if is_short(size, fraction) else reach
+    first, last = max(target - back, 1), min(target + reach, size - 1)
     with path.open("rb") as file:
         for mark in (b"\n", b" "):
             # A line that ends exactly at the target counts.
@@ -47,7 +50,12 @@ def text_boundary(path: Path, fraction: float) -> int:
             file.seek(place)
             if file.read(1)[0] & 0xC0 != 0x80:
                 return place
-    return target
+    return size
+
+
+def is_short(size: int, fraction: float) -> bool:
+    """Whether the last part of a text of `size` bytes is so short that it bounds how far back it may begin."""
+    return fraction * size < _REACH_BYTES
 
 
 def record_hash(record: dict[str, Any], text_key: str | None) -> int:

@@ -16,7 +16,9 @@ from levanter.data.text import (
 from support.records import write
 
 from qkvflow.data import DataConfig, FilesSource, check_enough_tokens, formats, load_tokenizer
+from qkvflow.data.fingerprint import source_identity
 from qkvflow.data.formats import DocumentTokenizer
+from qkvflow.data.holdout import text_boundary
 from qkvflow.data.tokenizers import resolve_tokenizer
 from qkvflow.errors import UserError
 
@@ -156,6 +158,39 @@ def test_a_tenth_is_held_out_whatever_the_lines(text):
     held_out = "".join(record["text"] for record in shards)
     assert text.endswith(held_out)
     assert 0.04 < len(held_out) / len(text) < 0.16
+
+
+@pytest.mark.parametrize("fraction", [0.01, 0.1, 0.3])
+@pytest.mark.parametrize(
+    "text", ["Title 7\n" + "word " * 138 + "\n", "Title 7\n" + "é" * 1000 + "\n", "A B\n" + "x" * 200]
+)
+def test_of_short_texts_no_more_than_twice_the_fraction_is_held_out(text, fraction):
+    Path("a.txt").write_text(text)
+    size, boundary = len(text.encode()), text_boundary(Path("a.txt"), fraction)
+    assert 0 < size - boundary <= 2 * fraction * size + 4
+
+
+def test_a_text_of_one_character_holds_out_nothing():
+    for name, text in [("a.txt", "é"), ("b.txt", "🙂"), ("c.txt", "x")]:
+        Path(name).write_text(text)
+        source = FilesSource(train=[name], validation_fraction=0.1)
+        source.check()
+        train, held_out = source.get_shard_source("train"), source.get_shard_source("validation")
+        assert train is not None
+        assert held_out is not None
+        assert [record["text"] for record in train] == [text]
+        assert [*held_out] == []
+
+
+def test_the_split_of_short_texts_has_a_cache_of_its_own():
+    """Token caches of an older split of the same files are not used; those whose split is the same are."""
+    Path("a.txt").write_text("word " * 2000)
+    Path("b.txt").write_text("word " * 4000)
+    splits = [("a.txt", 0.1), ("b.txt", 0.1), ("a.txt", 0.0)]
+    short, longer, whole = (FilesSource(train=[name], validation_fraction=f) for name, f in splits)
+    assert source_identity(short)[3:] == [0.1, "text", "short texts"]
+    assert source_identity(longer)[3:] == [0.1, "text"]
+    assert source_identity(whole)[3:] == [0.0, "text"]
 
 
 def test_files_that_are_not_there_are_told_before_a_run_is_made():
