@@ -20,7 +20,7 @@ from levanter.data.text import (
 from qkvflow.data.control.field import ControlField
 from qkvflow.data.control.records import with_control
 from qkvflow.data.fingerprint import cache_fingerprint, source_record
-from qkvflow.data.formats import DocumentFormat
+from qkvflow.data.formats import DocumentFormat, read_keys
 from qkvflow.data.packing import check_pack
 from qkvflow.data.resolved import ResolvedDataConfig, datasets
 from qkvflow.data.sources import BuiltinSource, FilesSource
@@ -295,7 +295,7 @@ def _with_text_format(name: str, component: DatasetComponent) -> DatasetComponen
     if not isinstance(format, TextLmDatasetFormat):
         if isinstance(source, BuiltinSource):
             raise UserError(f"component {name!r}: the builtin text only has the format text")
-        return dataclasses.replace(component, source=dataclasses.replace(source, text_key=None))
+        return dataclasses.replace(component, source=source.reading(read_keys(format)))
     if isinstance(source, BuiltinSource):
         return dataclasses.replace(component, format=DocumentFormat())
     keys = {key for key in (source.text_key, format.text_key) if key not in (None, "text")}

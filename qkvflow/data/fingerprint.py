@@ -60,9 +60,12 @@ def source_identity(source: LmDatasetSourceConfigBase) -> Any:
 
 def _newer_split(source: FilesSource) -> list[str]:
     """What distinguishes the split of files from the one that older token caches with the same settings have."""
-    fraction = source.validation_fraction
-    texts = [path for path in source.files("train") if is_plain_text(path)] if fraction else []
-    return ["short texts"] if any(is_short(path.stat().st_size, fraction) for path in texts) else []
+    fraction, files = source.validation_fraction, source.files("train")
+    if not fraction:
+        return []
+    texts = [path for path in files if is_plain_text(path)]
+    names = ["short texts"] if any(is_short(path.stat().st_size, fraction) for path in texts) else []
+    return [*names, "read keys"] if source.read_keys and len(texts) < len(files) else names
 
 
 class FileIdentity(NamedTuple):

@@ -6,7 +6,13 @@ from typing import Any
 
 import numpy as np
 from levanter.data import BatchProcessor
-from levanter.data.text import LmDatasetFormatBase, TextLmDatasetFormat
+from levanter.data.text import (
+    ChatLmDatasetFormat,
+    LmDatasetFormatBase,
+    PrebuiltLmDatasetFormat,
+    SupervisedLmDatasetFormat,
+    TextLmDatasetFormat,
+)
 from levanter.tokenizers import MarinTokenizer
 
 from qkvflow.data.pieces import pieces
@@ -80,3 +86,19 @@ class DocumentTokenizer(BatchProcessor[dict, dict]):
     def metadata(self) -> dict[str, Any]:
         # The tokenizer's folder is left out: it differs between runs while its content is the same.
         return {"vocab_size": self.tokenizer.vocab_size, "bos": self._bos, "eos": self._eos}
+
+
+def read_keys(format: LmDatasetFormatBase) -> tuple[str, ...]:
+    """The keys of a record that a format reads; empty for a format that is not known here."""
+    match format:
+        case TextLmDatasetFormat():
+            keys = [format.text_key]
+        case SupervisedLmDatasetFormat():
+            keys = [format.input_key, format.target_key]
+        case ChatLmDatasetFormat():
+            keys = [format.messages_field, format.system_prompt, format.chat_template_kwargs]
+        case PrebuiltLmDatasetFormat():
+            keys = [format.input_ids_key, format.loss_weights_key]
+        case _:
+            keys = []
+    return tuple(key for key in keys if key is not None)

@@ -58,25 +58,38 @@ def is_short(size: int, fraction: float) -> bool:
     return fraction * size < _REACH_BYTES
 
 
-def record_hash(record: dict[str, Any], text_key: str | None) -> int:
-    """64 bits of a record's content: equal documents are always in the same split."""
-    content = record[text_key] if text_key is not None else json.dumps(record, sort_keys=True, default=str)
+def record_hash(record: dict[str, Any], text_key: str | None, read_keys: tuple[str, ...] = ()) -> int:
+    """64 bits of a record's content: equal documents are always in the same split.
+
+    Args:
+        text_key: of the text, which is all that counts; None for whole records.
+        read_keys: the keys of a whole record that count: those that its format reads. All, if the record has none.
+    """
+    if text_key is None:
+        read = {key: record[key] for key in read_keys if record.get(key) is not None}
+        content = json.dumps(read or record, sort_keys=True, default=str)
+    else:
+        content = record[text_key]
     return int.from_bytes(hashlib.blake2b(content.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "big")
 
 
-def record_threshold(files: tuple[Path, ...], text_key: str | None, fraction: float) -> int:
+def record_threshold(
+    files: tuple[Path, ...], text_key: str | None, fraction: float, read_keys: tuple[str, ...] = ()
+) -> int:
     """The largest `record_hash` held out, such that `fraction` of the distinct documents (at least one) is held out.
 
     Raises:
         UserError: there are fewer than two distinct documents.
     """
     stamps = tuple((path.stat().st_size, path.stat().st_mtime_ns) for path in files)
-    return _record_threshold(files, stamps, text_key, fraction)
+    return _record_threshold(files, stamps, text_key, fraction, read_keys)
 
 
 @functools.lru_cache(maxsize=8)
-def _record_threshold(files: tuple[Path, ...], stamps: tuple, text_key: str | None, fraction: float) -> int:
-    hashes = (record_hash(record, text_key) for path in files for record in read_records(path, text_key))
+def _record_threshold(
+    files: tuple[Path, ...], stamps: tuple, text_key: str | None, fraction: float, read_keys: tuple[str, ...]
+) -> int:
+    hashes = (record_hash(record, text_key, read_keys) for path in files for record in read_records(path, text_key))
     distinct = np.unique(np.fromiter(hashes, dtype=np.uint64))
     if len(distinct) < 2:
         raise UserError(

@@ -1,6 +1,7 @@
 """Two kinds of `source` for Levanter's data components: `type: files` and `type: builtin`."""
 
 import copy
+import dataclasses
 import glob
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -26,8 +27,8 @@ class FilesSource(LmDatasetSourceConfigBase):
     """Local files: .txt (one document per file), .jsonl (.gz, .zst), .json, .parquet (one document per record).
 
     Without `validation`, `validation_fraction` of the training data is held out: of records, whole documents chosen by
-    a hash of their content (equal documents stay together); of each .txt, its last part, cut at a line end. Train and
-    validation are disjoint and together contain all data.
+    a hash of what their format reads (equal documents stay together); of each .txt, its last part, cut at a line end.
+    Train and validation are disjoint and together contain all data.
     """
 
     train: list[str] = field(default_factory=list)
@@ -38,6 +39,9 @@ class FilesSource(LmDatasetSourceConfigBase):
     """The key of a record that holds its text. None: whole records, for formats other than text."""
     whole_texts: ClassVar[bool] = False
     """Whether a .txt is one record, as packing needs it, instead of pieces of a stream; see `with_whole_texts`."""
+
+    read_keys: ClassVar[tuple[str, ...]] = ()
+    """The keys of whole records that their format reads; empty if not known. See `reading`."""
 
     def __post_init__(self):
         check_ranges(self)
@@ -87,6 +91,12 @@ class FilesSource(LmDatasetSourceConfigBase):
         object.__setattr__(whole, "whole_texts", True)
         return whole
 
+    def reading(self, keys: tuple[str, ...]) -> "FilesSource":
+        """The source of whole records, for a format that reads only these keys: the split depends on no others."""
+        whole = dataclasses.replace(self, text_key=None)
+        object.__setattr__(whole, "read_keys", keys)
+        return whole
+
     def get_shard_source(self, split: str) -> ShardedDataSource[dict] | None:
         if split == "validation" and not self.validation:
             if not self.validation_fraction or not self.train:
@@ -126,9 +136,10 @@ class FilesDataSource(ShardedDataSource[dict]):
             yield from self.source.records(path)
         else:
             record_files = tuple(file for file in self._files.values() if not is_plain_text(file))
-            threshold = record_threshold(record_files, self.text_key, self.fraction)
+            read_keys = self.source.read_keys
+            threshold = record_threshold(record_files, self.text_key, self.fraction, read_keys)
             for record in self.source.records(path):
-                if (record_hash(record, self.text_key) <= threshold) == self.held_out:
+                if (record_hash(record, self.text_key, read_keys) <= threshold) == self.held_out:
                     yield record
 
 

@@ -18,13 +18,17 @@ from support.records import write
 from qkvflow.data import DataConfig, FilesSource, check_enough_tokens, formats, load_tokenizer
 from qkvflow.data.fingerprint import source_identity
 from qkvflow.data.formats import DocumentTokenizer
-from qkvflow.data.holdout import text_boundary
+from qkvflow.data.holdout import record_hash, text_boundary
 from qkvflow.data.tokenizers import resolve_tokenizer
 from qkvflow.errors import UserError
 
 TEMPLATE = "{% for m in messages %}{% generation %}{{ m['content'] }}{% endgeneration %}{% endfor %}"
 REFUSING = "{% generation %}{{ raise_exception('No!') }}{% endgeneration %}"
 CHAT = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]}
+
+
+def chat(question, **more):
+    return {"messages": [{"role": "user", "content": question}, CHAT["messages"][1]], **more}
 
 
 @pytest.fixture(autouse=True)
@@ -168,6 +172,41 @@ def test_of_short_texts_no_more_than_twice_the_fraction_is_held_out(text, fracti
     Path("a.txt").write_text(text)
     size, boundary = len(text.encode()), text_boundary(Path("a.txt"), fraction)
     assert 0 < size - boundary <= 2 * fraction * size + 4
+
+
+@pytest.mark.parametrize(
+    ("format", "documents"),
+    [
+        (ChatLmDatasetFormat(chat_template=TEMPLATE), [chat(f"question {n}") for n in range(30)]),
+        (
+            ChatLmDatasetFormat(chat_template=TEMPLATE, system_prompt="system"),
+            [chat("Hi", system=f"{n}") for n in range(30)],
+        ),
+        (SupervisedLmDatasetFormat(), [{"input": f"{n}", "target": "x"} for n in range(30)]),
+    ],
+)
+def test_documents_that_differ_in_nothing_that_is_read_stay_together(format, documents):
+    """Whatever their number and source; a key that is null is as good as none."""
+    copies = [{**document, "id": n, "source": None} for n in range(3) for document in documents]
+    write("a.jsonl", [*documents, *copies])
+    source = FilesSource(train=["a.jsonl"], validation_fraction=0.2)
+    made = resolve(components={"c": DatasetComponent(source=source, format=format)}).components["c"]
+    assert isinstance(made, DatasetComponent)
+    read = made.source
+    assert read is not None
+
+    def in_split(split):
+        shards = read.get_shard_source(split)
+        assert shards is not None
+        return [json.dumps({key: record[key] for key in documents[0]}) for record in shards]
+
+    train, held_out = in_split("train"), in_split("validation")
+    assert len(train) + len(held_out) == 120
+    assert len(set(held_out)) == 6
+    assert not set(train) & set(held_out)
+    assert source_identity(read)[-1] == "read keys"
+    # A format without any of its keys names the first record, not a lack of different documents.
+    assert record_hash({"id": 1}, None, ("input",)) != record_hash({"id": 2}, None, ("input",))
 
 
 def test_a_text_of_one_character_holds_out_nothing():
