@@ -9,6 +9,8 @@ from levanter.store.cache import TreeCache
 from qkvflow.data.packing import check_prebuilt, check_something_counts, is_stream, tell_what_is_cut
 from qkvflow.errors import UserError
 
+_BLOCK_LIMIT = 1 << 16  # Levanter's blocks are smaller
+
 
 @dataclass(frozen=True)
 class TokenCounts:
@@ -27,10 +29,13 @@ def check_enough_tokens(data: LmDataConfig, seq_len: int, is_training: bool = Tr
         is_training: whether a message may name keys of a training.
 
     Raises:
-        UserError: a training component, or its validation part, has less than one sequence, or
+        UserError: before any work for a component whose weight is so small that nothing of it would be read. A training
+            component, or its validation part, has less than one sequence, or
             `num_validation_sequences` leaves nothing for training; the message gives the numbers. Or
             `max_train_batches` names no component.
     """
+    if is_training:
+        check_weights(data)
     caches = data.build_caches("train")
     train = _counts(data, caches, seq_len, "training", is_training)
     # Components in `num_validation_sequences` are evaluated on part of their training sequences instead.
@@ -67,12 +72,47 @@ def check_enough_tokens(data: LmDataConfig, seq_len: int, is_training: bool = Tr
     return TokenCounts(train, validation)
 
 
+def check_weights(data: LmDataConfig) -> None:
+    """Checks that each component with a weight has at least one sequence in each block of the mixture.
+
+    Raises:
+        UserError: one has none, because Levanter rounds `weight * mixture_block_size` down.
+    """
+    block = data.mixture_block_size
+    for number, weights in enumerate(_phases(data), 1):
+        total = sum(weights.values())
+        shares = {name: weight / total for name, weight in weights.items() if weight > 0} if total > 0 else {}
+        lost = [name for name, share in shares.items() if int(share * block) == 0]
+        if not lost:
+            continue
+        name = min(lost, key=lambda lost_name: shares[lost_name])
+        share, where = shares[name], "" if isinstance(data.train_weights, Mapping) else f" of phase {number}"
+        raise UserError(
+            f"`data.train_weights`{where} give {name!r} the share {share:.3g}, so that nothing of it would be read: of"
+            f" a block of {block} sequences (`data.mixture_block_size`) that is less than one. {_larger_block(share)}"
+            f" give it a weight of at least {1 / block:.3g} of the sum, or 0 to leave it out."
+        )
+
+
+def _larger_block(share: float) -> str:
+    """How `mixture_block_size` would help a component."""
+    size = next((n for n in range(max(int(1 / share), 1), _BLOCK_LIMIT) if int(share * n) > 0), None)
+    if size is None:
+        return f"No block is large enough (the largest has {_BLOCK_LIMIT - 1}):"
+    return f"Set `data.mixture_block_size` to at least {size}, or"
+
+
 def is_trained_on(data: LmDataConfig, name: str) -> bool:
     """Whether a component has a non-zero weight in any phase of training."""
     if data.train_weights is None:
         return True
-    phases = [data.train_weights] if isinstance(data.train_weights, Mapping) else [w for _, w in data.train_weights]
-    return any(weights.get(name, 0) > 0 for weights in phases)
+    return any(weights.get(name, 0) > 0 for weights in _phases(data))
+
+
+def _phases(data: LmDataConfig) -> list[Mapping[str, float]]:
+    """The weights of each phase of training."""
+    weights = data.train_weights or {}
+    return [weights] if isinstance(weights, Mapping) else [own for _, own in weights]
 
 
 def _counts(

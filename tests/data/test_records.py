@@ -2,7 +2,9 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
+import jax
 import numpy as np
 import pytest
 import zstandard
@@ -13,6 +15,7 @@ from levanter.data.text import (
     DatasetComponent,
     SupervisedLmDatasetFormat,
 )
+from levanter.schedule import BatchSchedule
 from support.records import write
 
 from qkvflow.data import DataConfig, FilesSource, check_enough_tokens, formats, load_tokenizer
@@ -230,6 +233,35 @@ def test_the_split_of_short_texts_has_a_cache_of_its_own():
     assert source_identity(short)[3:] == [0.1, "text", "short texts"]
     assert source_identity(longer)[3:] == [0.1, "text"]
     assert source_identity(whole)[3:] == [0.0, "text"]
+
+
+@pytest.mark.parametrize(
+    ("weights", "block", "message"),
+    [
+        ({"a": 0.9996, "b": 0.0004}, 2048, r"give 'b' the share 0\.0004,.* block of 2048 .* to at least 2500, or"),
+        ([(0, {"a": 1.0, "b": 1.0}), (4096, {"a": 4999, "b": 1})], 2048, r"of phase 2 .* at least 5000, or"),
+        ({"a": 1.0, "b": 1e-6}, 2048, "No block is large enough .*65535"),
+        ({"a": 0.9996, "b": 0.0004}, 2500, None),
+        ({"a": 2047, "b": 1}, 2048, None),
+        ([(0, {"a": 1.0, "b": 0.0}), (4096, {"a": 0.0, "b": 1.0})], 2048, None),
+    ],
+)
+def test_a_component_of_which_nothing_would_be_read_is_refused(weights, block, message):
+    for name in "ab":
+        Path(f"{name}.txt").write_text("word\n" * 100)
+    parts = {name: DatasetComponent(source=FilesSource(train=[f"{name}.txt"])) for name in "ab"}
+    data = resolve(components=parts, train_weights=weights, mixture_block_size=block, cache_dir="cache")
+    if message is None:
+        check_enough_tokens(data, 50)
+        sequences: Any = data.train_set(Axis("position", 50), BatchSchedule(1), key=jax.random.PRNGKey(0))
+        mixture = sequences.dataset
+        for counts, (_, own) in zip(mixture._counts_per_block_per_stage, mixture.weight_stages, strict=True):
+            assert [count > 0 for count in counts] == [name in own for name in "ab"]
+        return
+    with pytest.raises(UserError, match=message):
+        check_enough_tokens(data, 50)
+    assert not Path("cache").exists()  # before any work
+    check_enough_tokens(data, 50, is_training=False)  # an older run can be evaluated
 
 
 def test_files_that_are_not_there_are_told_before_a_run_is_made():
