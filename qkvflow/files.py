@@ -2,6 +2,7 @@
 
 import atexit
 import contextlib
+import errno
 import json
 import math
 import os
@@ -16,6 +17,13 @@ from qkvflow.errors import UserError, shortened
 
 _scratch: list[Path] = []  # of this process: none yet, or one
 _LONGEST_NAME, _LONGEST_PATH = 255, 4096  # bytes, on nearly every file system
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # the disk, the user's share of it, or the largest file
+
+
+def says_disk_is_full(error: BaseException) -> bool:
+    """Whether an error, or what caused it, is one of the many with which libraries report a full disk."""
+    causes = [error, error.__cause__, error.__context__]
+    return any(os.strerror(number) in str(cause) for cause in causes for number in _FULL)
 
 
 def is_unicode(text: str) -> bool:

@@ -18,7 +18,7 @@ from qkvflow.cli.arguments import parse
 from qkvflow.cli.keys import key_table, sections
 from qkvflow.cli.quiet import notices_on
 from qkvflow.errors import UserError, shortened
-from qkvflow.files import remove_scratch
+from qkvflow.files import remove_scratch, says_disk_is_full
 from qkvflow.interrupts import MESSAGE, STATUS, imports_end
 from qkvflow_command import COMMANDS
 
@@ -103,7 +103,7 @@ def _status(main: Callable[[T], Any], config_class: type[T], argv: Sequence[str]
             return UNSEEN
         if isinstance(error, BrokenPipeError) and _reader_has_gone(1):
             return 0
-        told = _output_is_refused() if isinstance(error, OSError) else _memory_is_short(error)
+        told = _output_is_refused() if isinstance(error, OSError) else _what_is_short(error)
         if told is None:
             traceback.print_exc()
         else:
@@ -123,13 +123,17 @@ def _output_is_refused() -> str | None:
     return None
 
 
-def _memory_is_short(error: BaseException) -> str | None:
-    """What to tell if Python or XLA found no memory. C++ libraries may abort instead, which nothing can catch."""
+def _what_is_short(error: BaseException) -> str | None:
+    """What to tell if Python or XLA found no memory, or TensorStore, which says it in the same words, no space on a
+    disk. C++ libraries may abort instead, which nothing can catch."""
     if not (isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error)):
         return None
     said = next(iter(str(error).splitlines()), "")
+    detail = f" ({shortened(said, 200)})" if said else ""
+    if says_disk_is_full(error):
+        return f"a disk is full{detail}. Free some space"
     return (
-        f"there is not enough memory{f' ({shortened(said, 200)})' if said else ''}. Use smaller batches, shorter"
+        f"there is not enough memory{detail}. Use smaller batches, shorter"
         " sequences, a smaller model (`qkvflow describe` reports what it needs), or a machine with more memory"
     )
 

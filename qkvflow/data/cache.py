@@ -20,6 +20,7 @@ from qkvflow.data.control.records import ControlledTokenizer
 from qkvflow.data.hub import check_dataset_reachable
 from qkvflow.data.sources import BuiltinSource, FilesSource
 from qkvflow.errors import UserError, first_line
+from qkvflow.files import says_disk_is_full
 from qkvflow.locks import locked
 
 logger = logging.getLogger(__name__)
@@ -268,8 +269,8 @@ def _lock(folder: Path, split: str) -> Iterator[None]:
         except UserError:
             raise
         except Exception as error:
-            # The store reports a full disk by many different errors.
-            if shutil.disk_usage(folder).free < _FULL_DISK_BYTES:
+            # The store reports a full disk by many different errors, and what it has written may be gone already.
+            if says_disk_is_full(error) or shutil.disk_usage(folder).free < _FULL_DISK_BYTES:
                 raise UserError(
                     f"the disk with the token cache {folder} is full; free some space or change `data.cache_dir`"
                 ) from error

@@ -8,10 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from qkvflow.errors import UserError, shortened
-from qkvflow.files import fresh_name
+from qkvflow.files import fresh_name, says_disk_is_full
 from qkvflow.units import DECIMAL, scaled
-
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # the disk, the user's share of it, or the largest file
 
 
 @contextlib.contextmanager
@@ -62,8 +60,7 @@ def disk_errors_are_told(path: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        causes = [error, error.__cause__, error.__context__]
-        if any(os.strerror(number) in str(cause) for cause in causes for number in _FULL):
+        if says_disk_is_full(error):
             raise UserError(
                 f"the disk of {path} is full. Free some space and run the same command again: the run resumes from its"
                 " newest complete checkpoint"

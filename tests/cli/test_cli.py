@@ -267,6 +267,8 @@ def main(config):
     elif config.what == "xla":
         import jax.numpy
         jax.numpy.zeros(1 << 50)
+    elif config.what == "disk":
+        raise ValueError("RESOURCE_EXHAUSTED: write failed [OS error 28: No space left on device]")
     elif config.what == "print":
         print("a reading")
     elif config.what == "exit":
@@ -323,6 +325,13 @@ def test_too_little_memory_is_told(what):
     assert done.returncode == 1
     assert re.match(r"error: there is not enough memory.* Use smaller batches", done.stderr), done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_full_disk_is_no_lack_of_memory():
+    """Although TensorStore's error begins with the same word as XLA's."""
+    done = _program("--what", "disk")
+    assert done.returncode == 1
+    assert re.fullmatch(r"error: a disk is full \(.*No space left on device\]\)\. Free some space\n", done.stderr)
 
 
 def test_a_reader_that_leaves_ends_a_program_without_a_word():

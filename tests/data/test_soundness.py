@@ -1,7 +1,9 @@
 """A token cache that is not as it was built is never read, and is built again when asked."""
 
 import contextlib
+import errno
 import itertools
+import os
 import random
 import shutil
 from pathlib import Path
@@ -153,3 +155,18 @@ def test_processes_of_a_run_that_do_not_see_each_others_locks_build_one_cache(tm
     assert tokens(tmp_path) == expected
     (folder,) = (tmp_path / "cache").iterdir()
     assert {path.name for path in folder.iterdir()} <= {"train", "train.lock"}
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_a_disk_that_fills_while_a_cache_is_built_is_named(tmp_path, monkeypatch, number):
+    """The store's own words, although what it had written is removed, and there is space again."""
+
+    def write(writer, rows):
+        raise ValueError(f"RESOURCE_EXHAUSTED: Error writing 'x' [OS error {number}: {os.strerror(number)}]")
+
+    (tmp_path / "a.txt").write_text(TEXT)
+    monkeypatch.setattr(cache.SerialCacheWriter, "write_batch", write)
+    with pytest.raises(UserError, match=rf"token cache {tmp_path}/cache/text-\w+ is full; .*`data.cache_dir`"):
+        resolve(tmp_path).build_caches("train")
+    monkeypatch.undo()
+    resolve(tmp_path).build_caches("train")
