@@ -71,12 +71,14 @@ class FilesSource(LmDatasetSourceConfigBase):
             raise UserError(f"{min(shared)} is given both for training and for validation; remove it from one")
 
     def files(self, split: str) -> list[Path]:
-        """The files given for a split: globs expanded, no duplicates, in the given order."""
+        """The files given for a split: globs expanded, each once, in the order in which they are named first."""
         patterns = {"train": self.train, "validation": self.validation}.get(split)
         if patterns is None:
             raise ValueError(f"Unknown split {split}")
-        found = [path for pattern in patterns for path in _expand(pattern)]
-        return list({path.resolve(): path for path in reversed(found)}.values())[::-1]
+        found: dict[Path, Path] = {}
+        for path in (path for pattern in patterns for path in _expand(pattern)):
+            found.setdefault(path.resolve(), path)
+        return list(found.values())
 
     def records(self, path: Path) -> Iterator[dict[str, Any]]:
         """The records of a file that is not plain text."""

@@ -264,6 +264,13 @@ def test_a_component_of_which_nothing_would_be_read_is_refused(weights, block, m
     check_enough_tokens(data, 50, is_training=False)  # an older run can be evaluated
 
 
+def test_a_repeated_file_stands_where_it_is_named_first():
+    for name in "abc":
+        Path(f"{name}.txt").write_text("x")
+    files = FilesSource(train=["c.txt", "*.txt", "./c.txt", "a.txt"]).files("train")
+    assert [str(path) for path in files] == ["c.txt", "a.txt", "b.txt"]
+
+
 def test_files_that_are_not_there_are_told_before_a_run_is_made():
     with pytest.raises(UserError, match=r"missing\.txt does not exist"):
         DataConfig(train="missing.txt").check_files()
