@@ -1,6 +1,7 @@
 """Building and loading token caches: complete or absent, one builder at a time, clear errors."""
 
 import contextlib
+import itertools
 import json
 import logging
 import re
@@ -29,6 +30,7 @@ logger = logging.getLogger(__name__)
 _TOKENS_PER_WRITE = 1 << 23
 _CHARACTERS_PER_BATCH = 1 << 20
 _FULL_DISK_BYTES = 1 << 20
+_RECORDS_PER_SEARCH = 256
 _UNFIT = (KeyError, ValueError, TypeError, TemplateError)  # what formats raise for a record that they cannot read
 
 
@@ -122,7 +124,12 @@ def _build(
         for entry in building.iterdir() if building.is_dir() else ():
             if not _is_shard(entry):
                 shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
-        build_cache(str(building), shards, processor, options, metadata)
+        try:
+            build_cache(str(building), shards, processor, options, metadata)
+        except RuntimeError as error:  # of a worker, whose own error is only text in it
+            if not says_disk_is_full(error):
+                _tell_unfit_record(building, shards, processor)
+            raise
         for entry in filter(_is_shard, [*building.iterdir()]):
             shutil.rmtree(entry)  # the joined arrays contain all of it
     soundness.seal(building)
@@ -205,19 +212,64 @@ def open_source(source: LmDatasetSourceConfigBase, split: str) -> ShardedDataSou
 
 def _try_first_record(shards: ShardedDataSource[dict], processor: BatchProcessor[dict, dict]) -> None:
     """Differs from Levanter, whose workers report a missing key after three attempts, with a long traceback."""
-    for record in shards:
-        try:
-            processor([record])
-        except _UNFIT as error:
-            raise _unfit([record], processor, 0, error) from error
+    try:
+        record = next(iter(shards), None)
+    except (ValueError, KeyError) as error:
+        raise _unreadable(1, "the data", error) from error
+    if record is None:
         return
+    try:
+        processor([record])
+    except _UNFIT as error:
+        raise _unfit([record], processor, 0, error) from error
 
 
-def _unfit(batch: list[dict], processor: BatchProcessor[dict, dict], done: int, error: Exception) -> UserError:
+def _tell_unfit_record(building: Path, shards: ShardedDataSource[dict], processor: BatchProcessor[dict, dict]) -> None:
+    """Reads the shards that workers have not finished, up to the first record that ended one.
+
+    Raises:
+        UserError: there is one.
+    """
+    finished = {int(entry.name[:5]) for entry in building.iterdir() if _is_shard(entry)} if building.is_dir() else set()
+    for index, name in enumerate(shards.shard_names):
+        if index in finished:
+            continue
+        records, done, ended = iter(shards.open_shard_at_row(name, 0)), 0, False
+        while not ended:
+            batch: list[dict] = []
+            failure = None
+            try:
+                for record in itertools.islice(records, _RECORDS_PER_SEARCH):
+                    batch.append(record)
+                ended = len(batch) < _RECORDS_PER_SEARCH
+            except Exception as error:  # readers raise what their libraries do
+                failure = error
+            try:
+                if batch:
+                    processor(batch)
+            except _UNFIT as error:
+                raise _unfit(batch, processor, done, error, f"the data, part {name!r},") from error
+            done += len(batch)
+            if failure is not None:
+                raise _unreadable(done + 1, f"the data, part {name!r},", failure) from failure
+
+
+def _unreadable(number: int, where: str, error: Exception) -> UserError:
+    return UserError(f"record {number} of {where} cannot be read: {first_line(error)}. Correct it, or remove it.")
+
+
+def _unfit(
+    batch: list[dict],
+    processor: BatchProcessor[dict, dict],
+    done: int,
+    error: Exception,
+    where: str = "the data",
+) -> UserError:
     """What to tell of a batch that has a record which the component's format cannot read.
 
     Args:
         done: records before the batch.
+        where: that they are records of.
     """
     place = 0
     for i, record in enumerate(batch):
@@ -231,11 +283,11 @@ def _unfit(batch: list[dict], processor: BatchProcessor[dict, dict], done: int, 
     number, keys = done + place + 1, ", ".join(map(str, batch[place]))
     if isinstance(error, KeyError):
         return UserError(
-            f"record {number} of the data has no key {error}; keys found: {keys}. Name the keys that it has in the"
+            f"record {number} of {where} has no key {error}; keys found: {keys}. Name the keys that it has in the"
             " component's `format`: for text `{type: text, text_key: NAME}`."
         )
     return UserError(
-        f"record {number} of the data (keys: {keys}) does not fit the component's `format`: {first_line(error)}"
+        f"record {number} of {where} (keys: {keys}) does not fit the component's `format`: {first_line(error)}"
     )
 
 

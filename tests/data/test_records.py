@@ -14,6 +14,7 @@ from levanter.data.text import (
     ConcatDatasetComponent,
     DatasetComponent,
     SupervisedLmDatasetFormat,
+    UrlDatasetSourceConfig,
 )
 from levanter.schedule import BatchSchedule
 from support.records import write
@@ -210,6 +211,40 @@ def test_documents_that_differ_in_nothing_that_is_read_stay_together(format, doc
     assert source_identity(read)[-1] == "read keys"
     # A format without any of its keys names the first record, not a lack of different documents.
     assert record_hash({"id": 1}, None, ("input",)) != record_hash({"id": 2}, None, ("input",))
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"text": null}', r"record 301 of the data, part '.*', \(keys: text\) does not fit"),
+        ('{"other": "x"}', r"record 301 of the data, part '.*', has no key 'text'; keys found: other"),
+        ('{"text": "cut o', r"record 301 of the data, part '.*', cannot be read: Invalid control character"),
+    ],
+)
+def test_a_later_record_of_a_url_that_does_not_fit_is_named(monkeypatch, line, message):
+    """Workers only say that they failed; shards that are finished are not read again."""
+    lines = [json.dumps({"text": f"word {n}"}) for n in range(600)]
+    Path("a.jsonl").write_text("\n".join(lines) + "\n")
+    lines[300] = line
+    Path("b.jsonl").write_text("\n".join(lines) + "\n")
+
+    def fail(building, shards, processor, options, metadata):
+        (Path(building) / "00000_a" / "shard_ledger.json").parent.mkdir(parents=True)
+        (Path(building) / "00000_a" / "shard_ledger.json").write_text("{}")
+        raise RuntimeError("Shard 1 failed 3 times (max 3)")
+
+    monkeypatch.setattr("qkvflow.data.cache.build_cache", fail)
+    source = UrlDatasetSourceConfig(train_urls=["a.jsonl", "b.jsonl"])
+    data = resolve(components={"c": DatasetComponent(source=source)})
+    with pytest.raises(UserError, match=message):
+        data.build_caches("train")
+    Path("a.jsonl").write_text('{"text": "cut o\n')
+    with pytest.raises(UserError, match="record 1 of the data cannot be read"):
+        resolve(components={"c": DatasetComponent(source=source)}).build_caches("train")
+    for name in ("a.jsonl", "b.jsonl"):
+        Path(name).write_text("\n".join(lines[:300]) + "\n")
+    with pytest.raises(RuntimeError, match="Shard 1 failed"):  # for another reason
+        resolve(components={"c": DatasetComponent(source=source)}).build_caches("train")
 
 
 def test_a_text_of_one_character_holds_out_nothing():
