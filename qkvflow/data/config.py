@@ -114,7 +114,9 @@ class DataConfig(LmDataConfig):
             num_validation_sequences=None,
         )
 
-    def resolve(self, tokenizer_folder: Path, control_dim: int | None = None) -> ResolvedDataConfig:
+    def resolve(
+        self, tokenizer_folder: Path, control_dim: int | None = None, *, is_training: bool = True
+    ) -> ResolvedDataConfig:
         """An ordinary Levanter configuration with the tokenizer in `tokenizer_folder` and safe cache folders.
 
         Puts the tokenizer into the folder if it is not there yet (`resolve_tokenizer`). Each component's tokens go to
@@ -123,6 +125,7 @@ class DataConfig(LmDataConfig):
 
         Args:
             control_dim: components of the model's control; None for a model without control.
+            is_training: otherwise a tokenizer in the folder is that of a trained model, wherever it came from.
 
         Raises:
             UserError: errors that can be detected before tokenizing: missing, empty or unreadable files, a tokenizer
@@ -135,7 +138,7 @@ class DataConfig(LmDataConfig):
                 "`data.tokenizer: passthrough` is not available: a run keeps its tokenizer, with which it is evaluated,"
                 " sampled from and converted. Name the tokenizer that made the tokens"
             )
-        tokenizer = str(resolve_tokenizer(self.tokenizer, tokenizer_folder))
+        tokenizer = str(resolve_tokenizer(self.tokenizer, tokenizer_folder, compare=is_training))
         settings = {
             "tokenizer": tokenizer_fingerprint(Path(tokenizer)),
             "enforce_eos": self.enforce_eos,

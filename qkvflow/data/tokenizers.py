@@ -42,13 +42,14 @@ def number_of_ids(tokenizer: MarinTokenizer) -> int:
     return max(len(tokenizer), 1 + max(tokenizer.get_vocab().values(), default=-1))
 
 
-def resolve_tokenizer(spec: str, folder: Path) -> Path:
+def resolve_tokenizer(spec: str, folder: Path, *, compare: bool = True) -> Path:
     """Writes the tokenizer that `spec` names to `folder`, in Hugging Face's layout.
 
     Args:
         spec: `byte` (ids are the bytes, 256 ends a document), `tiktoken:gpt2` (or another name that tiktoken knows;
             same ids), a local folder with `tokenizer.json`, or a name on the Hugging Face hub.
         folder: destination. If it was already made from the same spec, it is used unchanged.
+        compare: whether a tokenizer that `folder` holds already must still be the one that `spec` names.
 
     Returns:
         `folder`; `levanter.tokenizers.load_tokenizer(str(folder))` and `transformers.AutoTokenizer` read it without a
@@ -60,7 +61,8 @@ def resolve_tokenizer(spec: str, folder: Path) -> Path:
     """
     folder = Path(folder)
     if (folder / "tokenizer.json").is_file():
-        _refuse_other_origin(spec, folder)
+        if compare:
+            _refuse_other_origin(spec, folder)
         return folder
     try:
         folder.mkdir(parents=True, exist_ok=True)

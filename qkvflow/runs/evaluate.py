@@ -78,7 +78,7 @@ class RunEvaluator:
         config = run.config
         size = batch_size or max(1, config.trainer.batch_schedule.batch_size_at_step(0))
         self.Pos = config.Pos
-        data = config.data.resolve(run.directory.tokenizer, config.control_dim)
+        data = config.data.resolve(run.directory.tokenizer, config.control_dim, is_training=False)
         check_enough_tokens(data, self.Pos.size, is_training=False)
         with set_mesh(TrainerConfig().device_mesh):
             self._sets = data.tagged_eval_sets(self.Pos)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 
 import haliax as hax
 import jax
@@ -42,6 +43,21 @@ def test_a_text_that_is_too_short_is_told_without_keys_of_a_training(place):
     (place / "short.txt").write_text("few")
     with pytest.raises(UserError, match=r"one sequence needs \d+\. Give more text\.$"):
         evaluate("--data.validation", "short.txt")
+
+
+def test_a_run_is_evaluated_with_its_own_tokenizer_whatever_became_of_its_source(place, tmp_path):
+    """Which only a training compares: it would continue with tokens of another meaning."""
+    run = load_run("runs/flow", 3)
+    source = shutil.copytree(run.directory.tokenizer, tmp_path / "source")
+    settings = json.loads((source / "tokenizer_config.json").read_text())
+    (source / "tokenizer_config.json").write_text(json.dumps(settings | {"bos_token": "<|endoftext|>"}))
+    data = dataclasses.replace(run.config.data, tokenizer=str(source))
+    moved = dataclasses.replace(run, config=dataclasses.replace(run.config, data=data))
+    other = {"validation": "other.txt"}
+    losses = [RunEvaluator(on_other_text(one, other)).loss(one.model) for one in (run, moved)]
+    assert losses[0] == losses[1]
+    with pytest.raises(UserError, match="already contains another tokenizer"):
+        data.resolve(run.directory.tokenizer)
 
 
 def test_another_text_is_read_by_the_runs_tokenizer(place):
