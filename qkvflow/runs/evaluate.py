@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import typing
+import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -20,8 +21,9 @@ from levanter.utils.tree_utils import inference_mode
 from qkvflow.axes import BATCH
 from qkvflow.config import decode, encode
 from qkvflow.data import DataConfig, check_enough_tokens
-from qkvflow.errors import UserError
+from qkvflow.errors import Notice, UserError
 from qkvflow.named import map_named
+from qkvflow.runs import data_record
 from qkvflow.runs.load import Run
 
 
@@ -62,6 +64,18 @@ def _with_components(stored: DataConfig, keys: Mapping[str, Any]) -> DataConfig:
     return dataclasses.replace(data, train_weights=dict.fromkeys(data.components, 0.0))
 
 
+def _tell_what_has_changed(run: Run, record: Mapping[str, str]) -> None:
+    """A file that was edited is divided elsewhere: what is held out now, the model may have been trained on."""
+    changes = data_record.changes(run.directory.data, record)
+    edited = [name for name, (old, new) in changes.items() if old is not None and new is not None and old != new]
+    if edited:
+        text = (
+            f"{edited[0]} has changed since {run.directory} was trained on it, so the model may have seen what is held"
+            " out of it now. Restore it, or evaluate on another text: --data.validation FILE"
+        )
+        warnings.warn(Notice(text), stacklevel=3)
+
+
 class RunEvaluator:
     """Evaluates models on the validation sets of a run; on all devices of this machine, whatever it trained on."""
 
@@ -79,6 +93,7 @@ class RunEvaluator:
         size = batch_size or max(1, config.trainer.batch_schedule.batch_size_at_step(0))
         self.Pos = config.Pos
         data = config.data.resolve(run.directory.tokenizer, config.control_dim, is_training=False)
+        _tell_what_has_changed(run, data.record)
         check_enough_tokens(data, self.Pos.size, is_training=False)
         with set_mesh(TrainerConfig().device_mesh):
             self._sets = data.tagged_eval_sets(self.Pos)

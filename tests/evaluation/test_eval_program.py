@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import shutil
+import warnings
 
 import haliax as hax
 import jax
@@ -13,11 +14,12 @@ from support.earlier import restore
 from qkvflow import eval_lm
 from qkvflow.cli import parse
 from qkvflow.depth import DepthConfig
-from qkvflow.errors import UserError
+from qkvflow.errors import Notice, UserError
 from qkvflow.evaluation import depths
 from qkvflow.evaluation.depths import Depths, read
 from qkvflow.generation.writer import open_writer
-from qkvflow.runs import load_run
+from qkvflow.runs import data_record, load_run
+from qkvflow.runs.directory import RunDirectory
 from qkvflow.runs.evaluate import RunEvaluator, on_other_text
 
 OTHER = "another text, that no run has ever seen, of some words\n" * 5
@@ -105,6 +107,22 @@ def test_a_batch_is_no_larger_than_the_text(place):
     """Else a large number would be filled up with nothing, until memory ends."""
     (alone,), (large,) = evaluate("--batch_size", "1"), evaluate("--batch_size", "1000000000")
     assert large.loss == pytest.approx(alone.loss, rel=1e-5)
+
+
+def test_a_text_that_was_edited_since_the_training_is_told(tmp_path):
+    """What is held out of it now may have been trained on."""
+    run = load_run("runs/flow", 3)
+    own = dict(run.config.data.resolve(run.directory.tokenizer).record)
+    directory = RunDirectory(tmp_path / "flow")
+    shutil.copytree(run.directory.path, tmp_path / "flow")
+    run = dataclasses.replace(run, directory=directory)
+    data_record.write(directory.data, own | {next(iter(own)): "1 bytes, sha256 0a"})
+    with pytest.warns(Notice, match=r"text\.txt has changed since .*flow was trained"):
+        RunEvaluator(run)
+    data_record.write(directory.data, own)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", Notice)
+        RunEvaluator(run)
 
 
 def test_what_fills_up_a_batch_is_not_compared(place):
