@@ -109,7 +109,13 @@ def _fetch(source: str) -> Path:
     if not HubFolder.is_one(about):
         raise UserError(f"the Hugging Face repository {source} has no {CONFIG}, so it has no model. {instead}")
     model_config(HubFolder(about).settings, source)  # a UserError if it is not supported
-    return download(source, _FILES, HubFolder.is_whole, "model", instead)
+    return download(source, _FILES, _has_tokenizer, "model", instead, is_enough=HubFolder.is_whole)
+
+
+def _has_tokenizer(folder: Path) -> bool:
+    """Whether there is a whole model with its tokenizer: others fetch a model alone into the same cache."""
+    names = (TOKENIZER_FILES[0], *OLD_FILES)
+    return HubFolder.is_whole(folder) and any((folder / name).is_file() for name in names)
 
 
 def _out(config: ConvertConfig, progress: Progress) -> Path:

@@ -91,6 +91,10 @@ class JsonlTracker(Tracker):
         self._file.flush()
         self._is_written = True
 
+    def sync(self) -> None:
+        """Puts all that was flushed on the disk itself, where a power cut does not reach it."""
+        os.fsync(self._file.fileno())
+
     def finish(self) -> None:
         self.flush()
         self._file.close()
@@ -141,6 +145,11 @@ class RunTracker(CompositeTracker):
         # Not through the members' common path, which swallows errors: a full disk must be seen.
         if self._jsonl is not None:
             self._jsonl.flush()
+
+    def sync(self) -> None:
+        """Makes what was flushed outlast a power cut."""
+        if self._jsonl is not None:
+            self._jsonl.sync()
 
 
 def start_trackers(

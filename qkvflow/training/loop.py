@@ -204,7 +204,7 @@ def train(
                 grow(info)  # before the checkpoint, so that whoever continues from it has the record
             tracker.flush()
             is_stopped = stop.is_due() and not is_last
-            state = partial(_saveable, info)
+            state = partial(_saveable, tracker, info)
             if is_stopped:
                 checkpointer.save_to_continue(state, info.step)
             else:
@@ -264,7 +264,9 @@ class _TotalOfStages(CompositeTracker):
         super().log({**metrics, **replaced}, step=step, commit=commit)
 
 
-def _saveable(info: StepInfo) -> Any:
+def _saveable(tracker: RunTracker, info: StepInfo) -> Any:
+    """What a checkpoint holds. Metrics of the steps up to it are not made again, so they must outlast it."""
+    tracker.sync()
     return info.state.saveable_state
 
 
