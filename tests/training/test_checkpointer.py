@@ -40,5 +40,4 @@ def test_metrics_are_on_the_disk_before_the_checkpoint_that_goes_on_from_them(tm
 
     monkeypatch.setattr(tracking.os, "fsync", note)
     run = Training(tmp_path).run("a", steps=4)
-
     assert synced == checkpoint_steps(run / "checkpoints") == [2, 3]
