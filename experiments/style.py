@@ -136,9 +136,15 @@ def span(own: Iterable[Interval], more: Iterable[float] = (), counts: Iterable[M
     that show the same quantity."""
     ends = [*(end for i in own for end in (i.mean, i.mean - half(i), i.mean + half(i))), *more]
     ends += [loss for each in counts for n, loss in each.items() if n != "1"]
-    ends = [end for end in ends if np.isfinite(end)]
-    room = 0.04 * (max(ends) - min(ends))
-    return min(ends) - room, max(ends) + room
+    low, high = extent(ends) or (0.0, 1.0)
+    room = 0.04 * (high - low)
+    return low - room, high + room
+
+
+def extent(values: Iterable[float]) -> Span | None:
+    """The smallest and the largest of the finite values; None without any."""
+    finite = [value for value in values if np.isfinite(value)]
+    return (min(finite), max(finite)) if finite else None
 
 
 def level(panel: Axes, y: float, words: str, colour: str = MUTED) -> None:
@@ -215,8 +221,12 @@ def losses(panel: Axes, p: Protocol, part: str, limits: Span, n: int | str | Non
 
 
 def direct(panel: Axes, ends: Mapping[str, tuple[float, float]], looks: Looks) -> None:
-    """The name of each series to the right of the panel, at the height of its end (x, y) or as near as possible."""
+    """The name of each series to the right of the panel, at the height of its end (x, y) or as near as possible.
+
+    Series whose end is not finite have no name there.
+    """
     panel.figure.draw_without_rendering()  # determines the position of the panel
+    ends = {name: end for name, end in ends.items() if np.isfinite(end).all()}
     names = sorted(ends, key=lambda name: ends[name][1])
     heights = [panel.transData.transform(ends[name])[1] for name in names]
     beside, to_data = panel.get_yaxis_transform(), panel.transData.inverted()  # x in widths of the panel, y in data
@@ -258,19 +268,23 @@ def heat(
 ) -> None:
     """A map of means, darker for larger ones, with the mean and the interval's half-width in each cell.
 
+    Cells whose mean is not finite have no colour.
+
     Args:
         limits: of the colours, for all maps of a page that show the same quantity.
         sign: `+` shows the sign of positive means, too.
     """
     means = np.array([[cell.mean for cell in row] for row in cells])
-    low, high = limits or (means.min(), means.max())
+    low, high = limits or extent(means.flat) or (0.0, 1.0)
     panel.grid(False)
-    panel.imshow(means, cmap="cividis_r", aspect="auto", vmin=low, vmax=high)
+    shown = np.where(np.isfinite(means), means, np.nan)
+    panel.imshow(shown, cmap="cividis_r", aspect="auto", vmin=low, vmax=high)
     dark = (low + high) / 2
     for (i, j), mean in np.ndenumerate(means):
         half = f"\n±{_shown(cells[i][j].half)}" if cells[i][j].n > 1 else ""
-        words = f"{round(mean, 2) + 0.0:{sign}.2f}{half}"
-        panel.text(j, i, words, ha="center", va="center", fontsize=7, color="white" if mean > dark else "black")
+        words = f"{round(mean, 2) + 0.0:{sign}.2f}{half}" if np.isfinite(mean) else "not finite"
+        colour = "white" if np.isfinite(mean) and mean > dark else "black"
+        panel.text(j, i, words, ha="center", va="center", fontsize=7, color=colour)
     panel.set_xticks(range(len(columns)), columns, rotation=30, ha="right", fontsize=8)
     panel.set_yticks(range(len(rows)), rows, fontsize=8)
 

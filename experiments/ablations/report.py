@@ -184,11 +184,12 @@ def draw(record: Ablations) -> Iterator[style.Named]:
     )
     gridded = [name for name, asked in record.protocol.groups.items() if asked.by]
     mapped = [value.mean.mean for name in groups if name not in gridded for value in readings(record, name).values()]
-    shades = (min(mapped), max(mapped)) if mapped else None
+    shades = style.extent(mapped)
     moved = [value.mean.mean for name in gridded for value in readings(record, name, "displacement").values()]
+    ends = style.extent(value for value in moved if value > 0)
     for name, own in groups.items():
         if name in gridded:
-            yield name, _by_rate(record, name, own, spans[0], (min(moved) / 2, 2 * max(moved)) if moved else None)
+            yield name, _by_rate(record, name, own, spans[0], (ends[0] / 2, 2 * ends[1]) if ends else None)
         else:
             yield name, _figure(record, name, own, spans, shades)
 

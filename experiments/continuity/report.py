@@ -224,9 +224,10 @@ def _depths(record: Continuity, shown: Mapping[str, list[str]], looks: style.Loo
     each = [(n, at) for _, own in found.values() for n, at in zip(steps, own, strict=True)]
     each += [(p.layers, at) for at in other.values()]
     means = [at.mean for _, at in each if np.isfinite(at.mean)]
-    room = (max(means) - min(means)) / 4
+    low, high = style.extent(means) or (0.0, 1.0)
+    room = (high - low) / 4
     bounds = [at.mean + side * style.half(at) for n, at in each if n >= p.layers / 2 for side in (-1, 1)]
-    ends = np.clip(bounds, min(means) - room, max(means) + room)
+    ends = np.clip(bounds, low - room, high + room)
     limits = style.span([], [*means, *ends[~np.isnan(ends)]], [p.counts.get(BEGINNING, {})])
     figure, panels = style.tiles(len(shown), 6.5, 4.8, sharex=True)
     for panel, (title, names) in zip(panels, shown.items(), strict=True):

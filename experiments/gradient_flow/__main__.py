@@ -1,5 +1,6 @@
 """Trains the ODE flow hybrid and a baseline of ordinary layers; measures gradients, solvers and control."""
 
+import math
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -70,7 +71,7 @@ def with_readings(config: GradientFlowConfig, job: Job, run: Run, evaluator: Run
     return found | {
         "readings": reader.by_solvers(config.solvers, config.steps),
         "alpha": float(model.transformer.flow.weights.alpha.array),
-        "control_gradient": max(r[_CONTROL] for r in metrics),
+        "control_gradient": max((r[_CONTROL] for r in metrics if math.isfinite(r[_CONTROL])), default=math.nan),
         "control": {n: control_effect(m, tokens, config.controls, key=control_key) for n, m in models.items()},
     }
 

@@ -22,7 +22,7 @@ _PREFIX = "grad/norm/"
 # Criteria for steps of a component, on arrays. Comparisons with nan are false, so nan only counts as not finite.
 RULES = {
     f"< {VANISHING:g}": lambda norm, total: norm < VANISHING,
-    f"< {RELATIVE:g} of total": lambda norm, total: norm < RELATIVE * total,
+    f"< {RELATIVE:g} of total": lambda norm, total: (norm < RELATIVE * total) & ~np.isinf(total),
     f"> {EXPLODING:g}": lambda norm, total: norm > EXPLODING,
     "not finite": lambda norm, total: ~np.isfinite(norm),
 }

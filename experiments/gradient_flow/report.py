@@ -1,5 +1,6 @@
 """The results of the experiment: its record, and from that alone tables and figures."""
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, field
 
@@ -73,17 +74,25 @@ class Trained(Training, System):
     control: dict[str, Effect] = field(default_factory=dict)
 
     def norm(self, name: str) -> np.ndarray:
-        """Of a component, by step."""
-        return np.array(self.norms[name])
+        """Of a component, by step, without steps in which it or the total norm is not finite."""
+        norm, total = np.array(self.norms[name]), np.array(self.norms["total"])
+        return norm[np.isfinite(norm) & np.isfinite(total)]
 
     def final_loss(self, last: int) -> float:
-        """Of training, the mean over the last steps."""
-        return float(np.mean(self.loss[-last:]))
+        """Of training, the mean over the last steps, of those with a finite loss."""
+        return _of_finite(np.mean, self.loss[-last:])
+
+    @property
+    def clipped_gradient(self) -> float:
+        """The mean norm of the flow's gradient after clipping, over finite steps."""
+        norm, total = np.array(self.norms["flow"]), np.array(self.norms["total"])
+        finite = np.isfinite(norm) & np.isfinite(total)
+        return _of_finite(np.mean, rule.clipped(norm[finite], total[finite], self.clip))
 
     @property
     def clipped_share(self) -> float:
-        """The share of clipped steps."""
-        return float((self.norm("total") > self.clip).mean()) if self.clip else 0.0
+        """The share of clipped steps, of the finite ones."""
+        return _of_finite(np.mean, self.norm("total") > self.clip) if self.clip else 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,11 +111,12 @@ def page(record: GradientFlow) -> Mapping[str, object]:
     middles = {name: own[name] for name in reversed(p.middles)}
     passes = {name: sum(r.refined.passes for r in trained) for name, trained in middles.items()}
     unmatched = "untied" not in p.systems or None
+    medians = ([_of_finite(np.median, r.norm("flow")) for r in pair] for pair in pairs)
     return {
         "rule": rule,
         "systems": "; ".join(f"{name}, {SYSTEMS[name]}" for name in p.systems),
         "losses": _losses(p, own),
-        "ratio": interval([float(np.median(h.norm("flow")) / np.median(b.norm("flow"))) for h, b in pairs]),
+        "ratio": interval([own / other if other else math.nan for own, other in medians]),
         "clipped": ", ".join(f"{name} {_mean(rs, lambda r: r.clipped_share)}" for name, rs in own.items()),
         "norms": _norms(own),
         "verdicts": _verdicts(record),
@@ -135,14 +145,17 @@ def _losses(p: GradientFlowProtocol, own: Mapping[str, list[Trained]]) -> Table:
 
 
 def _norms(trained: Mapping[str, list[Trained]]) -> Table:
-    """Medians and maxima are over the steps of each seed, then over seeds; counts over all steps of all seeds."""
+    """Medians and maxima are over finite steps of each seed, then over seeds; counts over all steps of all seeds."""
     rows = []
     for system, own in trained.items():
         total = np.array([r.norms["total"] for r in own])  # [seed, step]
         for name in own[0].norms:
             norm = np.array([r.norms[name] for r in own])
-            share = np.divide(norm, total, out=np.zeros_like(norm), where=total != 0)
-            values = np.median(norm, axis=1), norm.max(axis=1), np.median(share, axis=1)
+            finite = np.isfinite(norm) & np.isfinite(total)
+            share = np.divide(norm, total, out=np.where(finite, 0.0, np.nan), where=finite & (total != 0))
+            known = np.where(finite, norm, np.nan)
+            asked = (np.median, known), (np.max, known), (np.median, share)
+            values = ([_of_finite(of, seed) for seed in each] for of, each in asked)
             met = (f"{rule_(norm, total).sum()} of {norm.size}" for rule_ in rule.RULES.values())
             rows.append([system, _LABELS.get((system, name), name), *map(_small, values), *met])
     return Table(["model", "component", "median", "largest", "share of total", *rule.RULES], rows)
@@ -154,7 +167,7 @@ def _verdicts(record: GradientFlow) -> Table:
     for name in (name for name in record.protocol.systems if name != "baseline"):
         own, baseline = record.of(system=name), record.of(system="baseline")
         ratios = [r.final_loss(last) / b.final_loss(last) for r, b in zip(own, baseline, strict=True)]
-        gradients = [float(rule.clipped(r.norm("flow"), r.norm("total"), r.clip).mean()) for r in own]
+        gradients = [r.clipped_gradient for r in own]
         has_middle = name != "shallow"
         passed = sum(map(rule.passes, ratios, gradients if has_middle else [None] * len(own)))
         gradient = interval(gradients) if has_middle else "has no flow"
@@ -310,7 +323,20 @@ def _invariance(record: GradientFlow) -> Figure:
 
 
 def _band(curves: list[list[float]], window: int) -> tuple[Sequence[float], list[Interval]]:
-    """Mean and interval over seeds of curves averaged over windows of steps."""
-    smooth = [np.convolve(curve, np.ones(window) / window, "valid") for curve in curves]
-    own = [interval(values) for values in zip(*smooth, strict=True)]
+    """Mean and interval over seeds of curves averaged over the finite steps of windows."""
+    own = [interval(values) for values in zip(*(_smoothed(np.array(curve), window) for curve in curves), strict=True)]
     return np.arange(len(own)) + window, own
+
+
+def _smoothed(curve: np.ndarray, window: int) -> np.ndarray:
+    """Means over the finite steps of each window; nan where it has none."""
+    finite = np.isfinite(curve)
+    counts = np.convolve(finite, np.ones(window), "valid")
+    missed = np.divide(window, counts, out=np.full_like(counts, np.nan), where=counts > 0)  # exactly 1 without gaps
+    return np.convolve(np.where(finite, curve, 0.0), np.ones(window) / window, "valid") * missed
+
+
+def _of_finite(statistic: Callable[[np.ndarray], np.floating], values: Sequence[float] | np.ndarray) -> float:
+    """A statistic of the finite values; nan if there are none."""
+    finite = np.asarray(values)[np.isfinite(values)]
+    return float(statistic(finite)) if finite.size else math.nan

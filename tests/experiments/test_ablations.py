@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 
 import pytest
 from support.studies import ABOUT, ORIGIN, refuse_work, smoke
@@ -131,6 +132,24 @@ def test_arms_that_differ_in_a_key_and_in_their_rate_are_shown_by_both():
     ]
     assert "Loss by solver" not in text
     assert [name for name, _ in draw(record)] == ["g"]
+
+
+@pytest.mark.parametrize("by", [None, "depth.steps"])
+def test_a_model_that_diverged_leaves_the_figures_their_axes(by):
+    """Its losses and displacements are no numbers, at every place."""
+    record = made_up()
+    for result in (r for r in record.results if r.model == "b-1"):
+        lost = {"loss": math.nan, "displacement": math.inf}
+        result.readings[:] = [dataclasses.replace(at, **lost) for at in result.readings]
+    models = {name: dataclasses.replace(m, config={"depth": {"steps": name}}) for name, m in record.models.items()}
+    groups = {"first": dataclasses.replace(record.protocol.groups["first"], by=by)}
+    protocol = dataclasses.replace(record.protocol, groups=groups)
+    ((_, figure),) = draw(dataclasses.replace(record, protocol=protocol, models=models))
+    figure.draw_without_rendering()
+    if by:
+        assert figure.axes[1].get_ylim() == (0.75, 3.0)  # of the other, 1.5
+    else:
+        assert figure.axes[2].images[0].get_clim() == pytest.approx((2.4, 2.7))
 
 
 def test_what_cannot_be_ablated_is_refused(tmp_path):

@@ -157,6 +157,11 @@ def _without(trained, place):
     return dataclasses.replace(trained, readings=own)
 
 
+def _without_any(trained):
+    """None of its losses at other depths is a number."""
+    return dataclasses.replace(trained, readings=[dataclasses.replace(r, loss=math.nan) for r in trained.readings])
+
+
 def test_tables_and_figures_come_from_the_record_alone():
     record = made_up()
     found = {arm: line.loss for arm, line in record.lines.items()}
@@ -175,6 +180,8 @@ def test_tables_and_figures_come_from_the_record_alone():
     lost = [_without(r, ("heun", 8)) if r.arm == "smooth" and r.seed == 1 else r for r in record.results]
     broken = STUDY.filled_page(dataclasses.replace(record, results=lost)).partition("## Is it an ODE?")[2]
     assert next(line for line in broken.splitlines() if line.startswith("| smooth")).endswith("| no |")
+    nothing = dataclasses.replace(record, results=[_without_any(r) for r in record.results])
+    assert [name for name, _ in STUDY.figures(nothing)] == ["flops", "depths"]
     rule = text.partition("## Is it an ODE?")[2].splitlines()
     ends = [line.split(" | ")[-1] for line in rule if line.startswith(("| smooth", "| lost"))]
     assert ends[:2] == ["yes |", "no |"]

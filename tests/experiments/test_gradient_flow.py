@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import re
 import shutil
 
 import equinox as eqx
@@ -31,7 +32,7 @@ from experiments.gradient_flow.readings import (
     left_out,
     refine,
 )
-from experiments.gradient_flow.report import GradientFlow, matched
+from experiments.gradient_flow.report import GradientFlow, _smoothed, matched
 from experiments.gradient_flow.report import shares as shares_of
 from experiments.jobs import Job
 from experiments.recipes import Recipe
@@ -312,6 +313,31 @@ def test_tables_come_from_the_record_alone():
     assert "| 3 of 3 seeds |" in text
     assert "0 of 120 | 0 of 120 | 0 of 120 | 0 of 120" in text
     assert "hybrid 1.000 ± 0.000" in text  # all steps are clipped
+
+
+def test_a_step_that_is_not_finite_is_counted_and_leaves_the_other_numbers_as_they_are():
+    """The optimizer skips it: an overflow of the flow's gradient in one of 40 steps, and a loss that is no number."""
+    record = made_up()
+    broken = next(r for r in record.results if (r.system, r.seed) == ("hybrid", 2))
+    broken.norms["flow"][7] = broken.norms["total"][7] = math.inf
+    broken.norms["flow"][8] = broken.norms["total"][8] = math.nan
+    text = STUDY.filled_page(record)
+    before = "0.52 ± 0.025 | 0.52 ± 0.025 | 1 ± 0"
+    assert f"| hybrid | flow | {before} | 0 of 120 | 0 of 120 | 1 of 120 | 2 of 120 |" in text
+    assert f"| hybrid | coda | {before} | 0 of 120 | 0 of 120 | 0 of 120 | 0 of 120 |" in text
+    assert "nan" not in text
+    assert "hybrid 1.000 ± 0.000" in text  # all finite steps are clipped
+    broken.loss[-1] = math.nan
+    (verdict,) = re.findall(r"\| hybrid \| 1\.0.* seeds \|", STUDY.filled_page(record))
+    assert verdict.endswith("0.400 ± 0.000 | 3 of 3 seeds |")
+    for r in record.results:
+        r.curve[:] = [(20, 2.5), (40, math.nan if r is broken else 2.0)]
+    assert [name for name, _ in STUDY.figures(record)] == ["gradient_flow", "invariance"]
+
+
+def test_a_window_of_steps_has_the_mean_of_its_finite_ones():
+    found = _smoothed(np.array([1.0, 3.0, math.nan, math.inf, 5.0]), 2)
+    np.testing.assert_array_equal(found, [2.0, 3.0, math.nan, 5.0])
 
 
 def test_readings_of_smaller_steps_are_one_family():

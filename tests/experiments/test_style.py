@@ -155,3 +155,21 @@ def test_a_narrow_interval_has_a_width_in_a_map(panel):
 def test_a_single_seed_has_no_interval():
     assert style.about_bars("1") == "n = 1 seed, without intervals"
     assert style.about_bars("1 to 5") == "n = 1 to 5 seeds, 95 % intervals"
+
+
+def test_a_curve_that_ends_in_no_number_has_no_name_there(panel):
+    ends = {"lost": (10, np.nan), "diverged": (10, np.inf), "there": (10, 1.0)}
+    panel.set(xlim=(0, 10), ylim=(0, 3))
+    style.direct(panel, ends, {name: {"color": "black"} for name in ends})
+    assert [text.get_text() for text in panel.texts] == ["there"]
+    assert style.span([Interval(np.nan, np.nan, 3)], [np.inf]) == (-0.04, 1.04)  # a page without any number is drawn
+
+
+def test_a_map_has_the_colours_of_its_finite_cells(panel):
+    cells = [[Interval(1.0, 0.25, 3), Interval(np.nan, np.nan, 3), Interval(np.inf, np.nan, 1), Interval(4.0, 0.5, 3)]]
+    style.heat(panel, ["arm"], ["a", "b", "c", "d"], cells)
+    (image,) = panel.images
+    assert image.get_clim() == (1.0, 4.0)
+    assert [text.get_text() for text in panel.texts] == ["1.00\n±0.25", "not finite", "not finite", "4.00\n±0.50"]
+    assert [text.get_color() for text in panel.texts] == ["black", "black", "black", "white"]
+    panel.figure.canvas.draw()  # warnings are errors
