@@ -14,6 +14,7 @@ from experiments.texts import Text
 from qkvflow import finetune_lm, train_lm
 from qkvflow.cli.quiet import quiet_libraries
 from qkvflow.config import differences, listed, read_config
+from qkvflow.depth import DepthConfig
 from qkvflow.errors import UserError
 from qkvflow.runs import data_record
 from qkvflow.runs.base import BaseRecord
@@ -40,6 +41,14 @@ class Places:
 
     places: list[Place]
     read_batches: int | None = None
+
+    def check(self, depth: DepthConfig) -> None:
+        """Raises: UserError: a flow of this depth cannot be evaluated at one of them."""
+        for solver, steps in self.places:
+            try:
+                depth.on_grid(steps, solver=solver)
+            except UserError as error:
+                raise UserError(f"it cannot be read by {solver} in {steps} steps: {error}") from None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,10 +5,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from experiments.alike import check_alike
 from experiments.config import OtherDepthsConfig, check_among, check_reference
 from experiments.cost import cost_of
 from experiments.jobs import Arm, Place, Places
-from experiments.recipes import Changes, value_at
+from experiments.recipes import Changes, Recipe, value_at
 from experiments.texts import Text
 from qkvflow.depth import solver_by_name
 from qkvflow.errors import UserError, shortened
@@ -108,15 +109,18 @@ def plan(config: AblationsConfig, text: Text, run_dir: Path) -> dict[tuple[str, 
     """(group, arm) -> its trained model, for the selected groups. The selection does not affect its label.
 
     Raises:
-        UserError: a configuration cannot be read, or a model cannot be evaluated at one of the places.
+        UserError: a configuration cannot be read, a model cannot be evaluated at one of the places, or the arms of a
+            group do not read the same tokens.
     """
     known: dict[str, Arm] = {}
     of: dict[tuple[str, str], str] = {}
     for group_name, group in config.groups.items():
         shown: list[tuple[Any, float]] = []
+        recipes: dict[str, Recipe] = {}
         for name, changes in group.arms.items():
             try:
                 recipe = config.recipe(group.base or config.base, text, run_dir, group.overrides, changes)
+                recipes[name] = recipe
                 digest = recipe.digest(train=text.hash("train"), select=text.hash("select"))
                 label = f"{name}-{digest}"
                 if digest not in known:
@@ -129,6 +133,10 @@ def plan(config: AblationsConfig, text: Text, run_dir: Path) -> dict[tuple[str, 
                     of[group_name, name] = digest
             except UserError as error:
                 raise UserError(f"groups.{group_name}.arms.{name}: {error}") from None
+        try:
+            check_alike(recipes, group.reference)
+        except UserError as error:
+            raise UserError(f"groups.{group_name}: {error}") from None
         _check_shown(group_name, shown)
     return {key: known[digest] for key, digest in of.items()}
 
@@ -152,13 +160,11 @@ def _read_at(arm: Arm, places: list[Place], read_batches: int | None) -> Arm:
     before = arm.flow.places if arm.flow else []
     if places and not arm.recipe.is_flow:
         raise UserError("it is no flow but a model of one depth, and cannot be read at another: leave out `read`")
-    for solver, steps in places:
-        try:
-            arm.recipe.config.model.depth.on_grid(steps, solver=solver)
-        except UserError as error:
-            raise UserError(f"it cannot be read by {solver} in {steps} steps: {error}") from None
-    together = list(dict.fromkeys([*before, *places]))
-    return dataclasses.replace(arm, flow=Places(together, read_batches) if together else None)
+    together = Places(list(dict.fromkeys([*before, *places])), read_batches)
+    if not together.places:
+        return dataclasses.replace(arm, flow=None)
+    together.check(arm.recipe.config.model.depth)
+    return dataclasses.replace(arm, flow=together)
 
 
 def value_of(key: str, model: Changes) -> Any:

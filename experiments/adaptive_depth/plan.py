@@ -9,6 +9,7 @@ import equinox as eqx
 import haliax as hax
 import jax
 
+from experiments.alike import check_alike
 from experiments.config import TwoTextsConfig
 from experiments.cost import Cost, cost_of
 from experiments.jobs import Arm
@@ -96,7 +97,8 @@ def arms(config: AdaptiveDepthConfig, texts: list[Text], run_dir: Path) -> list[
     """All trainings, bases before the models tuned from them.
 
     Raises:
-        UserError: a configuration is invalid, the flow has no weights at other times, or LoRA finds nothing to adapt.
+        UserError: a configuration is invalid, the flow has no weights at other times, LoRA finds nothing to adapt, or
+            trainings whose losses are compared do not read the same tokens.
     """
     models = {name: {"model": getattr(config, name)} for name in ("flow", "gpt2")}
 
@@ -127,7 +129,16 @@ def arms(config: AdaptiveDepthConfig, texts: list[Text], run_dir: Path) -> list[
                 keys = getattr(config, kind), {"steps": depth}
                 found.append(arm(name, kind, target, *keys, depth=depth, base=bases[name]))
                 _check_adapts(bases[name].recipe, found[-1].recipe, depth)
+    _check_same_tokens(found)
     return found
+
+
+def _check_same_tokens(found: list[Arm]) -> None:
+    """Raises: UserError: the two bases, or the trainings on the other text, do not read the same tokens."""
+    bases = {arm.label: arm.base.recipe for arm in found if arm.base}
+    for kinds in (("pretrain",), _COMPARED):
+        own = {arm.label: arm.recipe for arm in found if arm.what.kind in kinds}
+        check_alike(own, next(iter(own)), bases)
 
 
 def _check_adapts(base: Recipe, tuned: Recipe, depth: int | None) -> None:

@@ -1,10 +1,10 @@
 """The plan of the comparison: its YAML, and its systems in the sizes and lengths that the rows require."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
+from experiments.alike import check_alike
 from experiments.config import check_among, check_reference
 from experiments.cost import Cost, cost_of, width_with
 from experiments.jobs import Arm
@@ -172,7 +172,7 @@ def arms(config: CompareConfig, text: Text, run_dir: Path) -> list[Arm]:
             reference, or `widths` lacks its width.
     """
     given = recipes(config, text, run_dir)
-    _check_alike(given, config.reference)
+    check_alike(given, config.reference)
     reference = given[config.reference]
     cost, found, sizes = cost_of(reference), {}, {_width(recipe) for recipe in given.values()}
     if config.widths and not sizes <= set(config.widths):
@@ -211,29 +211,6 @@ def recipes(config: CompareConfig, text: Text, run_dir: Path) -> dict[str, Recip
         except UserError as error:
             raise UserError(f"{'systems' if name in config.systems else 'arms'}.{name}: {error}") from None
     return found
-
-
-def _check_alike(given: Mapping[str, Recipe], reference: str) -> None:
-    """Raises: UserError: a system reads other tokens, or another number of them: losses could not be compared."""
-
-    def read(recipe: Recipe) -> dict[str, object]:
-        trainer = recipe.config.trainer
-        batch, evaluated = recipe.batch, trainer.per_device_eval_parallelism
-        return {
-            "data.tokenizer": recipe.config.data.tokenizer,
-            "train_seq_len, or model.max_seq_len": recipe.config.Pos.size,
-            "trainer.train_batch_size": batch,
-            "trainer.per_device_eval_parallelism": batch if evaluated == -1 else evaluated,  # on `select`
-        }
-
-    expected = read(given[reference])
-    for name, recipe in given.items():
-        for key, value in read(recipe).items():
-            if value != expected[key]:
-                raise UserError(
-                    f"{name} has {value} for `{key}`, and {reference} has {expected[key]}: their losses would be of"
-                    " other tokens. Give all the same value, in `overrides`"
-                )
 
 
 def _arm(name: str, recipe: Recipe, text: Text) -> Arm:

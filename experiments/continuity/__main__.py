@@ -27,8 +27,8 @@ def make(config: ContinuityConfig, run_dir: Path) -> Continuity:
             for name, arm in ((arm.what.arm, arm) for arm in own)
         }
     results = measure.all(reported(own, config.seeds))
-    longest = max(whole.values(), key=lambda recipe: recipe.steps)
-    protocol = ContinuityProtocol.of(config, text, longest, steps=longest.steps, read_at=config.steps_read)
+    recipe = whole[config.reference]  # all have its tokens and its number of steps
+    protocol = ContinuityProtocol.of(config, text, recipe, steps=recipe.steps, read_at=config.steps_read)
     return Continuity(protocol=protocol, costs=costs, results=results, selection=selection)
 
 

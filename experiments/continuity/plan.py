@@ -1,9 +1,11 @@
 """The plan of the study: its YAML, and its arms at the width of the search and at their own."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
+from experiments.alike import check_alike
 from experiments.config import OtherDepthsConfig, check_among, check_reference
 from experiments.continuity.stack import stacked
 from experiments.cost import cost_of
@@ -12,6 +14,7 @@ from experiments.recipes import Recipe
 from experiments.search import SearchConfig
 from experiments.texts import Text
 from qkvflow.errors import UserError
+from qkvflow.models import NeuralOdeConfig
 from qkvflow.ranges import Count, Range
 
 
@@ -60,12 +63,18 @@ class ContinuityConfig(OtherDepthsConfig, SearchConfig):
         """The configuration of an arm, for a stack as if it had all its layers from the beginning.
 
         Raises:
-            UserError: it cannot be read, or does not have `layers` steps.
+            UserError: it cannot be read, is no model of ours, or does not have `layers` steps.
         """
         changes = {key: value for key, value in self.arms[name].items() if key != "stack"}
         recipe = self.recipe(self.base, text, run_dir, changes)
         recipe = recipe.but({"model": {"hidden_dim": width}} if width else {})
-        steps = recipe.config.model.depth.reading_steps
+        model = recipe.config.model
+        if not isinstance(model, NeuralOdeConfig):
+            raise UserError(
+                f"arms.{name} has `model.type: {recipe.raw['model'].get('type')}`, a model without steps. Layers"
+                " are `type: neuralode` with `weights: {type: per_layer}` and `depth: {step_size: residual}`"
+            )
+        steps = model.depth.reading_steps
         if steps != self.layers:
             raise UserError(f"arms.{name} is read with {steps} steps, but `layers` is {self.layers}: make them equal")
         return recipe
@@ -94,16 +103,35 @@ def arms(config: ContinuityConfig, text: Text, run_dir: Path, rates: Rates | Non
     search; without `rates`, the arms of the search.
 
     Raises:
-        UserError: a configuration cannot be read, or does not have `layers` steps.
+        UserError: a configuration cannot be read, or does not have `layers` steps; a flow cannot be evaluated at one of
+            the places; or arms do not read the same tokens, or have other numbers of training steps.
     """
-    found = []
-    for name in config.chosen:
-        recipe = config.whole(name, text, run_dir, config.search_width if rates is None else None)
+    size = config.search_width if rates is None else None
+    given, found = {name: config.whole(name, text, run_dir, size) for name in config.chosen}, []
+    check_alike(given, config.reference)
+    _check_lengths(given, config.reference)
+    for name, recipe in given.items():
         depth, width = recipe.config.model.depth, recipe.config.model.Embed.size
         if rates and name in rates:
             recipe = recipe.but({"optimizer": {"learning_rate": config.transferred(rates[name], width)}})
         flow = Places(config.places(depth.solver), config.read_batches) if recipe.is_flow else None
+        if flow:
+            try:
+                flow.check(depth)
+            except UserError as error:
+                raise UserError(f"arms.{name}: {error}") from None
         what, label = Named(name, width, depth.solver), f"{name}-d{width}"
         arm = Arm(label=label, recipe=recipe, cost=cost_of(recipe), what=what, text=text, flow=flow, shares_rate=name)
         found.append(stacked(arm, config.arms[name]["stack"]) if "stack" in config.arms[name] else arm)
     return found
+
+
+def _check_lengths(given: Mapping[str, Recipe], reference: str) -> None:
+    """Raises: UserError: arms have other numbers of training steps, but the page has one for all."""
+    steps = given[reference].steps
+    for name, recipe in given.items():
+        if recipe.steps != steps:
+            raise UserError(
+                f"arms.{name} has {recipe.steps} for `trainer.num_train_steps`, and {reference} has {steps}: losses,"
+                " FLOPs and depths are compared after trainings of one length. Set it for all, in `overrides`"
+            )

@@ -9,12 +9,13 @@ to a divergence is in both. By default such pieces share nine tenths of their in
 each divided into as many as the flow has steps. On [0, 1] that is a field n times as strong: alpha = n.
 """
 
+import itertools
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
 from experiments.config import StudyConfig, check_among
-from experiments.jobs import Arm, System
+from experiments.jobs import Arm, Places, System
 from experiments.recipes import Recipe, ordinary
 from experiments.texts import Text
 from qkvflow.depth import solver_by_name
@@ -76,7 +77,8 @@ def arms(config: GradientFlowConfig, text: Text, run_dir: Path) -> list[Arm]:
     """The systems, in order.
 
     Raises:
-        UserError: the hybrid has no flow on a fixed grid, no ordinary layers around it, or no control.
+        UserError: the hybrid has no flow on a fixed grid, no ordinary layers around it, or no control; or its flow
+            cannot be evaluated with one of `solvers` and `steps`.
     """
     hybrid = config.recipe(config.hybrid, text, run_dir)
     model, known = hybrid.euler_flow(), hybrid.config.model
@@ -87,6 +89,10 @@ def arms(config: GradientFlowConfig, text: Text, run_dir: Path) -> list[Arm]:
         )
     if config.final_steps > hybrid.steps:
         raise UserError(f"`final_steps` is {config.final_steps}, of {hybrid.steps} steps in all")
+    try:
+        Places(list(itertools.product(config.solvers, config.steps))).check(known.depth)
+    except UserError as error:
+        raise UserError(f"{config.hybrid}: {error}") from None
     steps = model["depth"]["steps"]
     if max(config.coarse) >= steps:
         raise UserError(f"`coarse` must be fewer than the {steps} steps of the flow, but is {config.coarse}")

@@ -175,6 +175,9 @@ def test_what_cannot_be_ablated_is_refused(tmp_path):
         planned(smoke(STUDY, groups={"g": group | {"by": "weights.dims"}}), tmp_path)
     with pytest.raises(UserError, match=r"groups.g.arms.b: it cannot be read by heun in 3 steps: step_size: residual"):
         planned(smoke(STUDY, groups={"g": group | {"read": [{"solver": "heun", "steps": 3}]}}), tmp_path)
+    others = {"a": {}, "b": {"trainer": {"train_batch_size": 2}}}
+    with pytest.raises(UserError, match=r"groups.g: b has 2 for `trainer.train_batch_size`, and a has 8"):
+        planned(smoke(STUDY, groups={"g": group | {"arms": others}}), tmp_path)
     unlike = {"a": {"model": {"depth": {"steps": 2}}}, "b": {"model": {"depth": {"steps": {"min": 2, "max": 3}}}}}
     with pytest.raises(UserError, match=r"groups.g.by: the values must all be numbers, or all texts, but are \[2, "):
         planned(smoke(STUDY, groups={"g": group | {"arms": unlike, "by": "depth.steps"}}), tmp_path)

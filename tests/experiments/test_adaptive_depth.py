@@ -94,6 +94,15 @@ def test_what_the_page_could_not_say_is_refused_before_any_training(changes, mes
     [
         ({"flow": {"weights": {"type": "per_layer"}}}, "weights are functions of time"),
         ({"lora": {"mode": {"target_modules": ["nothing"]}}}, "target_modules"),
+        (
+            {"gpt2": {"max_seq_len": 64}},
+            "gpt2-pretrain has 64 for `train_seq_len, or model.max_seq_len`",
+        ),
+        (
+            {"scratch": {"trainer": {"train_batch_size": 4}}},
+            "for `trainer.train_batch_size`, and .*scratch has 4",
+        ),
+        ({"full": {"train_seq_len": 32}}, "full has 32 for `train_seq_len, or model.max_seq_len`, and .* has 128"),
     ],
 )
 def test_a_base_that_cannot_be_adapted_is_refused_before_its_training(tmp_path, changes, message):

@@ -115,6 +115,35 @@ def test_what_cannot_be_trained_is_refused(tmp_path):
         arms(config, config.text.prepare(tmp_path), tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"trainer": {"num_train_steps": 24}}, "has 24 for `trainer.num_train_steps`, and per_layer has 12"),
+        ({"trainer": {"train_batch_size": 2}}, "has 2 for `trainer.train_batch_size`, and per_layer has"),
+        ({"model": {"max_seq_len": 16}}, "has 16 for `train_seq_len, or model.max_seq_len`, and per_layer has 32"),
+        ({"data": {"tokenizer": "char"}}, "has char for `data.tokenizer`, and per_layer has byte"),
+        ({"model": {"depth": {"step_size": "residual"}}}, "cannot be read by rk4 in 4 steps: step_size: residual"),
+        (
+            {"model": {"type": "gpt2", "max_seq_len": 32, "num_layers": 4}},
+            "has `model.type: gpt2`, a model without steps",
+        ),
+    ],
+)
+def test_an_arm_that_could_not_be_compared_is_refused_before_any_training(tmp_path, changes, message):
+    config = smoke(STUDY)
+    config.arms["basis_2"] = changes
+    with pytest.raises(UserError, match=message):
+        arms(config, config.text.prepare(tmp_path), tmp_path)
+
+
+@pytest.mark.parametrize("file", ["wikitext2", "solvers"])
+def test_the_studies_of_the_experiment_can_be(tmp_path, file):
+    config = parse(ContinuityConfig, ["--config_path", str(FOLDER / "continuity" / f"{file}.yaml")])[0]
+    config.check()
+    rates = dict.fromkeys(config.arms, 1e-3) if config.learning_rates else {}
+    assert len(arms(config, Builtin().prepare(tmp_path), tmp_path, rates)) == len(config.arms)
+
+
 def test_all_depths_are_read_by_default():
     config = ContinuityConfig(layers=3)
     assert config.places("euler") == [*(("euler", steps) for steps in range(2, 13)), ("rk4", 3)]
