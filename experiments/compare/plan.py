@@ -1,5 +1,6 @@
 """The plan of the comparison: its YAML, and its systems in the sizes and lengths that the rows require."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -169,10 +170,11 @@ def arms(config: CompareConfig, text: Text, run_dir: Path) -> list[Arm]:
 
     Raises:
         UserError: a configuration cannot be read, the costs of a model are unknown, its tokens are not those of the
-            reference, or `widths` lacks its width.
+            reference, `widths` lacks its width, or a rate is to be corrected that is that of the search.
     """
     given = recipes(config, text, run_dir)
     check_alike(given, config.reference)
+    _check_corrected(config, given)
     reference = given[config.reference]
     cost, found, sizes = cost_of(reference), {}, {_width(recipe) for recipe in given.values()}
     if config.widths and not sizes <= set(config.widths):
@@ -211,6 +213,20 @@ def recipes(config: CompareConfig, text: Text, run_dir: Path) -> dict[str, Recip
         except UserError as error:
             raise UserError(f"{'systems' if name in config.systems else 'arms'}.{name}: {error}") from None
     return found
+
+
+def _check_corrected(config: CompareConfig, given: Mapping[str, Recipe]) -> None:
+    """Raises: UserError: the rate of a system would be corrected at the width of the search, where it is not
+    transferred but the best of the search, and stays.
+    """
+    own = config.check_rates.arms if config.check_rates and config.corrects else []
+    searched = [name for name in own if _width(given[name]) == config.search_width]
+    if searched:
+        raise UserError(
+            f"`check_rates` corrects transferred rates, but the width of {', '.join(searched)} is `search_width`,"
+            f" {config.search_width}: its rate is that of the search. Leave it out of `check_rates.arms`, or search at"
+            " another width"
+        )
 
 
 def _arm(name: str, recipe: Recipe, text: Text) -> Arm:

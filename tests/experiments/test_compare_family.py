@@ -417,6 +417,12 @@ def test_so_is_a_margin_that_is_none_and_a_width_that_is_missing(tmp_path):
     config.check()
     with pytest.raises(UserError, match=r"`widths` is \[16, 48\].* \[32\]: add it"):
         arms(config, config.text.prepare(tmp_path), tmp_path)
+    check = {"arms": ["standard", "basis_2"], "factors": [0.5, 1.0, 2.0]}
+    config = everything(search_width="32", check_rates=json.dumps(check | {"corrects": True}))
+    with pytest.raises(UserError, match="the width of standard, basis_2 is `search_width`, 32"):
+        arms(config, config.text.prepare(tmp_path), tmp_path)
+    config = everything(search_width="32", check_rates=json.dumps(check))
+    assert arms(config, config.text.prepare(tmp_path), tmp_path), "a check that corrects nothing only shows losses"
     config = everything(arms='{"other": {"model": {"nonsense": 1}}}', contrasts="[]", more_seeds="[]")
     with pytest.raises(UserError, match=r"arms\.other: .*nonsense"):
         arms(config, config.text.prepare(tmp_path), tmp_path)
