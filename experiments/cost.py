@@ -24,7 +24,7 @@ from qkvflow.training.checks import model_shape
 from qkvflow.training.description import vocabulary_size
 from qkvflow.training.levanter_config import jax_configured
 
-# A width with an even head size is taken if it misses the number of parameters by no larger fraction.
+# A model keeps its width, or takes one with an even head size, if that misses the parameters by no larger fraction.
 SAME_PARAMETERS = 0.05
 _UNITS = 2**14
 # Keys that do not change the memory of a training step, with one value for all recipes.
@@ -104,13 +104,15 @@ def _step(
 
 
 def width_with(recipe: Recipe, parameters: int) -> int:
-    """The `hidden_dim` at which the number of parameters is closest to `parameters`.
+    """The `hidden_dim` at which the number of parameters is close to `parameters`.
 
-    It is a multiple of twice the heads; or of the heads (odd head sizes), where the former misses by more than
-    `SAME_PARAMETERS`.
+    It is its own, if that misses by no more than `SAME_PARAMETERS`. Otherwise it is a multiple of twice the heads; or
+    of the heads (odd head sizes), where the former misses by more than that.
     """
-    model = recipe.raw["model"]
-    heads = model.get("block", model).get("num_heads", 1)
+    model = recipe.config.model
+    if abs(_size(recipe) / parameters - 1) <= SAME_PARAMETERS:
+        return model.Embed.size
+    heads = getattr(getattr(model, "block", model), "num_heads", 1)
     width, found = _nearest(recipe, parameters, 2 * heads)
     if abs(found / parameters - 1) > SAME_PARAMETERS:
         with contextlib.suppress(UserError):  # rotary positions need even head sizes
@@ -122,12 +124,17 @@ def _nearest(recipe: Recipe, parameters: int, unit: int) -> tuple[int, int]:
     """The multiple of `unit` with the closest number of parameters, and that number."""
 
     def size(units: int) -> int:
-        config = recipe.but({"model": {"hidden_dim": units * unit}}).config
-        return parameter_count(model_shape(config.model, Axis("vocab", vocabulary_size(config))))
+        return _size(recipe.but({"model": {"hidden_dim": units * unit}}))
 
     above = 2 + bisect.bisect_left(range(2, _UNITS), parameters, key=size)
     units = min((above - 1, above), key=lambda units: abs(size(units) - parameters))
     return unit * units, size(units)
+
+
+def _size(recipe: Recipe) -> int:
+    """The number of its parameters."""
+    config = recipe.config
+    return parameter_count(model_shape(config.model, Axis("vocab", vocabulary_size(config))))
 
 
 def with_memory(own: Cost, recipe: Recipe, path: Path, compiles: bool = True) -> Cost:

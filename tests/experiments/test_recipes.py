@@ -6,7 +6,7 @@ import json
 import pytest
 from levanter.trainer import TrainerConfig
 
-from experiments.cost import width_with
+from experiments.cost import cost_of, width_with
 from experiments.recipes import Recipe, merged
 from experiments.texts import Builtin
 from qkvflow.errors import UserError
@@ -62,3 +62,20 @@ def test_the_nearest_width(wanted, width):
     """Odd sizes of heads only where even ones are far away (here 20 = 4 heads of 5)."""
     recipe = Recipe.of(STANDARD, {"model": {"max_seq_len": 16, "depth": {"steps": 6}}})
     assert width_with(recipe, wanted) == width
+
+
+def test_a_model_of_as_many_parameters_keeps_its_width():
+    """260 is no multiple of twice its 4 heads, as are 256 and 264."""
+    recipe = Recipe.of(STANDARD, {"model": {"hidden_dim": 260, "max_seq_len": 16, "block": {"num_heads": 4}}})
+    own = cost_of(recipe).parameters
+    assert [width_with(recipe, round(share * own)) for share in (0.96, 1.0, 1.04)] == [260] * 3
+    assert width_with(recipe, round(0.9 * own)) == 248
+
+
+def test_heads_that_are_not_given_are_those_of_the_block():
+    """12, by default."""
+    given = Recipe.of(STANDARD, {"model": {"hidden_dim": 24, "max_seq_len": 16, "depth": {"steps": 6}}}).raw
+    block = {key: value for key, value in given["model"]["block"].items() if key != "num_heads"}
+    recipe = Recipe(given | {"model": given["model"] | {"block": block}})
+    assert recipe.config.model.block.num_heads == 12
+    assert width_with(recipe, 300_000) == 60
