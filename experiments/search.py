@@ -80,9 +80,16 @@ def at_edge(losses: Tried) -> bool:
 
 
 def beyond(losses: Tried) -> float | None:
-    """The next rate of a grid whose best is at an edge, with the ratio of that edge; None for a best inside."""
-    rates = sorted(losses, reverse=best(losses) == max(losses))
-    return rates[0] * rates[0] / rates[1] if at_edge(losses) else None
+    """The next rate of a grid whose best is at an edge, with the ratio of that edge; None for a best inside.
+
+    A rate of up to six digits is that number, without an error of rounding; others keep all digits.
+    """
+    if not at_edge(losses):
+        return None
+    first, second, *_ = sorted(losses, reverse=best(losses) == max(losses))
+    rate = first * first / second
+    short = float(f"{rate:.6g}")
+    return short if math.isclose(short, rate, rel_tol=1e-12) else rate
 
 
 def about_edges(found: Mapping[str, Tried]) -> str:

@@ -58,6 +58,8 @@ def test_the_best_rate_has_the_lowest_mean_loss_and_a_grid_grows_at_its_edge():
     assert beyond(losses((1e-3, 1.0), (2e-3, 2.0), (8e-3, 3.0))) == pytest.approx(5e-4)
     assert beyond(losses((1e-3, 3.0), (2e-3, 2.0), (8e-3, 1.0))) == pytest.approx(3.2e-2)
     assert beyond(losses((1e-3, 3.0), (2e-3, 1.0), (8e-3, 2.0))) is None
+    assert beyond(losses((1e-4, 2.0), (2e-4, 1.0))) == 4e-4 != 2e-4 * 2e-4 / 1e-4, "without an error of rounding"
+    assert beyond(losses((0.003, 2.0), (0.01, 1.0))) == 0.03333333333333333, "as in committed readings"
 
 
 def test_seeds_of_the_same_arm_and_rate_go_together():
