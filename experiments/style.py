@@ -33,9 +33,10 @@ _WORDS = {"select": "selection text", "report": "held-out text", BEGINNING: "the
 
 
 def series(k: int) -> dict[str, Any]:
-    """Colour, line and marker of the k-th series."""
+    """Colour, line and marker of the k-th series. Colours begin again after nine, with other lines and markers."""
     n = len(COLOURS)
-    return {"color": COLOURS[k % n], "linestyle": LINES[k % n], "marker": MARKS[k % n]}
+    other = (k + k // n) % n
+    return {"color": COLOURS[k % n], "linestyle": LINES[other], "marker": MARKS[other]}
 
 
 def series_of(names: Iterable[str]) -> dict[str, dict[str, Any]]:

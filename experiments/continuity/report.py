@@ -1,5 +1,6 @@
 """The results of the study: its record, and from that alone tables and figures."""
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -194,7 +195,8 @@ def looks_of(shown: Mapping[str, list[str]]) -> style.Looks:
             used = list(taken.values())
             beside = {taken[other] for own in shown.values() if arm in own for other in own if other in taken}
             free = [k for k in range(len(style.COLOURS)) if k not in beside]
-            taken[arm] = min(free or range(len(style.COLOURS)), key=used.count)
+            more = (k for k in itertools.count(len(style.COLOURS)) if k not in beside)  # of colours that others have
+            taken[arm] = min(free, key=used.count) if free else next(more)
     return {arm: style.series(k) for arm, k in taken.items()}
 
 

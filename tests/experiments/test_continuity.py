@@ -227,6 +227,8 @@ def test_an_arm_looks_the_same_in_all_panels_and_unlike_those_beside_it():
         assert len({looks[arm]["color"] for arm in own}) == len(own)
     few = looks_of({"a": list("abcd"), "b": list("aefg")})
     assert len({look["color"] for look in few.values()}) == 7  # as long as there are enough
+    many = looks_of({"all arms": list("abcdefghijklmnopqrstuvwxyz")})
+    assert len({(look["color"], look["marker"]) for look in many.values()}) == 26
 
 
 @pytest.mark.slow

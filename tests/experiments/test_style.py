@@ -22,6 +22,13 @@ def test_series_differ_in_more_than_their_colour():
         assert len({str(look[key]) for look in looks}) == 9
 
 
+def test_no_two_of_many_series_look_alike():
+    """Not even where there are no lines, or no markers: colours alone repeat."""
+    looks = [style.series(k) for k in range(81)]
+    for key in ("linestyle", "marker"):
+        assert len({(look["color"], str(look[key])) for look in looks}) == 81
+
+
 def test_equal_figures_are_equal_files(panel, tmp_path, monkeypatch):
     for folder, moment in (("one", "1000000000"), ("two", "1000000001")):
         monkeypatch.setenv("SOURCE_DATE_EPOCH", moment)  # the time that a PDF would tell
