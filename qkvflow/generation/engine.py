@@ -47,6 +47,11 @@ class Text:
     arrays: list
     unread: int
 
+    @property
+    def is_parked(self) -> bool:
+        """Whether it is in host memory."""
+        return isinstance(self.arrays[0], np.ndarray)
+
     def park(self) -> None:
         """Moves it to host memory until it is used again."""
         self.arrays = jax.device_get(self.arrays)
@@ -282,7 +287,7 @@ class Engine:
 
     def _bring(self, text: Text) -> None:
         """Moves a text to where the steps expect it, to avoid recompilation."""
-        if isinstance(text.arrays[0], np.ndarray):
+        if text.is_parked:
             text.arrays = jax.device_put(text.arrays, self._sharding)
 
     def _place(self, slot: int, logprobs: bool) -> int:

@@ -151,11 +151,12 @@ class Scheduler:
         return True
 
     def _restart(self) -> bool:
-        """Ends the texts in the slots with an error, and makes a new engine; False if none can be made."""
+        """Ends the texts in the slots, and one that was leaving its slot, with an error, and makes a new engine; False
+        if none can be made."""
         with self._changed:
             running = {slot: text.job for slot, _, text in self._shares}
             # If no text has a slot, one of those that wait is at fault.
-            jobs = list(running.values()) or list(self._shares.jobs())
+            jobs = [*running.values(), *self._shares.lost()] or list(self._shares.jobs())
             for slot in running:
                 self._shares.free(slot)
         self._fail(jobs)

@@ -78,6 +78,11 @@ class Shares:
         """The jobs of all texts."""
         return (_job(text) for r in self.requests for text in (*r.running.values(), *r.waiting))
 
+    def lost(self) -> list[Job]:
+        """The jobs of texts that had to leave their slots and have not reached host memory."""
+        left = [text for r in self.requests for text in r.waiting if isinstance(text, Running)]
+        return [text.job for text in left if text.text is None or not text.text.is_parked]
+
     def next(self) -> Change | None:
         """The next slot to assign, if one is free or one request holds too many."""
         wanting = [request for request in self.requests if request.waiting]

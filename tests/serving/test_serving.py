@@ -16,7 +16,10 @@ from fastapi.responses import JSONResponse
 from support.serving import END, client_of, complete, idle, serving, wait_for
 
 import qkvflow
+from qkvflow.generation.engine import Text
+from qkvflow.generation.sampling import SamplingOptions
 from qkvflow.serving import app
+from qkvflow.serving.job import Event, Job
 
 
 def expected_text(model, writer, prompt, new):
@@ -245,6 +248,28 @@ def test_texts_that_wait_outlive_a_failing_step(writer, client, monkeypatch):
             first.result()
         assert second.result().choices[0].text == text
         assert httpx.get(f"{url}/health").status_code == 200
+
+
+@pytest.mark.parametrize("where", ["take", "park"])
+def test_a_text_that_is_leaving_its_slot_ends_with_a_failing_step(writer, client, monkeypatch, where):
+    """It went on behind its first tokens as if it were new."""
+    text = complete(client).choices[0].text
+    with serving(writer, slots=2) as (url, scheduler):
+
+        def fail(*args):
+            monkeypatch.undo()
+            raise RuntimeError("the device is gone")
+
+        monkeypatch.setattr(*((scheduler._engine, "take") if where == "take" else (Text, "park")), fail)
+        told: list[list[Event]] = [[], [], []]
+        bias = {END: -1000.0}
+        jobs = [Job([65], 400, SamplingOptions(0.0, bias=bias), (), None, events.append) for events in told]
+        scheduler.submit(jobs[:2])
+        wait_for(lambda: told[0] and told[1])
+        scheduler.submit(jobs[2:])
+        wait_for(lambda: idle(scheduler))
+        assert [[e.reason for e in events if e.reason] for events in told] == [["error"]] * 3
+        assert complete(client_of(url)).choices[0].text == text
 
 
 def test_a_server_that_cannot_go_on_says_so(writer, monkeypatch):
