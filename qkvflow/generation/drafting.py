@@ -159,7 +159,8 @@ def add_tokens(
     tokens = jnp.where(places < stay[:, None], jnp.pad(drafts, ((0, 0), (0, 1))), behind[:, None])
     stops = jnp.isin(tokens, jnp.asarray(stop_tokens, jnp.int32)) & (places <= stay[:, None]) & active[:, None]
     stopped = jnp.any(stops, axis=1)
-    count = jnp.where(active, jnp.where(stopped, jnp.argmax(stops, axis=1), stay) + 1, 0)
+    ending = jnp.argmax(stops, axis=1).astype(jnp.int32)
+    count = jnp.where(active, jnp.where(stopped, ending, stay) + 1, 0)
     told = jax.lax.cond(
         jnp.any(active & state.sampling.logprobs),
         lambda: Logprobs.of(logits, tokens),

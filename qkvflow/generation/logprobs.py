@@ -30,7 +30,8 @@ class Logprobs(NamedTuple):
         """A placeholder where no log-probabilities were requested. shape: of the logits."""
         *places, vocab_size = shape
         likeliest = (*places, min(MOST, vocab_size))
-        return Logprobs(jnp.zeros(places), jnp.zeros(likeliest, jnp.int32), jnp.zeros(likeliest))
+        of = jnp.zeros(places, jnp.float32), jnp.zeros(likeliest, jnp.int32), jnp.zeros(likeliest, jnp.float32)
+        return Logprobs(*of)
 
 
 def in_blocks(logits_of, x: Float[Array, "position embed"], tokens: Int[Array, "position"]) -> Logprobs:

@@ -72,7 +72,7 @@ def _any_drawn(sampling: Sampling, active):
 
 
 def _leading(stay: Bool[Array, "batch drafts"]) -> Int[Array, "batch"]:
-    return jnp.cumprod(stay.astype(jnp.int32), axis=1).sum(axis=1)
+    return jnp.cumprod(stay, axis=1, dtype=jnp.int32).sum(axis=1, dtype=jnp.int32)
 
 
 def _at(array, index):
@@ -81,4 +81,6 @@ def _at(array, index):
 
 
 def _uniform(seeds, positions):
-    return jax.vmap(lambda seed, at: jax.random.uniform(noise_key(seed, at, _VERDICT)))(seeds, positions)
+    return jax.vmap(lambda seed, at: jax.random.uniform(noise_key(seed, at, _VERDICT), dtype=jnp.float32))(
+        seeds, positions
+    )

@@ -189,7 +189,7 @@ class CachedModel(eqx.Module):
             min_steps=rule.least,
             args=inputs.in_step(plan.field_step),
         )
-        spent = jnp.stack([hax.sum(steps, New).array, inputs.window.count.array], axis=1)
+        spent = jnp.stack([hax.sum(steps, New).array.astype(jnp.int32), inputs.window.count.array], axis=1)
         return x, ExitMemory(kept, memory.spent + spent, memory.of)
 
     @property

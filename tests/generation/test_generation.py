@@ -301,3 +301,20 @@ def test_adaptive_steps_are_refused_with_the_reason():
     model = small_config(depth=DepthConfig(solver="tsit5", rtol=1e-3, steps=4)).build(VOCAB, key=jax.random.PRNGKey(0))
     with pytest.raises(UserError, match=r"whole text.*on_grid"):
         qkvflow.generate(model, random_tokens(length=4), 2)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"draft_steps": 1, "draft_tokens": 2, "temperature": 1.0},
+        {"draft_steps": 1, "draft_tokens": 2, "exit": {"rule": "velocity", "threshold": 0.5}},
+    ],
+    ids=["plain", "drafts", "drafts and exits"],
+)
+def test_64_bits_change_no_text_of_an_fp32_model(options):
+    """Each step keeps the types of what it is given: numbers that JAX counts in 64 bits then, too."""
+    model, tokens = model_of(depth=depth()), random_tokens(length=4)
+    texts = qkvflow.generate(model, tokens, 6, **options)
+    with jax.enable_x64(True):
+        assert qkvflow.generate(model, tokens, 6, **options).array.tolist() == texts.array.tolist()
