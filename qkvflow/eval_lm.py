@@ -34,7 +34,7 @@ from qkvflow.depth import solver_by_name
 from qkvflow.errors import Notice, UserError
 from qkvflow.evaluation.depths import Depths, Reading, draw, read_all, table
 from qkvflow.evaluation.shortcuts import caches_table, exits_table, read_caches, read_exits
-from qkvflow.evaluation.tasks import TaskOptions, TaskReading, Tasks, name_of, task_table
+from qkvflow.evaluation.tasks import TaskOptions, TaskReading, Tasks, check_caches, name_of, task_table
 from qkvflow.files import json_text, write_text
 from qkvflow.generation.forced import CacheReading, ExitReading
 from qkvflow.models import NeuralOdeLMHeadModel
@@ -249,8 +249,9 @@ def _tasks(config: EvalConfig, wanted: Depths) -> list[TaskReading]:
             tasks = Tasks(options)
         with progress.phase(f"Loading {config.run}"):
             run = load_run(config.run, config.checkpoint_step, averaged=config.averaged)
-        found, target = [], None
-        for model in wanted.models(run):
+        models, found, target = wanted.models(run), [], None
+        check_caches(models)  # before any task is run, so that an impossible depth costs nothing
+        for model in models:
             warn_if_lost(run, model, name_of(model))
             with progress.phase(f"Tasks with {name_of(model)}"):
                 found.append(tasks.read(run, model))

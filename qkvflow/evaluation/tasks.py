@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import equinox as eqx
 from levanter.models.lm_model import LmHeadModel
 from levanter.utils.tree_utils import inference_mode
 
@@ -10,6 +11,7 @@ from qkvflow.errors import UserError
 from qkvflow.files import local_path
 from qkvflow.generation.writer import writer_of
 from qkvflow.models import NeuralOdeLMHeadModel
+from qkvflow.models.cached import CachedModel
 from qkvflow.runs import Run
 
 _BATCH = 8
@@ -72,6 +74,17 @@ class Tasks:
         asked = self._harness.HarnessModel(inference_mode(whole, True), writer, options.batch_size or _BATCH)
         found = self._harness.run_tasks(asked, self._manager, options.names, options.limit, options.shots)
         return TaskReading(*_depth(model), found)
+
+
+def check_caches(models: Sequence[LmHeadModel]) -> None:
+    """Refuses what `Tasks.read` would refuse, before a task is run with any of the models.
+
+    Raises:
+        UserError: a flow has adaptive steps, or more evaluations than can be cached.
+    """
+    for model in models:
+        if isinstance(model, NeuralOdeLMHeadModel):
+            eqx.filter_eval_shape(CachedModel.of, inference_mode(model, True))
 
 
 def name_of(model: LmHeadModel) -> str:

@@ -158,3 +158,17 @@ def test_keys_that_mean_nothing():
         run_eval("--run", OLD / "flow", "--task_limit", "3")
     with pytest.raises(UserError, match="continuity is for losses"):
         run_eval("--run", OLD / "flow", "--tasks", "piqa", "--continuity")
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [(["--steps", "3,300"], "300 evaluations"), (["--steps", "3,90", "--solver", "rk4"], "360 evaluations")],
+)
+def test_a_depth_that_cannot_be_cached_is_refused_before_any_task(monkeypatch, words, told):
+    asked = []
+    tasks = SimpleNamespace(read=lambda run, model: asked.append(model))
+    monkeypatch.setattr(eval_lm, "Tasks", lambda options: tasks)
+    monkeypatch.setattr(eval_lm, "warn_if_lost", lambda *args: asked.append(args))
+    with pytest.raises(UserError, match=f"{told}.*at most 256 can be cached"):
+        run_eval("--run", OLD / "flow", "--tasks", "own", *words)
+    assert not asked
