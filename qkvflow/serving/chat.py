@@ -41,6 +41,8 @@ FIELDS = Fields(
 )
 OBJECT = "chat.completion"
 ROLES = ("system", "developer", "user", "assistant")
+_KEYS = ("role", "content", "name")
+_IDLE = ("type", "text")  # lm-evaluation-harness sends it up to 0.4.11; it changes nothing
 MAX_MESSAGES = 1024
 
 
@@ -111,7 +113,7 @@ def _message(where: str, given: Any) -> dict[str, str]:
     if not isinstance(given, dict):
         raise wrong(where, f'`{where}` must be an object such as {{"role": "user", "content": "Hello"}}.')
     for key, value in given.items():
-        if key not in ("role", "content", "name") and value is not None:
+        if key not in _KEYS and value is not None and (key, value) != _IDLE:
             raise wrong(f"{where}.{key:.40}", f"`{where}.{key:.40}` is not supported by this server: leave it out.")
     if given.get("role") not in ROLES:
         raise wrong(f"{where}.role", f"`{where}.role` must be one of {', '.join(ROLES)}.")

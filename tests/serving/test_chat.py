@@ -58,6 +58,14 @@ def test_contents_in_parts_and_other_roles(client):
     assert chat(client, messages).usage.prompt_tokens == len("<system>Be.\n<user>Hi\n<assistant>Ho\n" + WRITTEN)
 
 
+def test_the_type_of_a_message_is_text(writer):
+    """lm-evaluation-harness up to 0.4.11 sends it with --apply_chat_template."""
+    assert read({"messages": [{**USER, "type": "text"}]}, writer, 512).prompts[0].text == WRITTEN
+    for other in ("image", ["text"], True):
+        with pytest.raises(RequestError, match=r"messages\[0\]\.type` is not supported"):
+            read({"messages": [{**USER, "type": other}]}, writer, 512)
+
+
 def test_a_developer_is_the_system_for_templates_that_do_not_know_it(model, tmp_path):
     said, known = {"role": "developer", "content": "Be."}, QWEN + "{# developer #}{{ messages[0].role }}"
     for name, template, text in (("a", TEMPLATE, "<system>Be.\n" + WRITTEN), ("b", known, "Be.\nHi\ndeveloper")):
