@@ -34,6 +34,7 @@ model:
 trainer: {train_batch_size: 2, num_train_steps: 3, max_eval_batches: 1}
 train_seq_len: 32
 """
+EXIT = "{rule: velocity, threshold: 1}"
 
 
 def program(*words, cwd, **options):
@@ -71,6 +72,10 @@ def trained(tmp_path_factory):
         (ServeConfig, ["--steps", "100000000"], "`steps` must be at least 1 and at most 65536"),
         (ServeConfig, ["--max_concurrent", "100000000"], "`max_concurrent` must be .* at most 1024"),
         (ServeConfig, ["--allowed_hosts", ""], "allowed_hosts has an empty name"),
+        (SampleConfig, ["--exit", EXIT, "--cache", "every 2"], "cache: every 2 and exit cannot be combined"),
+        (SampleConfig, ["--draft_steps", "2", "--cache", "latest"], "latest and draft_steps cannot be combined"),
+        (ServeConfig, ["--exit", EXIT, "--cache", "latest"], "cache: latest and exit cannot be combined"),
+        (ServeConfig, ["--draft_steps", "2", "--cache", "latest"], "latest and draft_steps cannot be combined"),
         (ServeConfig, ["--header_timeout", "0"], "`header_timeout` must be above 0"),
     ],
 )

@@ -78,12 +78,7 @@ class PreparedModel:
             raise UserError(
                 f"cache: {sharing} is for the cache of a flow, and there is no such cache here: leave it out."
             )
-        if sharing.every == 0 and drafting is not None:
-            raise UserError(
-                "cache: latest and draft_steps cannot be combined: with one set of keys and values per token, a pass"
-                " over several drafts gives a different result than one token at a time. Use `every N`, or leave one"
-                " out."
-            )
+        sharing.check(exits is not None, drafting is not None)
         self.exits = exits
         self.steps = model.config.depth.reading_steps if isinstance(model, NeuralOdeLMHeadModel) else 0
         given = (dtype, drafting, exits, sharing, exits_vary)

@@ -116,11 +116,7 @@ class CachedModel(eqx.Module):
         Raises:
             UserError: the model has adaptive steps, or `exits` does not work with this model or with `sharing`.
         """
-        if exits is not None and sharing != EXACT:
-            raise UserError(
-                f"cache: {sharing} and exit cannot be combined: a stopped token stores its own keys and values in every"
-                " later evaluation. Leave one of them out."
-            )
+        sharing.check(exits is not None, False)
         model = on_fixed_grid(model)
         some_exit = exits is not None and (exits.threshold > 0 or exits_vary)
         parts = model.transformer

@@ -51,6 +51,24 @@ class CacheSharing:
     def __str__(self) -> str:
         return {0: "latest", 1: "exact"}.get(self.every, f"every {self.every}")
 
+    def check(self, with_exits: bool, with_drafts: bool) -> None:
+        """Refuses combinations that no model has.
+
+        Raises:
+            UserError: exits with a cache that is not exact; drafts with `latest`.
+        """
+        if with_exits and self != EXACT:
+            raise UserError(
+                f"cache: {self} and exit cannot be combined: a stopped token stores its own keys and values in every"
+                " later evaluation. Leave one of them out."
+            )
+        if with_drafts and self.every == 0:
+            raise UserError(
+                "cache: latest and draft_steps cannot be combined: with one set of keys and values per token, a pass"
+                " over several drafts gives a different result than one token at a time. Use `every N`, or leave one"
+                " out."
+            )
+
     def kept(self, evaluations: int) -> int:
         """How many of so many evaluations keep keys and values."""
         return -(-evaluations // self.every) if self.every else 1
