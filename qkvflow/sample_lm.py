@@ -172,10 +172,13 @@ def _jobs(writer: Writer, prompts: list[Prompt], config: SampleConfig) -> list[J
 
 
 def _warm_up(engine: Engine, jobs: list[Job]) -> None:
-    """Runs every compiled step once, so that the times are those of generation."""
+    """Runs every compiled step once, so that the times are those of generation. All slots are free afterwards: prompts
+    that are admitted beside running texts are read one by one."""
     _admit(engine, jobs)
     engine.prefill_all(max(len(job.tokens) for job in jobs) - 1)
     engine.decode(1)
+    for slot in range(engine.slots):
+        engine.cancel(slot)
 
 
 def _admit(engine: Engine, jobs: list[Job]) -> None:

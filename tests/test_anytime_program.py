@@ -15,6 +15,7 @@ from support.earlier import restore
 from qkvflow import eval_lm, sample_lm, serve_lm
 from qkvflow.cli import parse
 from qkvflow.errors import UserError
+from qkvflow.generation.engine import Engine
 from qkvflow.models.exits import ExitConfig
 
 pytestmark = pytest.mark.program
@@ -77,6 +78,17 @@ def test_exits_are_those_of_the_texts_however_they_are_batched(capfd):
         found.add(re.search(r"exits: [\d.]+", capfd.readouterr().err)[0])
     assert len(found) == 1
     assert found.isdisjoint({"exits: 1.00", "exits: 3.00"})
+
+
+def test_the_warm_up_leaves_no_text(monkeypatch):
+    """Or the first prompts are read one by one, by steps that were not compiled, and are missing in the exit counts."""
+    clocks = []
+    monkeypatch.setattr(Engine, "begin", lambda *args: pytest.fail("a prompt is read on its own"))
+    monkeypatch.setattr(sample_lm._Clock, "report", lambda clock: clocks.append(clock) or "")
+    run("sample", "--prompt", "abcd", "--temperature", "1", "--num_samples", "3", "--batch_size", "2", "--exit", LEAVES)
+    (clock,) = clocks
+    # The last token of a text is never read.
+    assert clock.exited.tokens == clock.prompt_tokens + clock.new_tokens - 3
 
 
 def test_eval(place):
