@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -67,19 +67,17 @@ class Texts:
 
     async def stream(self) -> AsyncIterator[str]:
         """Server-sent events."""
-        begun, offsets = set(), {}
-        tail = {"usage": None} if self._order.with_usage else {}
+        offsets: dict[int, int] = {}  # of the generated parts of the texts that have begun
         try:
             async for index, event in self._events():
-                text, told, shift = event.text, event.told, offsets.get(index, 0)
-                if index not in begun and self._order.echo:
-                    text, told = await asyncio.to_thread(self._echoed, index, event)
-                    shift = offsets[index] = len(text) - len(event.text)
-                told = [Told(t.token, t.logprob, t.top, t.offset + (0 if event.is_prompt else shift)) for t in told]
-                logprobs = self._form.logprobs(told, self._vocabulary) if told and self._order.top is not None else None
-                for choice in self._form.pieces(index, text, event.reason, logprobs, index not in begun):
-                    yield self._sent({"choices": [choice], **tail})
-                begun.add(index)
+                if index in offsets:
+                    pieces = self._pieces(index, event, event.text, _moved(event.told, offsets[index]), False)
+                elif self._order.echo:  # long, with the log-probabilities of a prompt
+                    pieces, offsets[index] = await asyncio.to_thread(self._first, index, event)
+                else:
+                    pieces, offsets[index] = self._pieces(index, event, event.text, event.told, True), 0
+                for piece in pieces:
+                    yield piece
             if self._order.with_usage:
                 yield self._sent({"choices": [], "usage": self._usage()})
             yield "data: [DONE]\n\n"
@@ -127,6 +125,19 @@ class Texts:
 
     def _prompt(self, index: int) -> Prompt:
         return self._order.prompts[index // self._order.best_of]
+
+    def _first(self, index: int, event: Event) -> tuple[list[str], int]:
+        """The first event of a text with its prompt prepended, as it is sent, and where the generated part begins."""
+        text, told = self._echoed(index, event)
+        offset = len(text) - len(event.text)
+        return self._pieces(index, event, text, told if event.is_prompt else _moved(told, offset), True), offset
+
+    def _pieces(self, index: int, event: Event, text: str, told: Sequence[Told], is_first: bool) -> list[str]:
+        """An event as it is sent, with another text and other offsets."""
+        logprobs = self._form.logprobs(told, self._vocabulary) if told and self._order.top is not None else None
+        tail = {"usage": None} if self._order.with_usage else {}
+        choices = self._form.pieces(index, text, event.reason, logprobs, is_first)
+        return [self._sent({"choices": [choice], **tail}) for choice in choices]
 
     def _echoed(self, index: int, event: Event) -> tuple[str, list[Told]]:
         """The first event of a text with its prompt prepended."""

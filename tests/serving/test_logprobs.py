@@ -1,5 +1,8 @@
 """Log-probabilities over HTTP are the model's, and lm-evaluation-harness finds what it needs in them."""
 
+import asyncio
+import contextlib
+
 import haliax as hax
 import httpx
 import jax
@@ -8,6 +11,9 @@ import numpy as np
 import pytest
 from levanter.utils.tree_utils import inference_mode
 from support.serving import END, complete
+
+from qkvflow.serving import completions
+from qkvflow.serving.texts import Texts
 
 # Of a model whose logits are some tens: fp32, and the server adds its terms in another order.
 TOLERANCE = 1e-4
@@ -112,6 +118,26 @@ def test_streamed_log_probabilities_are_those_of_the_whole(client):
     pieces = [p.choices[0].logprobs for p in complete(client, stream=True, **options)]
     for key in LISTS:
         assert [x for p in pieces if p is not None for x in getattr(p, key)] == getattr(whole, key)
+
+
+def test_the_prompt_of_a_stream_is_formatted_beside_the_event_loop(client, monkeypatch):
+    """Of a long one it takes seconds, in which nobody else would be answered."""
+    found = []
+
+    def noting(function):
+        def call(*args):
+            with contextlib.suppress(RuntimeError):
+                asyncio.get_running_loop()
+                found.append(len(str(args)))  # called by the event loop
+            return function(*args)
+
+        return call
+
+    monkeypatch.setattr(completions, "logprobs", noting(completions.logprobs))
+    monkeypatch.setattr(Texts, "_sent", noting(Texts._sent))
+    pieces = list(complete(client, "x" * 300, echo=True, logprobs=5, max_tokens=2, stream=True))
+    assert len(pieces[0].choices[0].logprobs.tokens) == 300
+    assert 0 < max(found) < 3000
 
 
 def test_stop_strings_cut_log_probabilities_too(client):
