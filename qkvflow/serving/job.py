@@ -1,7 +1,7 @@
 """One text of a request, and its progress."""
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -28,6 +28,29 @@ class Told:
     offset: int = 0
 
 
+class ToldPrompt:
+    """What is reported about each token of a prompt, in arrays until it is read: as objects it takes 15 times the
+    memory, and a request may have many texts with long prompts.
+
+    top: number of most likely tokens reported per token.
+    """
+
+    def __init__(self, tokens: Sequence[int], top: int):
+        self._tokens, self._top = tokens, top
+        self._pieces: list[Logprobs] = []
+
+    def add(self, piece: Logprobs) -> None:
+        """Those of the tokens that follow."""
+        likeliest = (a[:, : self._top].copy() for a in (piece.top, piece.top_logprobs))  # not all that there are
+        self._pieces.append(Logprobs(piece.token, *likeliest))
+
+    def __iter__(self) -> Iterator[Told]:
+        yield Told(self._tokens[0], None)
+        places = ((piece, i) for piece in self._pieces for i in range(len(piece.token)))
+        for token, (piece, i) in zip(self._tokens[1:], places, strict=False):
+            yield _told(token, piece, i, self._top)
+
+
 @dataclass(frozen=True)
 class Event:
     """An update of a text. text: newly added. reason: why it ended (`stop`, `length`, `error`), None if it continues.
@@ -43,7 +66,7 @@ class Event:
     text: str
     reason: str | None
     tokens: int = 0
-    told: Sequence[Told] = ()
+    told: Iterable[Told] = ()
     is_prompt: bool = False
     drafted: Drafted | None = None
     mean: float = 0.0
@@ -83,21 +106,20 @@ class Running:
         self.text: Text | None = None
         self._continuation = continuation
         self._held: deque[Told] = deque()
-        self._prompt = [Told(job.tokens[0], None)]
+        self._prompt = ToldPrompt(job.tokens, job.top)
         self._total = 0.0  # log-probability of all added tokens
 
     def read(self, logprobs: Logprobs | None) -> None:
         """Records the log-probabilities of a piece of the prompt."""
         if logprobs is not None:
-            count, top = len(logprobs.token), self.job.top
-            tokens = self.job.tokens[len(self._prompt) :][:count]
-            self._prompt += [_told(tokens[i], logprobs, i, top) for i in range(count)]
+            self._prompt.add(logprobs)
 
     def begin(self) -> Event | None:
         """The event to emit when the prompt is read."""
         reason = "length" if self.job.max_new_tokens == 0 else None
-        told = self._prompt if self.job.prompt_logprobs else ()
-        return Event("", reason, 0, told, is_prompt=True) if told or reason else None
+        if self.job.prompt_logprobs:
+            return Event("", reason, 0, self._prompt, is_prompt=True)
+        return Event("", reason, 0, is_prompt=True) if reason else None
 
     def add(
         self,

@@ -75,7 +75,7 @@ class Texts:
                 elif self._order.echo:  # long, with the log-probabilities of a prompt
                     pieces, offsets[index] = await asyncio.to_thread(self._first, index, event)
                 else:
-                    pieces, offsets[index] = self._pieces(index, event, event.text, event.told, True), 0
+                    pieces, offsets[index] = self._pieces(index, event, event.text, list(event.told), True), 0
                 for piece in pieces:
                     yield piece
             if self._order.with_usage:
@@ -194,13 +194,16 @@ class _Made:
     def __init__(self):
         self.text, self.reason = "", None
         self.mean = 0.0  # log-probability per generated token
-        self.prompt: list[Told] = []
+        self.prompt: Iterable[Told] = ()
         self.told: list[Told] = []
 
     def add(self, event: Event) -> None:
         self.text += event.text
         self.reason, self.mean = event.reason, event.mean
-        (self.prompt if event.is_prompt else self.told).extend(event.told)
+        if event.is_prompt:
+            self.prompt = event.told  # its objects are made when the text is written
+        else:
+            self.told.extend(event.told)
 
 
 def _moved(told: Iterable[Told], by: int) -> list[Told]:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import tracemalloc
 
 import haliax as hax
 import httpx
@@ -12,8 +13,11 @@ import pytest
 from levanter.utils.tree_utils import inference_mode
 from support.serving import END, complete
 
+from qkvflow.generation.logprobs import Logprobs
+from qkvflow.generation.sampling import SamplingOptions
 from qkvflow.serving import completions
-from qkvflow.serving.texts import Texts
+from qkvflow.serving.job import Job, Running
+from qkvflow.serving.texts import Texts, _Made
 
 # Of a model whose logits are some tens: fp32, and the server adds its terms in another order.
 TOLERANCE = 1e-4
@@ -138,6 +142,29 @@ def test_the_prompt_of_a_stream_is_formatted_beside_the_event_loop(client, monke
     pieces = list(complete(client, "x" * 300, echo=True, logprobs=5, max_tokens=2, stream=True))
     assert len(pieces[0].choices[0].logprobs.tokens) == 300
     assert 0 < max(found) < 3000
+
+
+def test_what_is_told_of_a_prompt_takes_little_memory_until_it_is_written():
+    """A request may have 128 texts with long prompts, and all are kept until the last one ends."""
+    tokens, top, draw = list(range(1025)), 5, np.random.default_rng(0)
+    values = -draw.random((1024, 20), np.float32)
+    read = Logprobs(-draw.random(1024, np.float32), draw.integers(0, 1000, (1024, 20), np.int32), values)
+    job = Job(tokens, 0, SamplingOptions(), (), None, print, top, prompt_logprobs=True)
+    tracemalloc.start()
+    running, made = Running(job, None, 0), _Made()
+    for start in range(0, 1024, 256):
+        running.read(Logprobs(*(a[start : start + 256].copy() for a in read)))
+    made.add(running.begin())
+    del running
+    used, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert used < 1024 * 100
+    first, *told = made.prompt
+    assert (first.token, first.logprob) == (0, None)
+    assert [t.token for t in told] == tokens[1:]
+    assert [t.logprob for t in told] == read.token.tolist()
+    likeliest = [[*zip(*pair, strict=True)] for pair in zip(read.top.tolist(), values.tolist(), strict=True)]
+    assert [list(t.top) for t in told] == [row[:top] for row in likeliest]
 
 
 def test_stop_strings_cut_log_probabilities_too(client):
