@@ -180,7 +180,8 @@ class Measure(Generic[T]):
                     if job.name not in told:
                         print(f"{number}/{len(jobs)}  {job.name}  {result}  {took:.0f} s{rest}", file=terminal)
                     jax.clear_caches()
-        for name, error in failed.items():
+        if failed:
+            name, error = next(iter(failed.items()))
             raise Diverged(f"{name}: {error} {len(failed)} of the trainings to report failed; all others are made.")
         return [found[job.name] for job in jobs if job.name in found]
 
@@ -195,7 +196,11 @@ class Measure(Generic[T]):
         return self.config.kept_in(self.run_dir) / f"{job.name}.json", self.kind, asked
 
     def _checked_place(self, job: Job) -> tuple[Path, type[T], dict[str, object]]:
-        """Its `_place`. Other measurements of a training that is here replace its record; another training does not."""
+        """Its `_place`. Other measurements of a training whose run is here replace its record; nothing else does.
+
+        Raises:
+            UserError: the record is of another training, or of other measurements of one whose run is not here.
+        """
         path, kind, asked = self._place(job)
         before, whole = asked_of(path), json.loads(json.dumps(asked))
         other = [words for key, words in _OF_TRAINING.items() if before and before.get(key) != whole.get(key)]

@@ -35,8 +35,8 @@ _WORDS = {"select": "selection text", "report": "held-out text", BEGINNING: "the
 def series(k: int) -> dict[str, Any]:
     """Colour, line and marker of the k-th series. Colours begin again after nine, with other lines and markers."""
     n = len(COLOURS)
-    other = (k + k // n) % n
-    return {"color": COLOURS[k % n], "linestyle": LINES[other], "marker": MARKS[other]}
+    shifted = (k + k // n) % n
+    return {"color": COLOURS[k % n], "linestyle": LINES[shifted], "marker": MARKS[shifted]}
 
 
 def series_of(names: Iterable[str]) -> dict[str, dict[str, Any]]:

@@ -86,7 +86,8 @@ class TextConfig(draccus.ChoiceRegistry, abc.ABC):
                     " have read. Nothing was changed. Give another --run_dir, or remove that folder if it is not needed"
                 )
             for path, content in files.items():
-                write_new(path, content)
+                if not path.is_file():
+                    write_text(path, content)
         return text
 
 

@@ -113,7 +113,7 @@ def main(config: SampleConfig) -> list[str]:
         raise UserError("num_samples: at temperature 0, all samples of a prompt are identical. Set --temperature 0.8")
     drafting = Drafting.of(config.draft_steps, config.draft_tokens)
     sharing = CacheSharing.of(config.cache)
-    sharing.check(config.exit is not None, drafting is not None)
+    sharing.check(with_exits=config.exit is not None, with_drafts=drafting is not None)
     prompts = read_prompts(config.prompt, config.prompt_file)
     if len(prompts) * config.num_samples > MOST_TEXTS:
         raise UserError(

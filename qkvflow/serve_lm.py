@@ -107,7 +107,7 @@ def main(config: ServeConfig) -> None:
     access = _access(config)
     drafting = Drafting.of(config.draft_steps, config.draft_tokens)
     sharing = CacheSharing.of(config.cache)
-    sharing.check(config.exit is not None, drafting is not None)
+    sharing.check(with_exits=config.exit is not None, with_drafts=drafting is not None)
     with _listening(config.host, config.port) as sock, quiet_libraries() as quiet:
         progress = Progress(quiet.terminal)
         with progress.phase(f"Loading {config.run}"):

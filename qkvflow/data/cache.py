@@ -30,7 +30,6 @@ logger = logging.getLogger(__name__)
 _TOKENS_PER_WRITE = 1 << 23
 _CHARACTERS_PER_BATCH = 1 << 20
 _FULL_DISK_BYTES = 1 << 20
-_RECORDS_PER_SEARCH = 256
 _UNFIT = (KeyError, ValueError, TypeError, TemplateError)  # what formats raise for a record that they cannot read
 
 
@@ -234,24 +233,18 @@ def _tell_unfit_record(building: Path, shards: ShardedDataSource[dict], processo
     for index, name in enumerate(shards.shard_names):
         if index in finished:
             continue
-        records, done, ended = iter(shards.open_shard_at_row(name, 0)), 0, False
-        while not ended:
-            batch: list[dict] = []
-            failure = None
+        where, records = f"the data, part {name!r},", iter(shards.open_shard_at_row(name, 0))
+        for number in itertools.count(1):
             try:
-                for record in itertools.islice(records, _RECORDS_PER_SEARCH):
-                    batch.append(record)
-                ended = len(batch) < _RECORDS_PER_SEARCH
+                record = next(records)
+            except StopIteration:
+                break
             except Exception as error:  # readers raise what their libraries do
-                failure = error
+                raise _unreadable(number, where, error) from error
             try:
-                if batch:
-                    processor(batch)
+                processor([record])
             except _UNFIT as error:
-                raise _unfit(batch, processor, done, error, f"the data, part {name!r},") from error
-            done += len(batch)
-            if failure is not None:
-                raise _unreadable(done + 1, f"the data, part {name!r},", failure) from failure
+                raise _unfit([record], processor, number - 1, error, where) from error
 
 
 def _unreadable(number: int, where: str, error: Exception) -> UserError:

@@ -1,5 +1,6 @@
 """Checks that there is enough text for training and evaluation, before anything is compiled."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -29,8 +30,8 @@ def check_enough_tokens(data: LmDataConfig, seq_len: int, is_training: bool = Tr
         is_training: whether a message may name keys of a training.
 
     Raises:
-        UserError: before any work for a component whose weight is so small that nothing of it would be read. A training
-            component, or its validation part, has less than one sequence, or
+        UserError: the weight of a component is so small that nothing of it would be read, which is told before any
+            work. A training component, or its validation part, has less than one sequence, or
             `num_validation_sequences` leaves nothing for training; the message gives the numbers. Or
             `max_train_batches` names no component.
     """
@@ -85,7 +86,7 @@ def check_weights(data: LmDataConfig) -> None:
         lost = [name for name, share in shares.items() if int(share * block) == 0]
         if not lost:
             continue
-        name = min(lost, key=lambda lost_name: shares[lost_name])
+        name = min(lost, key=shares.__getitem__)
         share, where = shares[name], "" if isinstance(data.train_weights, Mapping) else f" of phase {number}"
         raise UserError(
             f"`data.train_weights`{where} give {name!r} the share {share:.3g}, so that nothing of it would be read: of"
@@ -96,8 +97,9 @@ def check_weights(data: LmDataConfig) -> None:
 
 def _larger_block(share: float) -> str:
     """How `mixture_block_size` would help a component."""
-    size = next((n for n in range(max(int(1 / share), 1), _BLOCK_LIMIT) if int(share * n) > 0), None)
-    if size is None:
+    size = math.ceil(1 / share)
+    size += int(share * size) == 0  # by rounding
+    if size >= _BLOCK_LIMIT:
         return f"No block is large enough (the largest has {_BLOCK_LIMIT - 1}):"
     return f"Set `data.mixture_block_size` to at least {size}, or"
 

@@ -78,7 +78,7 @@ class PreparedModel:
             raise UserError(
                 f"cache: {sharing} is for the cache of a flow, and there is no such cache here: leave it out."
             )
-        sharing.check(exits is not None, drafting is not None)
+        sharing.check(with_exits=exits is not None, with_drafts=drafting is not None)
         self.exits = exits
         self.steps = model.config.depth.reading_steps if isinstance(model, NeuralOdeLMHeadModel) else 0
         given = (dtype, drafting, exits, sharing, exits_vary)

@@ -116,7 +116,7 @@ class CachedModel(eqx.Module):
         Raises:
             UserError: the model has adaptive steps, or `exits` does not work with this model or with `sharing`.
         """
-        sharing.check(exits is not None, False)
+        sharing.check(with_exits=exits is not None)
         model = on_fixed_grid(model)
         some_exit = exits is not None and (exits.threshold > 0 or exits_vary)
         parts = model.transformer

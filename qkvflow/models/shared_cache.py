@@ -51,7 +51,7 @@ class CacheSharing:
     def __str__(self) -> str:
         return {0: "latest", 1: "exact"}.get(self.every, f"every {self.every}")
 
-    def check(self, with_exits: bool, with_drafts: bool) -> None:
+    def check(self, *, with_exits: bool = False, with_drafts: bool = False) -> None:
         """Refuses combinations that no model has.
 
         Raises:

@@ -1,12 +1,13 @@
 """`optimizer: {type: adam}`: Levanter's Adam, with a separate rate for the projections of generated weights."""
 
 import dataclasses
+import warnings
 from dataclasses import dataclass
 
 import optax
 from levanter.optim import AdamConfig, OptimizerConfig
 
-from qkvflow.errors import UserError
+from qkvflow.errors import Notice, UserError
 from qkvflow.inside.draccus import replace_choice
 from qkvflow.models.generated_scale import check_choice, scale_generated
 from qkvflow.weights import GeneratedConfig
@@ -42,6 +43,12 @@ class ScaledAdamConfig(AdamConfig):
         """The options that are set and exclude a separate rate."""
         others = ("update_rms_clipping", "clip_update_norm", "skip_bad_steps", "adamc_weight_decay")
         return [name for name in others if getattr(self, name)]
+
+    def tell_if_idle(self, weights: object) -> None:
+        """A `Notice` if `sum_e` is asked for, and these weights have no projections to scale."""
+        if self.generated_scale == "sum_e" and not isinstance(weights, GeneratedConfig):
+            words = "has no effect without projections, which `generated` weights have"
+            warnings.warn(Notice(f"`optimizer.generated_scale: sum_e` {words}"), stacklevel=2)
 
     def settled(self, weights: object, before: OptimizerConfig | None = None) -> "ScaledAdamConfig":
         """With `generated_scale` filled in, if it is not given: the default for these weights.

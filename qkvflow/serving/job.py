@@ -31,11 +31,13 @@ class Told:
 class ToldPrompt:
     """What is reported about each token of a prompt, in arrays until it is read: as objects it takes 15 times the
     memory, and a request may have many texts with long prompts.
-
-    top: number of most likely tokens reported per token.
     """
 
     def __init__(self, tokens: Sequence[int], top: int):
+        """
+        Args:
+            top: number of most likely tokens reported per token.
+        """
         self._tokens, self._top = tokens, top
         self._pieces: list[Logprobs] = []
 

@@ -2,7 +2,6 @@
 
 import itertools
 import os
-import warnings
 from typing import Any
 
 import equinox as eqx
@@ -19,14 +18,14 @@ from levanter.trainer import TrainerConfig
 
 from qkvflow.config import decode
 from qkvflow.config.levanter_ranges import LEVANTER
-from qkvflow.errors import Notice, UserError
+from qkvflow.errors import UserError
 from qkvflow.inside.levanter import settle_devices
 from qkvflow.inside.rotary import check_rope
 from qkvflow.models import NeuralOdeConfig
 from qkvflow.ranges import check_ranges
+from qkvflow.runs.adam import ScaledAdamConfig
 from qkvflow.runs.config import TrainConfig
 from qkvflow.units import in_bytes
-from qkvflow.weights import GeneratedConfig
 
 
 def check_config(config: TrainConfig) -> None:
@@ -59,10 +58,8 @@ def check_config(config: TrainConfig) -> None:
     length = config.train_seq_len
     if length is not None and length > model.max_seq_len:
         raise UserError(f"`train_seq_len` is {length}, but must be at most `model.max_seq_len`, {model.max_seq_len}")
-    scale, weights = getattr(config.optimizer, "generated_scale", None), getattr(model, "weights", None)
-    if scale == "sum_e" and not isinstance(weights, GeneratedConfig):
-        text = "`optimizer.generated_scale: sum_e` has no effect without projections, which `generated` weights have"
-        warnings.warn(Notice(text), stacklevel=2)
+    if isinstance(config.optimizer, ScaledAdamConfig):
+        config.optimizer.tell_if_idle(getattr(model, "weights", None))
     _check_levanter_paths(trainer)
     _check_batches(trainer)
     for number, interval in enumerate(trainer.checkpointer.keep or []):
