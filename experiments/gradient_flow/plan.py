@@ -89,6 +89,11 @@ def arms(config: GradientFlowConfig, text: Text, run_dir: Path) -> list[Arm]:
         )
     if config.final_steps > hybrid.steps:
         raise UserError(f"`final_steps` is {config.final_steps}, of {hybrid.steps} steps in all")
+    if known.depth.step_size != "uniform":
+        raise UserError(
+            f"{config.hybrid} has `depth.step_size: {known.depth.step_size}`, whose steps have length 1: it is no flow"
+            " that other steps could solve. Set it to uniform"
+        )
     try:
         Places(list(itertools.product(config.solvers, config.steps))).check(known.depth)
     except UserError as error:

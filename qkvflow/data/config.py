@@ -25,6 +25,7 @@ from qkvflow.data.packing import check_pack
 from qkvflow.data.resolved import ResolvedDataConfig, datasets
 from qkvflow.data.sources import BuiltinSource, FilesSource
 from qkvflow.data.tokenizers import limits, resolve_tokenizer, template_fingerprint, tokenizer_fingerprint
+from qkvflow.data.unread import check_all_is_read
 from qkvflow.errors import UserError
 from qkvflow.files import array_path
 from qkvflow.ranges import ProperShare, check_ranges
@@ -129,9 +130,11 @@ class DataConfig(LmDataConfig):
 
         Raises:
             UserError: errors that can be detected before tokenizing: missing, empty or unreadable files, a tokenizer
-                that is not available, components without data, an impossible control.
+                that is not available, components without data, an impossible control, keys that nothing reads.
         """
         plain = self._with_shortcuts()
+        if is_training:
+            check_all_is_read(plain)
         control = self.control_field(control_dim)
         if self.tokenizer == "passthrough":  # Levanter's name for tokenized data
             raise UserError(

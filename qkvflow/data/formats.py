@@ -1,5 +1,6 @@
 """How documents become tokens: `format: {type: document}`, Levanter's text format without side effects."""
 
+import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -86,6 +87,22 @@ class DocumentTokenizer(BatchProcessor[dict, dict]):
     def metadata(self) -> dict[str, Any]:
         # The tokenizer's folder is left out: it differs between runs while its content is the same.
         return {"vocab_size": self.tokenizer.vocab_size, "bos": self._bos, "eos": self._eos}
+
+
+def without_mask(format: LmDatasetFormatBase, tokenizer: MarinTokenizer) -> LmDatasetFormatBase:
+    """Chats with `mask_user_turns: false` in a template whose whole text counts as an answer.
+
+    Differs from Levanter, which refuses then, too, a template without `{% generation %}`, as most models have, and
+    chats without an answer, although nothing reads the mask. The tokens are the same.
+    """
+    if not isinstance(format, ChatLmDatasetFormat) or format.mask_user_turns:
+        return format
+    template = format.chat_template or tokenizer.chat_template
+    if template is None:
+        return format
+    # The signs keep Jinja from removing the blanks beside the tags; at its end it removes one line break.
+    whole = "{% generation +%}" + template.removesuffix("\n") + "{%+ endgeneration %}"
+    return dataclasses.replace(format, chat_template=whole)
 
 
 def read_keys(format: LmDatasetFormatBase) -> tuple[str, ...]:

@@ -27,6 +27,7 @@ from qkvflow.data.cache import load_or_build
 from qkvflow.data.checks import is_trained_on
 from qkvflow.data.control.field import ControlField
 from qkvflow.data.control.sequences import ControlledDataset, with_sequence_controls
+from qkvflow.data.formats import without_mask
 from qkvflow.data.sequences import Sequences, without_examples
 from qkvflow.data.tokenizers import load_tokenizer
 from qkvflow.errors import Notice, UserError, first_line
@@ -106,7 +107,8 @@ class ResolvedDataConfig(LmDataConfig):
             del left_to_levanter[name]
             for part_name, part in own:
                 try:
-                    processor = part.format.build_preprocessor(self.the_tokenizer, enforce_eos=self.enforce_eos)
+                    format = without_mask(part.format, self.the_tokenizer)
+                    processor = format.build_preprocessor(self.the_tokenizer, enforce_eos=self.enforce_eos)
                 except UserError:
                     raise
                 except ValueError as error:  # a chat without a template, for example

@@ -12,7 +12,8 @@ Sources
     a100  NVIDIA A100 80GB SXM data sheet: 312 TFLOP/s (bf16), 156 (TF32), 80 GB, 2039 GB/s, NVLink 600 GB/s both ways.
           DGX A100 data sheet: a ConnectX-6 of 200 Gb/s for each GPU.
     h100  NVIDIA H100 SXM data sheet, halved (it states sparsity): 989.5 TFLOP/s (bf16), 494.5 (TF32), 80 GB, 3350 GB/s,
-          NVLink 900 GB/s both ways. DGX H100 data sheet: a ConnectX-7 of 400 Gb/s for each GPU.
+          NVLink 900 GB/s both ways. DGX H100 data sheet: a ConnectX-7 of 400 Gb/s for each GPU. Its NVSwitch reduces:
+          developer.nvidia.com/blog/upgrading-multi-gpu-interconnectivity-with-the-third-generation-nvidia-nvswitch.
     h200  NVIDIA H200 SXM data sheet: as h100, but 141 GB, 4800 GB/s.
     b200  NVIDIA HGX/DGX B200 data sheet, an eighth, halved: 2250 TFLOP/s (bf16), 1100 (TF32), 180 GB, 8000 GB/s, NVLink
           1800 GB/s both ways, a ConnectX-7 of 400 Gb/s for each GPU.
@@ -37,6 +38,7 @@ class Chip:
         bandwidth: of the memory, bytes per second.
         links: bytes per second to other chips of the same slice (TPU) or machine (GPU), one way, all links combined.
         network: bytes per second to other machines, one way; equal to `links` for a TPU slice.
+        in_switch: the switches between chips add what they pass on (NVLink SHARP).
         dimensions: of a slice's torus, for a TPU.
         name: as JAX names such a device.
     """
@@ -50,6 +52,7 @@ class Chip:
     network: float
     dimensions: int = 0
     name: str = ""
+    in_switch: bool = False
 
 
 def _tpu(flops: float, memory: int, bandwidth: float, links: float, dimensions: int) -> Chip:
@@ -62,9 +65,9 @@ CHIPS = {
     "v5p": _tpu(459e12, 95 * GIB, 2765e9, 600e9, 3),
     "v6e": _tpu(918e12, 32 * GIB, 1638e9, 400e9, 2),
     "a100": Chip("gpu", 312e12, 156e12, 80 * GB, 2039e9, 300e9, 25e9, name="NVIDIA A100-SXM4-80GB"),
-    "h100": Chip("gpu", 989.5e12, 494.5e12, 80 * GB, 3350e9, 450e9, 50e9, name="NVIDIA H100 80GB HBM3"),
-    "h200": Chip("gpu", 989.5e12, 494.5e12, 141 * GB, 4800e9, 450e9, 50e9, name="NVIDIA H200"),
-    "b200": Chip("gpu", 2250e12, 1100e12, 180 * GB, 8000e9, 900e9, 50e9, name="NVIDIA B200"),
+    "h100": Chip("gpu", 989.5e12, 494.5e12, 80 * GB, 3350e9, 450e9, 50e9, name="NVIDIA H100 80GB HBM3", in_switch=True),
+    "h200": Chip("gpu", 989.5e12, 494.5e12, 141 * GB, 4800e9, 450e9, 50e9, name="NVIDIA H200", in_switch=True),
+    "b200": Chip("gpu", 2250e12, 1100e12, 180 * GB, 8000e9, 900e9, 50e9, name="NVIDIA B200", in_switch=True),
 }
 
 GPUS_PER_MACHINE = 8

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import jax
 
@@ -302,7 +302,7 @@ def _continued(config: C, stored: C) -> C:
 def _reopen(directory: RunDirectory, config: C, phase: Phase | None) -> PreparedRun[C]:
     stored = read_config(directory.config, type(config))
     config, stored = _continued(config, stored), stored.settled(stored)
-    changes = differences(stored, config, FREE_KEYS)
+    changes = _changes(stored, config)
     if changes and not config.accept_changes:
         raise _started_otherwise(
             directory, changes, "; to continue this one with the new values, add --accept_changes true"
@@ -326,6 +326,15 @@ def _reopen(directory: RunDirectory, config: C, phase: Phase | None) -> Prepared
     return PreparedRun(directory, config, last_step, changes)
 
 
+def _changes(stored: TrainConfig, config: TrainConfig) -> dict[str, tuple[Any, Any]]:
+    """Those that may change numbers. The order of components, too, from which a mixture draws."""
+    changes = differences(stored, config, FREE_KEYS)
+    before, now = ([*one.data.components] for one in (stored, config))
+    if before != now and {*before} == {*now}:
+        changes["data.components"] = (", ".join(before), ", ".join(now))
+    return changes
+
+
 def _started_otherwise(directory: RunDirectory, changes: Mapping[str, str], more: str = "") -> UserError:
     return UserError(
         f"the run {directory} was started with another configuration:\n{listed(changes)}\nNothing was changed. For a"
@@ -336,7 +345,7 @@ def _started_otherwise(directory: RunDirectory, changes: Mapping[str, str], more
 def check_is_same(directory: RunDirectory, config: TrainConfig) -> None:
     """Raises: UserError: `config` is not that of the finished run in `directory`."""
     stored = read_config(directory.config, type(config))
-    changes = differences(stored.settled(stored), _continued(_named(config), stored), FREE_KEYS)
+    changes = _changes(stored.settled(stored), _continued(_named(config), stored))
     if changes:
         raise _started_otherwise(directory, changes)
 

@@ -446,3 +446,7 @@ def test_a_section_does_not_discard_what_stands_before_it():
         parse(TrainConfig, [*before, *section])
     depth = parse(TrainConfig, ["--model.type", "neuralode", *section, *before])[0].model.depth
     assert (depth.steps, depth.solver) == (8, "heun")
+    with pytest.raises(UserError, match=r"--trainer is given twice, .* `--trainer\.KEY VALUE`"):
+        parse(TrainConfig, ["--trainer", "{seed: 1}", "--trainer", "{num_train_steps: 2}"])
+    typed = ["--model.type", "neuralode", "--trainer.seed", "1", "--trainer.seed", "2"]
+    assert parse(TrainConfig, typed)[0].trainer.seed == 2  # the last one counts

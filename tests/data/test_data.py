@@ -1,5 +1,6 @@
 """Data: sources, splits, token caches, checks and the unigram baseline."""
 
+import contextlib
 import dataclasses
 import gzip
 import json
@@ -521,6 +522,25 @@ def test_keys_that_nothing_would_read_are_refused(settings, message):
         settings = settings | {"components": {"a": DatasetComponent(source=FilesSource(train=["a.jsonl"]))}}
     with pytest.raises(UserError, match=message):
         resolve(**settings)
+
+
+@pytest.mark.parametrize(
+    ("component", "source", "settings", "message"),
+    [
+        ({"split": "test"}, {}, {}, r"component 'a': `split: test` is read by nothing"),
+        ({}, {"tags": ["code"]}, {}, r"`tags` inside `source` .*`components\.a`"),
+        ({}, {}, {"permutation_type": "linear"}, r"`data\.shuffle: true` only"),
+        ({"tags": ["code"]}, {}, {"permutation_type": "linear", "shuffle": True}, None),
+    ],
+)
+def test_levanter_keys_that_nothing_would_read_are_refused(component, source, settings, message):
+    """For a training: what a run has stored is still evaluated."""
+    write_jsonl("a.jsonl", ["some text"] * 100)
+    part = DatasetComponent(source=FilesSource(train=["a.jsonl"], **source), **component)
+    data = DataConfig(components={"a": part}, **settings)
+    data.resolve(Path("tokenizer"), is_training=False)
+    with contextlib.nullcontext() if message is None else pytest.raises(UserError, match=message):
+        data.resolve(Path("tokenizer"))
 
 
 def test_a_component_without_a_sequence_left_is_named():

@@ -1,5 +1,6 @@
 """Records that do not fit, texts that are cut off, and what a text that is partly evaluated gives for training."""
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -75,6 +76,20 @@ def test_the_chat_template_of_the_configuration_is_read():
     arrays = [cache.jagged_array_tree()["input_ids"].data for cache in (given, own)]
     texts = [bytes(np.asarray(array[: len(b"HiHello")].read().result()).astype(np.uint8)) for array in arrays]
     assert texts == [b"HiHello"] * 2
+
+
+def test_without_a_mask_any_template_and_any_chat_will_do():
+    """The tokens are those of the template alone, up to its blanks."""
+    template = "\n  {% for m in messages %}\n  <{{ m['role'] }}> {{ m['content'] }}\n  {% endfor %}\n.\n  "
+    chats = [CHAT, {"messages": [{"role": "user", "content": "Hi"}]}]
+    with pytest.raises(UserError, match=r"must contain .*generation"):
+        build(ChatLmDatasetFormat(chat_template=template), chats)
+    cache = build(ChatLmDatasetFormat(chat_template=template, mask_user_turns=False), chats)
+    tokens = cache.jagged_array_tree()["input_ids"]
+    found = bytes(np.asarray(tokens.data[: int(tokens.offsets[2].read().result())].read().result()).astype(np.uint8))
+    alone = dataclasses.replace(load_tokenizer(Path("tokenizer")), _chat_template=template)
+    expected = [alone.apply_chat_template(chat["messages"], tokenize=False) for chat in chats]
+    assert found.decode() == "".join(expected)
 
 
 def test_a_changed_template_or_end_token_gives_other_tokens():

@@ -175,10 +175,27 @@ def test_the_roofline_by_hand():
     line = roofline(chip, 2e12, 1e12, 4.8e9, [gather])
     assert line.compute == pytest.approx(1e12 / 989.5e12 + 1e12 / 494.5e12)
     assert line.memory == pytest.approx(1e-3)
-    # Between two machines: eight adapters of 50 GB/s each carry an eighth; within, 450 GB/s.
-    assert line.links == pytest.approx(max(15e9 / 450e9, 15e9 / 8 / 50e9))
+    # Each of two machines needs the other's half, 8e9, through eight adapters of 50 GB/s. A device receives 15e9 in
+    # all, by NVLink at 450 GB/s and by its adapter.
+    assert line.links == pytest.approx(max(15e9 / 500e9, 8e9 / 8 / 50e9))
     assert (line.seconds, line.bound) == (line.links, "links")
     assert line.mfu(1e15, chip, 16) == pytest.approx(1e15 / (line.seconds * 16 * 989.5e12))
+
+
+@pytest.mark.parametrize(
+    ("chip", "sent", "seconds"),
+    [
+        ("h200", Collective("all-reduce", 1.0, 8e9, "data", 14e9, 8, 1), 8 / 450),  # the switch adds
+        ("a100", Collective("all-reduce", 1.0, 8e9, "data", 14e9, 8, 1), 14 / 300),
+        ("v5e", Collective("all-reduce", 1.0, 8e9, "data", 14e9, 8, 2), 14 / 200),  # a slice has no machines
+        ("h200", Collective("all-reduce", 1.0, 16e9, "data", 30e9, 16, 2), 16 / 8 / 50),  # two machines, eight adapters
+        ("h200", Collective("all-reduce", 1.0, 2e9, "data", 2e9, 2, 2), 2 / 50),  # one device in each machine
+        ("h200", Collective("all-to-all", 1.0, 16e9, "data", 15e9, 16, 2), 8 / 50),  # half of its parts, by its own
+        ("h200", Collective("collective-permute", 1.0, 8e9, "data", 8e9, 16, 2), max(8 / 500, 1 / 50)),
+    ],
+)
+def test_the_links_of_a_roofline_by_hand(chip, sent, seconds):
+    assert roofline(CHIPS[chip], 0.0, 0.0, 0.0, [sent]).links == pytest.approx(seconds)
 
 
 @pytest.mark.parametrize(

@@ -22,12 +22,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from levanter.checkpoint import CheckpointerConfig
+from levanter.data.text import DatasetComponent, HfDatasetSourceConfig
 from levanter.models.gpt2 import Gpt2Config
 from levanter.tracker.tracker import NoopConfig
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from qkvflow.cli.quiet import quiet_libraries
 from qkvflow.config import differences, read_config, write_config
+from qkvflow.data import DataConfig
 from qkvflow.errors import UserError
 from qkvflow.progress import Progress
 from qkvflow.runs import TrainConfig, load_run, prepare_run
@@ -220,6 +222,23 @@ def test_a_different_configuration_is_refused_with_its_keys(tmp_path):
     assert "--trainer.id" in str(error.value)
     assert "--accept_changes true" in str(error.value)
     assert _files(run) == before
+
+
+def test_the_order_of_components_must_remain(tmp_path):
+    """Levanter's mixture draws by their positions; those of the hub have no files to compare."""
+    parts = {name: DatasetComponent(source=HfDatasetSourceConfig(id=f"texts/{name}")) for name in ("a", "b")}
+    given = dataclasses.replace(_config(tmp_path), data=DataConfig(components=parts))
+    with prepare_run(given) as run:
+        run.config = dataclasses.replace(run.config, vocab_size=257)
+        run.commit()
+    _checkpoint(tmp_path / "a", 3)
+    with prepare_run(given) as run:
+        assert run.changes == {}
+    turned = dataclasses.replace(given, data=DataConfig(components=dict(reversed(parts.items()))))
+    with pytest.raises(UserError, match=r"data\.components: 'a, b' before, 'b, a' now"), prepare_run(turned):
+        pass
+    with prepare_run(dataclasses.replace(turned, accept_changes=True)) as run:
+        assert run.changes == {"data.components": ("a, b", "b, a")}
 
 
 def test_keys_that_cannot_change_numbers_may_differ(tmp_path):
