@@ -37,7 +37,7 @@ def parse(config_class: type[T], argv: Sequence[str]) -> tuple[T, dict[str, Any]
             raw[key] = values
     for index, (key, value) in enumerate(overrides):
         if not texts.get(key):
-            _refuse_to_discard(key, overrides[:index])
+            _refuse_to_discard(key, [earlier for earlier, _ in overrides[:index]])
             _set(raw, key, value)
     if path is not None and any(field.name == "config_path" for field in dataclasses.fields(config_class)):  # pyright: ignore
         raw["config_path"] = full_name(path)
@@ -83,28 +83,16 @@ def _split(
     return path, overrides
 
 
-def _refuse_to_discard(section: str, given: Sequence[tuple[str, str | Typed]]) -> None:
+def _refuse_to_discard(section: str, given: Sequence[str]) -> None:
     """Raises:
-    UserError: a flag for `section` would undo one of the `given` ones, for the same section or for a key within it.
+    UserError: a flag for `section` would undo one of the `given` ones, for a key within it.
     """
-    if any(key == section and _is_section(value) for key, value in given):
-        raise UserError(
-            f"--{section} is given twice, and the second replaces the whole section: give one, and further keys as"
-            f" `--{section}.KEY VALUE` after it"
-        )
-    lost = next((key for key, _ in given if key.startswith(f"{section}.")), None)
+    lost = next((key for key in given if key.startswith(f"{section}.")), None)
     if lost is not None:
         raise UserError(
             f"--{section} replaces the whole section, and with it --{lost}, which stands before it: give --{section}"
             " first"
         )
-
-
-def _is_section(value: str | Typed) -> bool:
-    try:
-        return isinstance(value, Typed) and isinstance(value.value, dict)
-    except UserError:  # a text
-        return False
 
 
 def _set(raw: dict[str, Any], dotted: str, value: str | Typed) -> None:

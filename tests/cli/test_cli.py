@@ -19,6 +19,7 @@ import yaml
 
 from qkvflow.cli import parse
 from qkvflow.config import Text, decode, encode
+from qkvflow.depth import DepthConfig
 from qkvflow.errors import UserError
 from qkvflow.interrupts import imports_begin, imports_end
 from qkvflow.runs.config import RunTrainerConfig, TrainConfig
@@ -446,7 +447,12 @@ def test_a_section_does_not_discard_what_stands_before_it():
         parse(TrainConfig, [*before, *section])
     depth = parse(TrainConfig, ["--model.type", "neuralode", *section, *before])[0].model.depth
     assert (depth.steps, depth.solver) == (8, "heun")
-    with pytest.raises(UserError, match=r"--trainer is given twice, .* `--trainer\.KEY VALUE`"):
-        parse(TrainConfig, ["--trainer", "{seed: 1}", "--trainer", "{num_train_steps: 2}"])
+
+
+def test_of_two_flags_for_one_key_the_last_one_counts():
+    """So that flags can be appended to a script's. A section is one value: it replaces the first one's, whole."""
     typed = ["--model.type", "neuralode", "--trainer.seed", "1", "--trainer.seed", "2"]
-    assert parse(TrainConfig, typed)[0].trainer.seed == 2  # the last one counts
+    assert parse(TrainConfig, typed)[0].trainer.seed == 2
+    sections = ["--model.depth", "{solver: heun, steps: 8}", "--model.depth", "{solver: midpoint}"]
+    depth = parse(TrainConfig, ["--model.type", "neuralode", *sections])[0].model.depth
+    assert (depth.solver, depth.steps) == ("midpoint", DepthConfig().steps)
