@@ -89,18 +89,18 @@ class DocumentTokenizer(BatchProcessor[dict, dict]):
         return {"vocab_size": self.tokenizer.vocab_size, "bos": self._bos, "eos": self._eos}
 
 
-def without_mask(format: LmDatasetFormatBase, tokenizer: MarinTokenizer) -> LmDatasetFormatBase:
-    """Chats with `mask_user_turns: false` in a template whose whole text counts as an answer.
+def unmasked(format: LmDatasetFormatBase, tokenizer: MarinTokenizer) -> LmDatasetFormatBase:
+    """The format. That of chats with `mask_user_turns: false` gets a template all of whose text counts as an answer.
 
-    Differs from Levanter, which refuses then, too, a template without `{% generation %}`, as most models have, and
-    chats without an answer, although nothing reads the mask. The tokens are the same.
+    Differs from Levanter, which wants an answer in each chat, between `{% generation %}` and `{% endgeneration %}`,
+    even where nothing reads the mask: most models' templates have no such tags. The tokens are the same.
     """
     if not isinstance(format, ChatLmDatasetFormat) or format.mask_user_turns:
         return format
     template = format.chat_template or tokenizer.chat_template
     if template is None:
         return format
-    # The signs keep Jinja from removing the blanks beside the tags; at its end it removes one line break.
+    # `+` keeps the white space beside a tag. At the end of a template Jinja drops one line break.
     whole = "{% generation +%}" + template.removesuffix("\n") + "{%+ endgeneration %}"
     return dataclasses.replace(format, chat_template=whole)
 

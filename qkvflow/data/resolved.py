@@ -27,7 +27,7 @@ from qkvflow.data.cache import load_or_build
 from qkvflow.data.checks import is_trained_on
 from qkvflow.data.control.field import ControlField
 from qkvflow.data.control.sequences import ControlledDataset, with_sequence_controls
-from qkvflow.data.formats import without_mask
+from qkvflow.data.formats import unmasked
 from qkvflow.data.sequences import Sequences, without_examples
 from qkvflow.data.tokenizers import load_tokenizer
 from qkvflow.errors import Notice, UserError, first_line
@@ -107,7 +107,7 @@ class ResolvedDataConfig(LmDataConfig):
             del left_to_levanter[name]
             for part_name, part in own:
                 try:
-                    format = without_mask(part.format, self.the_tokenizer)
+                    format = unmasked(part.format, self.the_tokenizer)
                     processor = format.build_preprocessor(self.the_tokenizer, enforce_eos=self.enforce_eos)
                 except UserError:
                     raise

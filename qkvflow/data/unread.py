@@ -1,17 +1,15 @@
 """Keys of Levanter's data configuration that nothing reads: a training that gives them is refused."""
 
-from levanter.data.text import LmDataConfig
+from levanter.data.text import DatasetComponent, LmDataConfig
 
 from qkvflow.data.resolved import datasets
 from qkvflow.errors import UserError
-
-_SPLIT = "validation"  # the default of a component
 
 
 def check_all_is_read(data: LmDataConfig) -> None:
     """
     Raises:
-        UserError: a key is given that neither Levanter nor this library reads, and what to give instead.
+        UserError: a key is given that neither Levanter nor this library reads; the message says what to give instead.
     """
     if data.permutation_type != LmDataConfig.permutation_type and data.shuffle is not True:
         raise UserError(
@@ -19,13 +17,14 @@ def check_all_is_read(data: LmDataConfig) -> None:
             " `data.shuffle.perm_type` for a shuffle of blocks"
         )
     for name, component in datasets(data.components):
-        if component.split != _SPLIT:
+        if component.split != DatasetComponent.split:
             raise UserError(
                 f"component {name!r}: `split: {component.split}` is read by nothing. The split `train` is for training"
                 " and `validation` for evaluation: leave `split` out, and name other files in `source`"
             )
         if component.source is not None and component.source.tags is not None:
+            whole = name.split("/")[0]  # parts of a joined component have no tags of their own
             raise UserError(
                 f"component {name!r}: `tags` inside `source` are ignored; write them one level up, under"
-                f" `components.{name.split('/')[0]}`"
+                f" `components.{whole}`"
             )

@@ -38,9 +38,9 @@ class Chip:
         bandwidth: of the memory, bytes per second.
         links: bytes per second to other chips of the same slice (TPU) or machine (GPU), one way, all links combined.
         network: bytes per second to other machines, one way; equal to `links` for a TPU slice.
-        in_switch: the switches between chips add what they pass on (NVLink SHARP).
         dimensions: of a slice's torus, for a TPU.
         name: as JAX names such a device.
+        switches_add: the switches between the GPUs of a machine add what they receive (NVLink SHARP).
     """
 
     platform: str
@@ -52,7 +52,7 @@ class Chip:
     network: float
     dimensions: int = 0
     name: str = ""
-    in_switch: bool = False
+    switches_add: bool = False
 
 
 def _tpu(flops: float, memory: int, bandwidth: float, links: float, dimensions: int) -> Chip:
@@ -65,9 +65,11 @@ CHIPS = {
     "v5p": _tpu(459e12, 95 * GIB, 2765e9, 600e9, 3),
     "v6e": _tpu(918e12, 32 * GIB, 1638e9, 400e9, 2),
     "a100": Chip("gpu", 312e12, 156e12, 80 * GB, 2039e9, 300e9, 25e9, name="NVIDIA A100-SXM4-80GB"),
-    "h100": Chip("gpu", 989.5e12, 494.5e12, 80 * GB, 3350e9, 450e9, 50e9, name="NVIDIA H100 80GB HBM3", in_switch=True),
-    "h200": Chip("gpu", 989.5e12, 494.5e12, 141 * GB, 4800e9, 450e9, 50e9, name="NVIDIA H200", in_switch=True),
-    "b200": Chip("gpu", 2250e12, 1100e12, 180 * GB, 8000e9, 900e9, 50e9, name="NVIDIA B200", in_switch=True),
+    "h100": Chip(
+        "gpu", 989.5e12, 494.5e12, 80 * GB, 3350e9, 450e9, 50e9, name="NVIDIA H100 80GB HBM3", switches_add=True
+    ),
+    "h200": Chip("gpu", 989.5e12, 494.5e12, 141 * GB, 4800e9, 450e9, 50e9, name="NVIDIA H200", switches_add=True),
+    "b200": Chip("gpu", 2250e12, 1100e12, 180 * GB, 8000e9, 900e9, 50e9, name="NVIDIA B200", switches_add=True),
 }
 
 GPUS_PER_MACHINE = 8

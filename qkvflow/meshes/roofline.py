@@ -43,28 +43,31 @@ def roofline(chip: Chip, flops: float, fp32_flops: float, traffic: float, sent: 
         sent: the collectives, all of whose groups run at once.
 
     On GPUs, no algorithm is faster than this. Within a machine, NVLink moves what a device sends, together with its
-    network adapter where a group spans machines; switches that add (`Chip.in_switch`) halve an all-reduce. Between
+    network adapter where a group spans machines; switches that add (`Chip.switches_add`) halve an all-reduce. Between
     machines, switches do not add: each of a group's m machines receives (m-1)/m of the bytes from the others (twice
     that in an all-reduce), through the adapters of its g = n/m devices; in an all-to-all each device sends n - g of its
     n parts through its own.
     """
     compute = (flops - fp32_flops) / chip.flops + fp32_flops / chip.flops_fp32
-    near = sum(_within(c, chip) for c in sent)
-    far = sum(_between(c) for c in sent if c.machines > 1) / chip.network if chip.platform == "gpu" else 0.0
-    return Roofline(compute, traffic / chip.bandwidth, max(near, far))
+    if chip.platform == "gpu":
+        far = sum(_between(c) for c in sent if c.machines > 1) / chip.network
+        links = max(sum(_within(c, chip) for c in sent), far)
+    else:
+        links = sum(c.sent for c in sent) / chip.links
+    return Roofline(compute, traffic / chip.bandwidth, links)
 
 
 def _within(collective: Collective, chip: Chip) -> float:
-    """Seconds for what a device sends and receives by all of its ways."""
-    rate = chip.links + (chip.network if chip.platform == "gpu" and collective.machines > 1 else 0.0)
-    added = collective.kind == "all-reduce" and chip.in_switch
-    return (collective.bytes if added else collective.sent) / rate
+    """Seconds that a GPU sends, through NVLink and, if the group spans machines, its network adapter at once."""
+    rate = chip.links + (chip.network if collective.machines > 1 else 0.0)
+    once = collective.kind == "all-reduce" and chip.switches_add
+    return (collective.bytes if once else collective.sent) / rate
 
 
 def _between(collective: Collective) -> float:
-    """Bytes that pass a device's adapter."""
+    """Bytes that a GPU receives from other machines."""
     n, per_machine = collective.devices, max(1, min(GPUS_PER_MACHINE, collective.devices // collective.machines))
     if collective.kind in ("collective-permute", "collective-broadcast"):
         return collective.sent / per_machine
-    off = collective.sent * (n - per_machine) / (n - 1)  # of the n - 1 parts of others
-    return off if collective.kind == "all-to-all" else off / per_machine
+    remote = collective.sent * (n - per_machine) / (n - 1)  # of what n - 1 others send
+    return remote if collective.kind == "all-to-all" else remote / per_machine

@@ -327,7 +327,7 @@ def _reopen(directory: RunDirectory, config: C, phase: Phase | None) -> Prepared
 
 
 def _changes(stored: TrainConfig, config: TrainConfig) -> dict[str, tuple[Any, Any]]:
-    """Those that may change numbers. The order of components, too, from which a mixture draws."""
+    """What differs and may change numbers: keys, and the order of the components, by which Levanter mixes them."""
     changes = differences(stored, config, FREE_KEYS)
     before, now = ([*one.data.components] for one in (stored, config))
     if before != now and {*before} == {*now}:
@@ -335,7 +335,7 @@ def _changes(stored: TrainConfig, config: TrainConfig) -> dict[str, tuple[Any, A
     return changes
 
 
-def _started_otherwise(directory: RunDirectory, changes: Mapping[str, str], more: str = "") -> UserError:
+def _started_otherwise(directory: RunDirectory, changes: Mapping[str, tuple[Any, Any]], more: str = "") -> UserError:
     return UserError(
         f"the run {directory} was started with another configuration:\n{listed(changes)}\nNothing was changed. For a"
         f" new run, add --trainer.id NAME{more}"

@@ -79,7 +79,7 @@ def test_the_chat_template_of_the_configuration_is_read():
 
 
 def test_without_a_mask_any_template_and_any_chat_will_do():
-    """The tokens are those of the template alone, up to its blanks."""
+    """The tokens are those of the template alone, white space included."""
     template = "\n  {% for m in messages %}\n  <{{ m['role'] }}> {{ m['content'] }}\n  {% endfor %}\n.\n  "
     chats = [CHAT, {"messages": [{"role": "user", "content": "Hi"}]}]
     with pytest.raises(UserError, match=r"must contain .*generation"):
