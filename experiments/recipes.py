@@ -72,9 +72,6 @@ class Recipe:
             },
             "optimizer": {"learning_rate": float(plain.optimizer.learning_rate)},
         }
-        if plain.trainer.per_device_parallelism != -1 and plain.trainer.per_device_eval_parallelism == -1:
-            # Levanter would take the size of the parts of a training batch, and `select_batches` would count these.
-            ours["trainer"]["per_device_eval_parallelism"] = self.batch
         model = {} if plain.model is None else {"model": {"hidden_dim": plain.model.Embed.size}}
         rest = {key: value for key, value in self.raw.items() if key not in ("data", "run_dir")}
         return Recipe(rest).but(ours, model).evaluated(evaluations)
@@ -90,15 +87,16 @@ class Recipe:
     @property
     def config_here(self) -> TrainConfig:
         """`config` for the devices of this machine. In a recipe, `per_device_eval_parallelism` is the size of a whole
-        batch of evaluations: what is evaluated must not depend on the number of devices.
+        batch of evaluations, by default that of a training batch: what is evaluated must depend neither on the number
+        of devices nor on the parts of a batch, which Levanter would take.
 
         Raises:
             UserError: it cannot be read, or that size cannot be divided among the devices.
         """
         trainer = self.config.trainer
-        size = trainer.per_device_eval_parallelism
-        if size == -1:
+        if trainer.per_device_eval_parallelism == trainer.per_device_parallelism == -1:
             return self.config
+        size = self.batch if trainer.per_device_eval_parallelism == -1 else trainer.per_device_eval_parallelism
         shares = trainer.data_axis_size
         if size % shares:
             raise UserError(

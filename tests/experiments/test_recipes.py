@@ -43,18 +43,20 @@ def test_the_division_of_a_batch_changes_no_evaluation(tmp_path, monkeypatch):
     )
     read = []
     for recipe in (whole, parts):
-        trainer = dataclasses.replace(recipe.config.trainer)
+        trainer = dataclasses.replace(recipe.config_here.trainer)
         settle_devices(trainer)
         read.append(trainer.eval_batch_size * recipe.raw["trainer"]["max_eval_batches"])
     assert read[0] == read[1] == 32
+    assert whole.digest() == parts.digest()
     monkeypatch.setattr(TrainerConfig, "data_axis_size", 2)
     assert parts.config_here.trainer.per_device_eval_parallelism == 4, "on two devices"
     assert whole.config_here.trainer.per_device_eval_parallelism == -1
     monkeypatch.setattr(TrainerConfig, "data_axis_size", 3)
     with pytest.raises(UserError, match=r"reads 8 sequences at a time .* which 3 devices cannot share"):
         assert parts.config_here
+    monkeypatch.undo()
     given = {"trainer": {"per_device_parallelism": 2, "per_device_eval_parallelism": 1}}
-    assert Recipe.of(STANDARD, given).on(text, tmp_path, 4, 5).raw["trainer"]["per_device_eval_parallelism"] == 1
+    assert Recipe.of(STANDARD, given).on(text, tmp_path, 4, 5).config_here.trainer.per_device_eval_parallelism == 1
 
 
 @pytest.mark.parametrize(("wanted", "width"), [(24_000, 16), (50_000, 24), (35_000, 20)])
