@@ -27,10 +27,10 @@ def check_alike(given: Mapping[str, Recipe], reference: str, bases: Mapping[str,
 
 def _read(recipe: Recipe, base: Recipe) -> dict[str, object]:
     """Key -> its value, for all keys on which the tokens depend."""
-    config, batch, evaluated = recipe.config, recipe.batch, recipe.config.trainer.per_device_eval_parallelism
+    config = recipe.config
     return {
         "data.tokenizer": config.data.tokenizer or base.config.data.tokenizer,
         "train_seq_len, or model.max_seq_len": config.train_seq_len or base.config.model.max_seq_len,
-        "trainer.train_batch_size": batch,
-        "trainer.per_device_eval_parallelism": batch if evaluated == -1 else evaluated,  # on `select`
+        "trainer.train_batch_size": recipe.batch,
+        "trainer.per_device_eval_parallelism": recipe.eval_batch,  # on `select`
     }

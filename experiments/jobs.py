@@ -221,7 +221,7 @@ def _check_is_same(recipe: Recipe) -> None:
     given = dataclasses.replace(given.settled(), vocab_size=given.vocab_size or stored.vocab_size)
     changes = differences(stored.settled(stored), given, _FREE_KEYS)
     sizes = [one.trainer.per_device_eval_parallelism for one in (stored, given)]
-    if {*sizes} == {-1, recipe.batch / given.trainer.data_axis_size}:  # by default, a batch of training
+    if {*sizes} == {-1, recipe.batch / given.trainer.data_axis_size}:  # the default, and the same written out
         changes.pop("trainer.per_device_eval_parallelism", None)
     data = given.data.resolve(run.tokenizer, given.control_dim).record
     changes |= {f"data: {name}": change for name, change in data_record.changes(run.data, data).items()}

@@ -86,18 +86,15 @@ class Recipe:
 
     @property
     def config_here(self) -> TrainConfig:
-        """`config` for the devices of this machine. In a recipe, `per_device_eval_parallelism` is the size of a whole
-        batch of evaluations, by default that of a training batch: what is evaluated must depend neither on the number
-        of devices nor on the parts of a batch, which Levanter would take.
+        """`config` for the devices of this machine, which share `eval_batch`.
 
         Raises:
-            UserError: it cannot be read, or that size cannot be divided among the devices.
+            UserError: it cannot be read, or `eval_batch` cannot be divided among the devices.
         """
         trainer = self.config.trainer
         if trainer.per_device_eval_parallelism == trainer.per_device_parallelism == -1:
             return self.config
-        size = self.batch if trainer.per_device_eval_parallelism == -1 else trainer.per_device_eval_parallelism
-        shares = trainer.data_axis_size
+        size, shares = self.eval_batch, trainer.data_axis_size
         if size % shares:
             raise UserError(
                 f"an evaluation reads {size} sequences at a time (`trainer.per_device_eval_parallelism`; by default"
@@ -149,6 +146,17 @@ class Recipe:
                 " Give one positive number"
             )
         return size
+
+    @property
+    def eval_batch(self) -> int:
+        """Sequences that an evaluation reads at a time: `per_device_eval_parallelism`, by default those of a training
+        step.
+
+        Differs from Levanter, where that key is a device's share, and by default the parts of a training step: what is
+        evaluated must depend neither on the devices nor on the parts.
+        """
+        size = self.config.trainer.per_device_eval_parallelism
+        return self.batch if size == -1 else size
 
     @property
     def tokens(self) -> int:

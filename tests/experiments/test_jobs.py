@@ -110,7 +110,7 @@ def test_a_finished_run_is_taken_only_for_what_it_is(tmp_path, monkeypatch):
     monkeypatch.setattr(jobs.train_lm, "main", lambda config: pytest.fail("a finished run was trained again"))
     jobs.train(given)
     jobs.train(given.but({"trainer": {"checkpointer": {"save_interval": "9m"}}}))
-    jobs.train(given.but({"trainer": {"per_device_parallelism": 1}}))  # with parts, evaluated as before
+    jobs.train(given.but({"trainer": {"per_device_parallelism": 1}}))  # evaluated as before
     for changed in (
         {"trainer": {"train_batch_size": 4}},
         {"trainer": {"num_train_steps": 1}},
